@@ -1,0 +1,47 @@
+# What a contributor runs. Every target first makes the virtual environment it needs; `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench-foundation matrix clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train a small GPT on this machine's cores and let it write
+	@$(BIN)/meshwright demo
+
+test: lint ## everything that CI checks: lint, then all tests
+	@echo "==> pytest"
+	@$(BIN)/pytest
+
+lint: $(STAMP) ## ruff, mypy and import-linter
+	@echo "==> ruff check"
+	@$(BIN)/ruff check
+	@echo "==> ruff format --check"
+	@$(BIN)/ruff format --check
+	@echo "==> mypy"
+	@$(BIN)/mypy
+	@echo "==> lint-imports"
+	@$(BIN)/lint-imports
+
+bench-foundation: $(STAMP) ## measure against eager PyTorch, DistributedDataParallel and parallelize_module
+	@$(BIN)/python -m benchmarks.foundation
+
+matrix: $(STAMP) ## check every combination of techniques against one process
+	@$(BIN)/python -m benchmarks.matrix
+
+clean: ## remove caches and build products (.venv and runs/ stay)
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find src tests $(wildcard benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip shows its progress on a terminal, and is quiet elsewhere.
+$(STAMP): pyproject.toml constraints.txt
+	@$(BIN)/python -c "" 2>/dev/null || { echo "==> creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "==> installing into $(VENV) (the first time takes minutes)"
+	@if [ -t 1 ]; then quiet=; else quiet=-q; fi; \
+	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,360 @@
+"""From traced operators to the Graph: names, rules with joined factors, FLOPs, repeated blocks, the prologue."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, fx, nn
+
+from meshwright.capture.factors import Atom, BoundRule, bind, dim_atoms, leaves, rendered, unify
+from meshwright.capture.functionalize import is_getitem
+from meshwright.capture.tracer import LossFunction, Traced, batch_size_of, trace
+from meshwright.errors import CaptureError
+from meshwright.ir import graph as ir
+from meshwright.ir.rule import Rule
+from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
+from meshwright.ops.random import RULES as RANDOM
+from meshwright.ops.table import operator_rule, rule_of
+from meshwright.ops.view import VIEWS
+
+ours = torch.ops.meshwright
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+
+
+@dataclass
+class Capture:
+    """A graph and the traced operators that it describes; ``letters`` tells what each rule's letters became."""
+
+    graph: ir.Graph
+    traced: Traced
+    nodes: dict[str, fx.Node]
+    letters: dict[str, dict[str, tuple[str, ...]]]
+    rules: Mapping[Target, OperatorRule]
+    training: bool = True
+
+
+@dataclass
+class _Operation:
+    node: fx.Node
+    call: Call
+    inputs: list[fx.Node]
+    outputs: list[fx.Node | None]
+    name: str = ""
+    bound: BoundRule | None = None
+    reason: str = ""
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    training: bool = True,
+    rules: Mapping[Target, OperatorRule] | None = None,
+) -> Capture:
+    """Capture one training step (or evaluation) of ``model`` on a global batch as a graph.
+
+    The step is traced twice, at the batch's size and at twice that: the two must have equal nodes, and the dims
+    that differ are the batch.
+
+    Raises:
+        CaptureError: the step cannot be traced, or its operators depend on the batch size.
+        RuleError: a rule's pattern does not fit its operator.
+    """
+    size = batch_size_of(batch)
+    traced = trace(model, loss_fn, batch, training=training)
+    doubled = trace(model, loss_fn, batch, training=training, batch_size=2 * size)
+    return _Builder(model, traced, doubled, size, rules or {}).build(training)
+
+
+class _Builder:
+    def __init__(
+        self, model: nn.Module, traced: Traced, doubled: Traced, size: int, own: Mapping[Target, OperatorRule]
+    ) -> None:
+        self.model, self.traced, self.doubled, self.size, self.own = model, traced, doubled, size, own
+        self.atoms: dict[fx.Node, list[list[Atom]]] = {}
+        self.names: dict[fx.Node, str] = {}
+        self.batched: set[int] = set()
+
+    def build(self, training: bool) -> Capture:
+        self._name_placeholders()
+        self._compare()
+        operations = self._operations()
+        for operation in operations:
+            self._join(operation)
+        self._join_gradients()
+        return self._finish(operations, training)
+
+    def _name_placeholders(self) -> None:
+        traced = self.traced
+        names = [*traced.parameters, *traced.buffers, *traced.inputs]
+        for node, name in zip(traced.placeholders, names, strict=True):
+            self.names[node] = name
+        for node in traced.module.graph.nodes:
+            if node.op == "get_attr":
+                self.names[node] = f"constant.{node.target}"
+                node.meta["val"] = traced.constants[node.target]
+        for node in self.names:
+            self.atoms[node] = [[Atom(int(size))] for size in node.meta["val"].shape]
+
+    def _compare(self) -> None:
+        """Both traces must be equal but for sizes; the inputs' dims that differ are the batch."""
+        one = [node for node in self.traced.module.graph.nodes if node.op != "output"]
+        two = [node for node in self.doubled.module.graph.nodes if node.op != "output"]
+        for first, second in zip(one, two, strict=False):
+            if first.op != second.op or (first.op == "call_function" and first.target != second.target):
+                custom = first.meta.get("custom", {})
+                raise CaptureError(
+                    f"the step runs other operators at batch size {2 * self.size} than at {self.size}: "
+                    f"{second.target} instead of {first.target}",
+                    where=f"module {custom.get('module') or '(model)'}, {custom.get('source', '')}",
+                    remedy="make the model's control flow independent of the batch size",
+                )
+        if len(one) != len(two):
+            raise CaptureError(
+                f"the step has {len(one)} operators at batch size {self.size} and {len(two)} at {2 * self.size}",
+                where="model", remedy="make the model's control flow independent of the batch size",
+            )  # fmt: skip
+        for first, second in zip(one, two, strict=True):
+            value, other = first.meta.get("val"), second.meta.get("val")
+            if first.op != "placeholder" or not isinstance(value, Tensor):
+                continue
+            for dim, (a, b) in enumerate(zip(value.shape, other.shape, strict=True)):
+                if a != b:
+                    self.batched.add(id(self.atoms[first][dim][0]))
+                    self.atoms[first][dim][0].hint = "b"
+
+    def _operations(self) -> list[_Operation]:
+        result = []
+        counts: Counter[str] = Counter()
+        for node in self.traced.module.graph.nodes:
+            if node.op != "call_function" or is_getitem(node):
+                continue
+            value = node.meta["val"]
+            outputs: list[fx.Node | None]
+            if isinstance(value, Tensor):
+                values, outputs = [value], [node]
+            else:
+                taken = {user.args[1]: user for user in node.users if is_getitem(user)}
+                present = [index for index, item in enumerate(value) if isinstance(item, Tensor)]
+                values, outputs = [value[index] for index in present], [taken.get(index) for index in present]
+            fake = torch.fx.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
+            call = Call(node.target, tuple(fake[0]), dict(fake[1]), tuple(values))
+            operation = _Operation(node, call, list(_tensor_nodes(node)), outputs)
+            module = node.meta.get("custom", {}).get("module", "")
+            stem = f"{module}:{_short(node.target)}" if module else _short(node.target)
+            operation.name = f"{stem}#{counts[stem]}"
+            counts[stem] += 1
+            result.append(operation)
+        return result
+
+    def _join(self, operation: _Operation) -> None:
+        found = rule_of(operation.call, self.own)
+        single = len(operation.outputs) == 1
+        for index, output in enumerate(operation.outputs):
+            if output is not None:
+                self.names[output] = operation.name if single else f"{operation.name}.{index}"
+        if isinstance(found, Unsplit):
+            operation.reason = found.reason
+            for output, value in zip(operation.outputs, operation.call.outputs, strict=True):
+                if output is not None:
+                    self.atoms[output] = [[Atom(int(size))] for size in value.shape]
+            return
+        own = operator_rule(operation.call.target, self.own)
+        bound = bind(found, own.contiguous if own else frozenset())
+        operation.bound = bound
+        pattern = found.parsed
+        for index, (operand, node) in enumerate(zip(pattern.inputs, operation.inputs, strict=True)):
+            for mine, theirs in zip(dim_atoms(bound, operand, False, index), self.atoms[node], strict=True):
+                unify(theirs, mine)
+        for index, (operand, output) in enumerate(zip(pattern.outputs, operation.outputs, strict=True)):
+            if output is not None:
+                self.atoms[output] = dim_atoms(bound, operand, True, index)
+
+    def _gradients(self) -> list[tuple[str, fx.Node | None]]:
+        output = next(node for node in self.traced.module.graph.nodes if node.op == "output")
+        flat = list(output.args[0])
+        start = 1 + len(self.traced.metrics)
+        return list(zip(self.traced.differentiable, flat[start:], strict=False))
+
+    def _join_gradients(self) -> None:
+        by_name = {name: node for node, name in self.names.items()}
+        for parameter, gradient in self._gradients():
+            if gradient is not None and gradient in self.atoms:
+                for mine, theirs in zip(self.atoms[by_name[parameter]], self.atoms[gradient], strict=True):
+                    unify(mine, theirs)
+
+    def _classes(self, operations: list[_Operation]) -> tuple[dict[int, str], dict[str, ir.FactorClass]]:
+        batched = set()
+        for node in self.traced.placeholders:
+            for dim in self.atoms[node]:
+                if any(id(atom) in self.batched for atom in dim):
+                    batched.add(id(leaves(dim)[0]))
+        names: dict[int, str] = {}
+        classes: dict[str, ir.FactorClass] = {}
+        groups = [dim for dims in self.atoms.values() for dim in dims]
+        groups += [atoms for operation in operations if operation.bound for atoms in operation.bound.letters.values()]
+        for dim in groups:
+            for atom in leaves(dim):
+                if id(atom) not in names:
+                    batch = id(atom) in batched
+                    if batch:
+                        atom.hint = "b"
+                    stem = atom.hint or "x"
+                    name, count = stem, 0
+                    while name in classes:
+                        count += 1
+                        name = f"{stem}{count}"
+                    names[id(atom)] = name
+                    classes[name] = ir.FactorClass(name=name, size=atom.size, role="batch" if batch else "")
+        return names, classes
+
+    def _finish(self, operations: list[_Operation], training: bool) -> Capture:
+        names, classes = self._classes(operations)
+        tensors = self._tensors(operations, names)
+        prologue = self._prologue(operations)
+        repeats = _repeats([operation.node.meta.get("custom", {}).get("module", "") for operation in operations])
+        result: list[ir.Operator] = []
+        letters: dict[str, dict[str, tuple[str, ...]]] = {}
+        for operation in operations:
+            rule: Rule | None = None
+            members: dict[str, str] = {}
+            if operation.bound is not None:
+                rule, members, letters[operation.name] = rendered(operation.bound, names)
+            custom = operation.node.meta.get("custom", {})
+            module = custom.get("module", "")
+            own = operator_rule(operation.call.target, self.own)
+            view = operation.call.target in VIEWS
+            result.append(
+                ir.Operator(
+                    name=operation.name,
+                    target=str(operation.call.target),
+                    inputs=tuple(self.names[node] for node in operation.inputs),
+                    outputs=tuple(self._output_name(operation, index) for index in range(len(operation.outputs))),
+                    rule=rule,
+                    classes=members,
+                    reason=operation.reason,
+                    flops=own.flops(operation.call, rule if operation.bound is None else operation.bound.rule) if own else 0.0,
+                    bytes=0 if view else sum(value.numel() * value.element_size() for value in (*operation.call.tensors, *operation.call.outputs)),
+                    module=module,
+                    source=custom.get("source", ""),
+                    backward=bool(custom.get("backward")),
+                    prologue=operation.name in prologue,
+                    repeat=repeats.get(module, ""),
+                    sequence=int(custom.get("sequence", -1)),
+                )
+            )  # fmt: skip
+        graph = self._graph(tensors, tuple(result), classes)
+        nodes = {operation.name: operation.node for operation in operations}
+        return Capture(graph, self.traced, nodes, letters, self.own, training)
+
+    def _output_name(self, operation: _Operation, index: int) -> str:
+        output = operation.outputs[index]
+        if output is not None:
+            return self.names[output]
+        return f"{operation.name}.{index}" if len(operation.outputs) > 1 else operation.name
+
+    def _tensors(self, operations: list[_Operation], names: dict[int, str]) -> dict[str, ir.Tensor]:
+        traced = self.traced
+        kinds: dict[str, ir.TensorKind] = dict.fromkeys(traced.parameters, "parameter")
+        kinds |= dict.fromkeys(traced.buffers, "buffer") | dict.fromkeys(traced.inputs, "input")
+        gradients = {self.names[node] for _, node in self._gradients() if node is not None and node in self.names}
+        tensors: dict[str, ir.Tensor] = {}
+
+        def add(name: str, value: Tensor, kind: ir.TensorKind, storage: str, atoms: list[list[Atom]]) -> None:
+            tensors[name] = ir.Tensor(
+                name=name, shape=tuple(map(int, value.shape)), dtype=str(value.dtype).removeprefix("torch."), kind=kind,
+                storage=storage, dims=tuple(tuple(names[id(atom)] for atom in leaves(dim) if atom.size != 1) for dim in atoms),
+            )  # fmt: skip
+
+        for node, name in self.names.items():
+            if node.op in ("placeholder", "get_attr"):
+                add(name, node.meta["val"], kinds.get(name, "constant"), name, self.atoms[node])
+        for operation in operations:
+            for index, (output, value) in enumerate(zip(operation.outputs, operation.call.outputs, strict=True)):
+                name = self._output_name(operation, index)
+                view = operation.call.target in VIEWS and operation.inputs
+                storage = tensors[self.names[operation.inputs[0]]].storage if view else name
+                kind: ir.TensorKind = "gradient" if name in gradients else "activation"
+                atoms = self.atoms[output] if output is not None else []
+                add(name, value, kind, storage, atoms)
+        return tensors
+
+    def _prologue(self, operations: list[_Operation]) -> set[str]:
+        """Operators that depend on no parameter, no buffer and no random number."""
+        state = {*self.traced.parameters, *self.traced.buffers}
+        tainted = {node for node, name in self.names.items() if name in state}
+        result = set()
+        for operation in operations:
+            random = operation.call.target in RANDOM or operation.call.target in (
+                ours.attention.default, ours.attention_backward.default,
+            )  # fmt: skip
+            if random or any(node in tainted for node in operation.inputs):
+                tainted.update(output for output in operation.outputs if output is not None)
+            else:
+                result.add(operation.name)
+        return result
+
+    def _graph(
+        self, tensors: dict[str, ir.Tensor], operators: tuple[ir.Operator, ...], classes: dict[str, ir.FactorClass]
+    ) -> ir.Graph:
+        traced = self.traced
+        output = next(node for node in traced.module.graph.nodes if node.op == "output")
+        flat = list(output.args[0])
+        metrics = {name: self.names[node] for name, node in zip(traced.metrics, flat[1:], strict=False)}
+        updates = flat[1 + len(traced.metrics) + len(traced.differentiable) :]
+        graph = ir.Graph(
+            model=type(self.model).__name__,
+            batch_size=self.size,
+            tensors=tensors,
+            operators=operators,
+            factor_classes=classes,
+            inputs=tuple(traced.inputs),
+            parameters=tuple(traced.parameters),
+            buffers=tuple(traced.buffers),
+            loss=self.names[flat[0]],
+            metrics=metrics,
+            gradients=tuple(
+                ir.ParameterGradient(parameter=name, gradient=self.names[node] if node is not None else None)
+                for name, node in self._gradients()
+            ),
+            buffer_updates={
+                name: self.names[node]
+                for name, node in zip(traced.buffers, updates, strict=True)
+                if self.names[node] != name
+            },
+            tied=traced.tied,
+        )
+        return msgspec.structs.replace(graph, fingerprint=ir.fingerprint(graph))
+
+
+def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
+    """Tensor inputs in order of appearance, repeated ones as often as they appear."""
+    found: list[fx.Node] = []
+
+    def note(item: fx.Node) -> fx.Node:
+        if isinstance(item.meta.get("val"), Tensor):
+            found.append(item)
+        return item
+
+    torch.fx.map_arg((node.args, node.kwargs), note)
+    return found
+
+
+def _short(target: Any) -> str:
+    """``aten.mm.default`` -> ``mm``."""
+    return str(target).split(".")[1] if "." in str(target) else getattr(target, "__name__", str(target))
+
+
+def _repeats(modules: list[str]) -> dict[str, str]:
+    """Module paths that repeat: ``layers.3.mlp`` -> ``layers.*.mlp`` where at least two indices exist."""
+    patterns: dict[str, set[str]] = {}
+    for module in set(modules):
+        pattern = _INDEX.sub("*", module)
+        if pattern != module:
+            patterns.setdefault(pattern, set()).add(module)
+    return {module: pattern for pattern, members in patterns.items() if len(members) > 1 for module in members}

@@ -1,0 +1,238 @@
+"""Joins factors along edges: dims that are one and the same get one class, refined to common factors.
+
+A GPT-2 projection makes 2304 features; a split takes them as ``(3 f)``, a view takes ``f`` as ``(h d)``. Joining
+refines the projection's single factor to ``(3 h d)``, so that splitting heads splits its weight in three blocks:
+
+    mm      "m j, j f -> m f"                      mm      "(b s) k, k (3 h d) -> (b s) (3 h d)"
+    view    "m f -> _0 _1 f"            becomes    view    "(b s) (3 h d) -> b s (3 h d)"
+    split   "_0 _1 (3 _2) -> ..."                  split   "b s (3 h d) -> b s (h d), b s (h d), b s (h d)"
+    view    "_0 _1 (_2 _3) -> ..."                 view    "b s (h d) -> b s h d"
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.ir.rule import Factor, Operand, Pattern, Rule
+
+PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "p", "q", "j", "m")
+"""Letters by how much they say; a class takes the best name that any of its operators gives it."""
+
+
+@dataclass(eq=False)
+class Atom:
+    """A factor that may turn out to be a product of smaller ones."""
+
+    size: int
+    parent: "Atom | None" = None
+    parts: "list[Atom] | None" = None
+    hint: str = ""
+    pinned: bool = False
+
+    def root(self) -> "Atom":
+        atom = self
+        while atom.parent is not None:
+            atom = atom.parent
+        while self.parent is not None and self.parent is not atom:
+            self.parent, self = atom, self.parent
+        return atom
+
+
+def leaves(atoms: Iterable[Atom]) -> list[Atom]:
+    """The atoms that these have been refined to, outermost first."""
+    result: list[Atom] = []
+    for atom in atoms:
+        root = atom.root()
+        if root.parts is None:
+            result.append(root)
+        else:
+            result.extend(leaves(root.parts))
+    return result
+
+
+def _rank(hint: str) -> int:
+    letter = hint[:1]
+    return PRIORITY.index(letter) if letter in PRIORITY else len(PRIORITY)
+
+
+def _union(a: Atom, b: Atom) -> None:
+    if a is b:
+        return
+    b.parent = a
+    a.pinned |= b.pinned
+    if _rank(b.hint) < _rank(a.hint):
+        a.hint = b.hint
+
+
+def _cut(atom: Atom, size: int) -> None:
+    """Refine a leaf into (size, rest)."""
+    atom.parts = [Atom(size, hint=""), Atom(atom.size // size, hint=atom.hint)]
+
+
+def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
+    """Join two descriptions of one dim, refining both; False (and nothing done further) where they do not fit."""
+    a, b = leaves(left), leaves(right)
+    i = j = 0
+    while i < len(a) and j < len(b):
+        one, two = a[i].root(), b[j].root()
+        if one.parts is not None:
+            a[i : i + 1] = leaves([one])
+            continue
+        if two.parts is not None:
+            b[j : j + 1] = leaves([two])
+            continue
+        if one.size == two.size:
+            _union(one, two)
+            i, j = i + 1, j + 1
+        elif one.size == 1:
+            i += 1
+        elif two.size == 1:
+            j += 1
+        else:
+            large, small = (one, two) if one.size > two.size else (two, one)
+            if large.pinned or small.size == 0 or large.size % small.size:
+                return False
+            _cut(large, small.size)
+    return True
+
+
+@dataclass
+class BoundRule:
+    """A rule whose letters are atoms."""
+
+    rule: Rule
+    letters: dict[str, list[Atom]]
+    contiguous: frozenset[str]
+    literals: dict[tuple[bool, int, int, int], Atom] = field(default_factory=dict)
+
+
+def bind(rule: Rule, contiguous: frozenset[str] = frozenset()) -> BoundRule:
+    """Fresh atoms for the letters and literal sizes of a rule."""
+    pattern = rule.parsed
+    pinned = {
+        factor.name
+        for operand in (*pattern.inputs, *pattern.outputs)
+        for dim in operand.dims
+        for factor in dim
+        if factor.stencil
+    }
+    letters = {
+        name: [Atom(size, hint="" if name.startswith("_") else name.rstrip("0123456789"), pinned=name in pinned)]
+        for name, size in rule.sizes.items()
+    }
+    bound = BoundRule(rule, letters, contiguous)
+    for output, operands in ((False, pattern.inputs), (True, pattern.outputs)):
+        for index, operand in enumerate(operands):
+            for dim_index, dim in enumerate(operand.dims):
+                for position, factor in enumerate(dim):
+                    if not factor.name:
+                        bound.literals[output, index, dim_index, position] = Atom(factor.size or 0)
+    return bound
+
+
+def dim_atoms(bound: BoundRule, operand: Operand, output: bool, index: int) -> list[list[Atom]]:
+    """The atoms of each dim of an operand."""
+    result = []
+    for dim_index, dim in enumerate(operand.dims):
+        atoms: list[Atom] = []
+        for position, factor in enumerate(dim):
+            atoms.extend(bound.letters[factor.name] if factor.name else [bound.literals[output, index, dim_index, position]])
+        result.append(atoms)
+    return result
+
+
+def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, str], dict[str, tuple[str, ...]]]:
+    """The refined rule, the class of each of its letters, and what each original letter became.
+
+    ``names`` gives the class name of each leaf atom (by id). A letter that needs contiguous parts, or has a
+    decomposition, can only be split at its outermost factor.
+    """
+    letter_of: dict[int, str] = {}
+    classes: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    became: dict[str, tuple[str, ...]] = {}
+    decompositions: dict[str, tuple[str, ...]] = {}
+    fixed: set[str] = set()
+    fixed_originals = bound.rule.parsed.fixed_names()
+    for original, atoms in bound.letters.items():
+        mine: list[str] = []
+        for position, atom in enumerate(leaves(atoms)):
+            if id(atom) not in letter_of:
+                stem = (atom.hint or "x")[:1]
+                letter, count = stem, 0
+                while letter in classes:
+                    count += 1
+                    letter = f"{stem}{count}"
+                letter_of[id(atom)] = letter
+                classes[letter] = names[id(atom)]
+                sizes[letter] = atom.size
+            letter = letter_of[id(atom)]
+            mine.append(letter)
+            needs_outermost = original in bound.contiguous or original in bound.rule.decompositions
+            if position and needs_outermost:
+                fixed.add(letter)
+            elif original in bound.rule.decompositions:
+                decompositions[letter] = bound.rule.decompositions[original]
+            if original in fixed_originals:
+                fixed.add(letter)
+        became[original] = tuple(mine)
+    for atoms in ([atom] for atom in bound.literals.values()):
+        for atom in leaves(atoms):
+            letter_of.setdefault(id(atom), "")
+    pattern = bound.rule.parsed
+
+    def operand_text(operand: Operand, output: bool, index: int) -> Operand:
+        dims, used = [], set()
+        for atoms in dim_atoms(bound, operand, output, index):
+            factors = []
+            for atom in leaves(atoms):
+                letter = letter_of[id(atom)]
+                if letter in used:
+                    letter = ""
+                used.add(letter)
+                factors.append(Factor(letter, fixed=letter in fixed) if letter else Factor("", size=atom.size))
+            dims.append(tuple(factors))
+        return Operand(tuple(dims), operand.linear)
+
+    text = str(
+        Pattern(
+            tuple(operand_text(operand, False, index) for index, operand in enumerate(pattern.inputs)),
+            tuple(operand_text(operand, True, index) for index, operand in enumerate(pattern.outputs)),
+        )
+    )
+    # a factor that was lost because it stands twice in an operand cannot be split
+    refined = Rule(pattern=text, sizes=sizes, reduction=bound.rule.reduction, decompositions=decompositions)
+    doubled = _doubled(bound, pattern, letter_of)
+    if doubled:
+        fixed |= doubled
+        refined = Rule(
+            pattern=str(_marked(refined.parsed, fixed)), sizes=sizes, reduction=bound.rule.reduction,
+            decompositions={name: value for name, value in decompositions.items() if name not in doubled},
+        )  # fmt: skip
+    return refined, classes, became
+
+
+def _doubled(bound: BoundRule, pattern: Pattern, letter_of: dict[int, str]) -> set[str]:
+    result: set[str] = set()
+    for output, operands in ((False, pattern.inputs), (True, pattern.outputs)):
+        for index, operand in enumerate(operands):
+            seen: set[str] = set()
+            for atoms in dim_atoms(bound, operand, output, index):
+                for atom in leaves(atoms):
+                    letter = letter_of[id(atom)]
+                    if letter and letter in seen:
+                        result.add(letter)
+                    seen.add(letter)
+    return result
+
+
+def _marked(pattern: Pattern, fixed: set[str]) -> Pattern:
+    def mark(operand: Operand) -> Operand:
+        return Operand(
+            tuple(
+                tuple(Factor(factor.name, factor.size, factor.name in fixed and bool(factor.name), factor.stencil) for factor in dim)
+                for dim in operand.dims
+            ),
+            operand.linear,
+        )
+
+    return Pattern(tuple(map(mark, pattern.inputs)), tuple(map(mark, pattern.outputs)))

@@ -1,0 +1,70 @@
+"""The second pass: no mutation, canonical operators, nothing that computes nothing."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from meshwright.ops.table import CANONICAL
+
+aten = torch.ops.aten
+IDENTITY = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default})
+RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default})
+
+
+def functionalized(first: fx.GraphModule, leaves: Sequence[Tensor]) -> fx.GraphModule:
+    """The same graph without in-place operators; mutated inputs come back as outputs, constants stay attributes."""
+
+    def run(*values: Tensor) -> Any:
+        return fx.Interpreter(first).run(*values)
+
+    flat = _flatten(first)
+    module = make_fx(torch.func.functionalize(lambda *values: flat(*values)), decomposition_table=dict(CANONICAL))(*leaves)
+    _simplify(module)
+    return module
+
+
+def _flatten(first: fx.GraphModule) -> Any:
+    """The first pass with a flat signature and its outputs as a flat list; metadata follows each node."""
+    first.graph.set_codegen(fx.graph.CodeGen())
+    interpreter = fx.Interpreter(first)
+    return lambda *values: interpreter.run(*values, enable_io_processing=False)
+
+
+def _simplify(module: fx.GraphModule) -> None:
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.copy_.default:
+            if not node.users:
+                graph.erase_node(node)
+        elif node.target in IDENTITY or _is_identity(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in RESHAPES:
+            node.args = (node.args[0], list(node.meta["val"].shape), *node.args[2:])
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+
+
+def _is_identity(node: fx.Node) -> bool:
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    source, value = node.args[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(source, Tensor) or not isinstance(value, Tensor):
+        return False
+    if node.target in RESHAPES or node.target is aten.slice.Tensor:
+        return source.shape == value.shape
+    if node.target is aten._to_copy.default:
+        return source.dtype == value.dtype and set(node.kwargs) <= {"dtype", "device", "layout"}
+    return False
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether the node takes one output of an operator with several."""
+    return node.op == "call_function" and node.target is operator.getitem

@@ -1,0 +1,90 @@
+"""Where a traced node comes from: module path, source line, and the forward operator of a backward one."""
+
+import bisect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import traceback as fx_traceback
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+_TORCH = str(PurePath(torch.__file__).parent)
+_HERE = str(PurePath(__file__).parent.parent)
+
+
+class Provenance:
+    """Writes the place of the code that runs into ``current_meta["custom"]``, from which every node copies it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules(remove_duplicate=True)}
+        self._stack: list[str] = [""]
+        self._starts: list[int] = [0]
+        self._owners: list[str] = [""]
+        self.source = ""
+
+    @property
+    def module(self) -> str:
+        """The module that runs now."""
+        return self._stack[-1]
+
+    def _move(self) -> None:
+        self._starts.append(torch.autograd._get_sequence_nr())
+        self._owners.append(self.module)
+        fx_traceback.current_meta["custom"] = {"module": self.module, "source": self.source}
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._stack.append(self._paths.get(id(module), self.module))
+        self._move()
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        if len(self._stack) > 1:
+            self._stack.pop()
+        self._move()
+
+    def see(self) -> None:
+        """Note the user's source line that called the torch function being run."""
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith((_TORCH, _HERE)):
+                self.source = f"{'/'.join(PurePath(name).parts[-3:])}:{frame.f_lineno}"
+                break
+            frame = frame.f_back
+        custom = fx_traceback.current_meta.get("custom")
+        if custom is not None:
+            custom["source"] = self.source
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Follow the modules of a forward pass."""
+        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        self._move()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def follow_backward(self, loss: torch.Tensor) -> None:
+        """Make every autograd node announce, before it runs, which forward operator it belongs to."""
+        pending, seen = [loss.grad_fn], set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            number = node._sequence_nr()
+            owner = self._owners[max(0, bisect.bisect_right(self._starts, number) - 1)]
+            node.register_prehook(_announce(owner, number))
+            pending.extend(child for child, _ in node.next_functions)
+
+
+def _announce(owner: str, number: int) -> Any:
+    def hook(gradients: Any) -> None:
+        fx_traceback.current_meta["custom"] = {"module": owner, "sequence": number, "backward": True}
+
+    return hook

@@ -1,0 +1,249 @@
+"""Traces one whole training step (forward, loss, backward) of an unmodified model into ATen operators."""
+
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from meshwright.capture.functionalize import functionalized
+from meshwright.capture.provenance import Provenance
+from meshwright.errors import CaptureError
+from meshwright.ops import library
+
+LossFunction = Callable[[nn.Module, Any], Any]
+aten = torch.ops.aten
+
+
+@dataclass
+class Traced:
+    """A functional graph of ATen operators with the names of its inputs and outputs."""
+
+    module: fx.GraphModule
+    parameters: list[str]
+    buffers: list[str]
+    inputs: list[str]
+    batch_spec: pytree.TreeSpec
+    constant_leaves: dict[int, Any]
+    metrics: list[str]
+    differentiable: list[str]
+    tied: dict[str, str]
+    mode: FakeTensorMode
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+
+class _Step(nn.Module):
+    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, batch: Any) -> Any:
+        return self.loss_fn(self.model, batch)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every torch function: notes source lines, and captures attention as one operator."""
+
+    def __init__(self, provenance: Provenance) -> None:
+        super().__init__()
+        self._provenance = provenance
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._provenance.see()
+        if function is F.scaled_dot_product_attention:
+            result = library.attention(*args, **kwargs)
+            if result is not None:
+                return result
+        return function(*args, **kwargs)
+
+
+def batch_size_of(batch: Any) -> int:
+    """The batch size: the length of dim 0 of the first tensor.
+
+    Raises:
+        CaptureError: the batch holds no tensor with a dim.
+    """
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    raise CaptureError("the batch holds no tensor", where="batch", remedy="pass tensors whose dim 0 is the batch")
+
+
+def trace(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, *, training: bool = True, batch_size: int | None = None
+) -> Traced:
+    """Trace ``loss_fn(model, batch)`` and, when ``training``, the gradients of every parameter that needs one.
+
+    Nothing is computed: all tensors are fake CPU tensors. ``batch_size`` pretends another size of dim 0.
+
+    Raises:
+        CaptureError: the step cannot be traced; names the module and the source line.
+    """
+    actual = batch_size_of(batch)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    step = _Step(model, loss_fn)
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    leaves, spec = pytree.tree_flatten(batch)
+    names = [f"batch{_key(path)}" for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def fake(tensor: Tensor, resize: bool = False) -> Tensor:
+        shape = list(tensor.shape)
+        if resize and batch_size is not None and shape and shape[0] == actual:
+            shape[0] = batch_size
+        with mode:
+            return torch.empty(shape, dtype=tensor.dtype, device="cpu")
+
+    wanted = [name for name, value in parameters.items() if value.requires_grad] if training else []
+    provenance = Provenance(model)
+    metrics: list[str] = []
+
+    def run(values: list[Tensor], states: list[Tensor], inputs: list[Tensor]) -> Any:
+        weights = {
+            name: value.detach().requires_grad_(name in wanted) for name, value in zip(parameters, values, strict=True)
+        }
+        full = list(leaves)
+        for position, value in zip(tensors, inputs, strict=True):
+            full[position] = value
+        every = {**weights, **dict(zip(buffers, states, strict=True))}
+        with _Watch(provenance), provenance.forward():
+            result = torch.func.functional_call(
+                step, {f"model.{name}": value for name, value in every.items()}, (pytree.tree_unflatten(full, spec),)
+            )
+        loss, extra = _loss_and_metrics(result)
+        metrics[:] = list(extra)
+        gradients: tuple[Tensor | None, ...] = ()
+        if wanted:
+            if not loss.requires_grad:
+                raise CaptureError(
+                    "the loss depends on no parameter", where="loss_fn", remedy="return a loss computed by the model"
+                )
+            provenance.follow_backward(loss)
+            gradients = torch.autograd.grad(loss, [weights[name] for name in wanted], allow_unused=True)
+        return loss.detach(), [value.detach() for value in extra.values()], list(gradients), states
+
+    was_training = model.training
+    arguments = (
+        [fake(value) for value in parameters.values()],
+        [fake(value) for value in buffers.values()],
+        [fake(leaves[index], resize=True) for index in tensors],
+    )
+    try:
+        model.train(training)
+        with ExitStack() as stack:
+            stack.enter_context(mode)
+            stack.enter_context(fx_traceback.preserve_node_meta())
+            first = make_fx(
+                run, decomposition_table={aten.native_batch_norm.default: _visible_batch_norm}, _error_on_data_dependent_ops=True
+            )(*arguments)
+            for node in first.graph.nodes:
+                custom = dict(node.meta.get("custom") or {})
+                if "sequence" not in custom and "seq_nr" in node.meta:
+                    custom["sequence"] = node.meta["seq_nr"]
+                node.meta["custom"] = custom
+            module = functionalized(first, pytree.tree_leaves(arguments))
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _not_traceable(error, provenance) from error
+    finally:
+        fx_traceback.current_meta.pop("custom", None)
+        _restore(model, was_training)
+    constants = {
+        node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"
+    }
+    return Traced(
+        module=module,
+        parameters=list(parameters),
+        buffers=list(buffers),
+        inputs=[names[index] for index in tensors],
+        batch_spec=spec,
+        constant_leaves={index: leaf for index, leaf in enumerate(leaves) if index not in tensors},
+        metrics=metrics,
+        differentiable=wanted,
+        tied=tied_names(model),
+        mode=mode,
+        constants=constants,
+    )
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of shared parameters and buffers, each with the name that stands for it."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        if id(value) in first:
+            tied[name] = first[id(value)]
+        else:
+            first[id(value)] = name
+    return tied
+
+
+def _restore(model: nn.Module, training: bool) -> None:
+    model.train(training)
+
+
+def _key(path: Any) -> str:
+    return "".join(str(pytree.keystr((part,))).replace("['", ".").replace("']", "") for part in path)
+
+
+def _visible_batch_norm(
+    input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    """native_batch_norm mutates its running statistics, though its schema denies it; this form admits it."""
+    if training and mean is not None:
+        return aten._native_batch_norm_legit.default(input, weight, bias, mean, variance, training, momentum, eps)
+    return NotImplemented
+
+
+def _loss_and_metrics(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    loss, extra = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        what = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"loss_fn returned {what}", where="loss_fn",
+            remedy="return a scalar floating-point loss, or (loss, {name: scalar tensor})",
+        )  # fmt: skip
+    for name, value in dict(extra).items():
+        if not isinstance(value, Tensor) or value.dim():
+            raise CaptureError(f"metric {name!r} is not a scalar tensor", where="loss_fn", remedy="return scalar tensors")
+    return loss, extra
+
+
+def _not_traceable(error: Exception, provenance: Provenance) -> CaptureError:
+    place = ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "/torch/" not in frame.filename and "/meshwright/" not in frame.filename:
+            place = f"{'/'.join(PurePath(frame.filename).parts[-3:])}:{frame.lineno}"
+            break
+    module = provenance.module or "(model)"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in str(error) or "_local_scalar_dense" in str(error) or "GuardOn" in kind:
+        return CaptureError(
+            f"data-dependent control flow: the step asks for the value of a tensor ({first})",
+            where=f"module {module}, {place or provenance.source}",
+            remedy="replace the branch on a tensor's value by torch.where, or move it out of the model",
+        )
+    return CaptureError(
+        f"the step cannot be traced: {kind}: {first}",
+        where=f"module {module}, {place or provenance.source}",
+        remedy="check that loss_fn(model, batch) runs in plain PyTorch; operators must work on fake tensors",
+    )

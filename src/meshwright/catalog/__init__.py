@@ -1,0 +1,204 @@
+"""The catalog: devices and clusters by name, and the grammar DEVICE-BOX-FABRIC for clusters that no file has."""
+
+import os
+import re
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import TypeVar
+
+import msgspec
+
+from meshwright.errors import ClusterError
+from meshwright.ir import files
+from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.device import Device, check_device, check_quantity
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+_EXAMPLE = "a100-80gb-dgx-hdr200x8"
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What joins devices inside a box: one message between two devices, in one direction."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    source: str
+
+
+class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``devices/NAME.toml``: the device, the links it may have in a box, and the BOX-FABRICs it is known in."""
+
+    device: Device
+    links: dict[str, Link]
+    clusters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_device(self.device, "device")
+        for name, link in self.links.items():
+            check_quantity(link.alpha_s, "alpha_s", f"links.{name}.alpha_s")
+            check_quantity(link.beta_s_per_byte, "beta_s_per_byte", f"links.{name}.beta_s_per_byte")
+
+
+class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A kind of box: its devices (0: the name says how many) and the links it may use, best first."""
+
+    devices: int = 0
+    links: tuple[str, ...]
+
+
+class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A kind of network between boxes; no ``rates_gbit_per_s``: any, no ``adapter_gbit_per_s``: one link a box."""
+
+    alpha_s: float
+    fraction: float
+    rates_gbit_per_s: tuple[int, ...] = ()
+    adapter_gbit_per_s: int = 0
+    source: str
+
+
+class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``parts.toml``: the boxes and fabrics of the grammar."""
+
+    boxes: dict[str, Box]
+    fabrics: dict[str, Fabric]
+
+
+def device_names() -> list[str]:
+    """The names of the catalog's devices."""
+    return _names("devices")
+
+
+def cluster_names() -> list[str]:
+    """The names worth listing: the catalog's cluster files, and each device in the boxes and fabrics it is known in.
+    The grammar knows more (see ``load_cluster``)."""
+    known = [f"{name}-{tail}" for name in device_names() for tail in _device_file(name).clusters]
+    return sorted([*_names("clusters"), *known])
+
+
+def load_device(name: str) -> Device:
+    """A device of the catalog by name.
+
+    Raises:
+        ClusterError: there is none of that name; the message says which are near.
+    """
+    if name not in device_names():
+        hint = files.did_you_mean(name, device_names())
+        raise ClusterError(f"unknown device {name!r}", remedy=f"{hint} devices: {', '.join(device_names())}".strip())
+    return _device_file(name).device
+
+
+def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> Cluster:
+    """A cluster by file, by catalog name, or by the grammar DEVICE-BOX-FABRIC, with ``num_devices`` devices if given.
+
+    - A path ends in ``.toml`` or has a directory. Anything else is a name.
+    - DEVICE is one of ``device_names()``. BOX is ``dgx`` (8 devices, NVLink), ``workstation`` (4, PCIe) or ``boxN`` (N,
+      with the best link they have). FABRIC is a kind (``edr``, ``hdr``, ``ndr``, ``ib``, ``eth``), a rate in Gb/s,
+      and the links of a box: ``hdr200x8``; without a number of links the rate is the whole box's: ``ib800``.
+    - A name with a fabric means one box until ``num_devices`` asks for more; without a fabric there is only one box.
+
+    Raises:
+        ClusterError: the name is unknown (the message says what is near), the cluster is impossible, or it cannot have
+            ``num_devices`` devices.
+        FileFormatError: the file cannot be read or has a wrong key.
+    """
+    text = os.fspath(name_or_path)
+    if not isinstance(name_or_path, str) or text.endswith(".toml") or os.path.dirname(text):
+        cluster = files.load(text, Cluster)
+    elif text in _names("clusters"):
+        cluster = _read(f"clusters/{text}.toml", Cluster)
+    else:
+        cluster = _from_grammar(text)
+    return cluster if num_devices is None else cluster.resized(num_devices)
+
+
+def _from_grammar(name: str) -> Cluster:
+    # Device names have hyphens themselves: the longest that fits is meant.
+    fitting = [device for device in device_names() if name.startswith(f"{device}-")]
+    if not fitting:
+        raise _unknown(name, "it starts with no device of the catalog")
+    device_name = max(fitting, key=len)
+    box_name, *fabric_name = name.removeprefix(f"{device_name}-").split("-", 1)
+    parts = _read("parts.toml", Parts)
+    entry = _device_file(device_name)
+    box = _box(name, box_name, device_name, entry.links, parts)
+    levels = (box, *(_fabric(name, text, parts) for text in fabric_name))
+    return Cluster(
+        name=name,
+        num_devices=box.fan_out,
+        open_ended=bool(fabric_name),
+        source="the name, read as DEVICE-BOX-FABRIC",
+        device=entry.device,
+        levels=levels,
+    )
+
+
+def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts) -> Level:
+    match = re.fullmatch(r"([a-z]+)([1-9]\d*)?", text)
+    kind = parts.boxes.get(match[1]) if match else None
+    if match is None or kind is None or bool(match[2]) == bool(kind.devices):
+        known = [box if entry.devices else f"{box}N" for box, entry in parts.boxes.items()]
+        raise _unknown(name, f"{text!r} is not a box ({', '.join(known)})")
+    available = [link for link in kind.links if link in links]
+    if not available:
+        raise _unknown(
+            name, f"a {text} joins devices by {' or '.join(kind.links)}, and {device} has {', '.join(links)}"
+        )
+    link = links[available[0]]
+    return Level(
+        name="box",
+        fan_out=kind.devices or int(match[2]),
+        alpha_s=link.alpha_s,
+        beta_s_per_byte=link.beta_s_per_byte,
+        source=f"{available[0]}; {link.source}",
+    )
+
+
+def _fabric(name: str, text: str, parts: Parts) -> Level:
+    match = re.fullmatch(r"([a-z]+)([1-9]\d*)(?:x([1-9]\d*))?", text)
+    kind = parts.fabrics.get(match[1]) if match else None
+    if match is None or kind is None:
+        known = ", ".join(parts.fabrics)
+        raise _unknown(name, f"{text!r} is not a fabric (one of {known} with a rate in Gb/s, such as hdr200x8)")
+    rate, links = int(match[2]), int(match[3] or 1)
+    if not match[3] and kind.adapter_gbit_per_s and rate % kind.adapter_gbit_per_s == 0:
+        rate, links = kind.adapter_gbit_per_s, rate // kind.adapter_gbit_per_s
+    if kind.rates_gbit_per_s and rate not in kind.rates_gbit_per_s:
+        rates = " or ".join(map(str, kind.rates_gbit_per_s))
+        raise _unknown(name, f"a link of {match[1]} has {rates} Gb/s, not {rate}")
+    return Level(
+        name="pod",
+        fan_out=1,
+        alpha_s=kind.alpha_s,
+        beta_s_per_byte=8 / (rate * 1e9 * kind.fraction),
+        links=links,
+        source=kind.source,
+    )
+
+
+def _unknown(name: str, why: str) -> ClusterError:
+    listed = cluster_names()
+    one_box = {known.rpartition("-")[0] for known in listed} - set(device_names())
+    near = sorted({*listed, *(box for box in one_box if "-" in box)})
+    akin = [known for known in near if known.startswith(name.partition("-")[0])]
+    hint = files.did_you_mean(name, akin or near)
+    grammar = f"a name is DEVICE-BOX-FABRIC, such as {_EXAMPLE}, with DEVICE one of {', '.join(device_names())}"
+    return ClusterError(
+        f"unknown cluster {name!r}: {why}", remedy=f"{hint} {grammar}; a file's name ends in .toml".strip()
+    )
+
+
+def _device_file(name: str) -> DeviceFile:
+    return _read(f"devices/{name}.toml", DeviceFile)
+
+
+def _read(name: str, kind: type[_T]) -> _T:
+    return files.decode(_root().joinpath(*name.split("/")).read_bytes(), kind, where=f"catalog/{name}", toml=True)
+
+
+def _names(folder: str) -> list[str]:
+    entries = (entry.name for entry in _root().joinpath(folder).iterdir())
+    return sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml"))
+
+
+def _root() -> Traversable:
+    return resources.files(__name__)

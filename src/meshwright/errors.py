@@ -1,0 +1,78 @@
+"""Every error a user can cause: it names the value, the place and the remedy."""
+
+
+class MeshwrightError(Exception):
+    """Base of all errors a user can cause.
+
+    The message has up to three parts: what is wrong (with the value), where it stands
+    (file and key, module path, tensor, rank), and what to do about it.
+    """
+
+    def __init__(self, problem: str, *, where: str = "", remedy: str = "") -> None:
+        self.problem = problem
+        self.where = where
+        self.remedy = remedy
+        super().__init__(problem, where, remedy)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.problem}" if self.where else self.problem
+        return f"{text}\n  -> {self.remedy}" if self.remedy else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.problem, self.where, self.remedy))
+
+
+def _rebuild(kind: type[MeshwrightError], problem: str, where: str, remedy: str) -> MeshwrightError:
+    return kind(problem, where=where, remedy=remedy)
+
+
+class FileFormatError(MeshwrightError):
+    """A file (plan, graph, cluster, RUN.toml, ...) that cannot be read or has a wrong key, type or version."""
+
+
+class CaptureError(MeshwrightError):
+    """A model or loss function that cannot be traced into a graph."""
+
+
+class RuleError(MeshwrightError):
+    """An operator's split rule that cannot be parsed or does not fit its operator."""
+
+
+class LayoutError(MeshwrightError):
+    """A layout that does not fit the model, the batch or the number of ranks."""
+
+
+class PlanError(MeshwrightError):
+    """A plan that belongs to another model or contradicts itself."""
+
+
+class ClusterError(MeshwrightError):
+    """A cluster description that is unknown or impossible."""
+
+
+class ScheduleError(MeshwrightError):
+    """A schedule text or file that is not well formed."""
+
+
+class DataError(MeshwrightError):
+    """A data set that is missing, empty, too short, or a batch that does not fit the plan."""
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint that is missing, damaged, or of another model."""
+
+
+class OptimizerError(MeshwrightError):
+    """An optimizer that cannot be used with the plan."""
+
+
+class LaunchError(MeshwrightError):
+    """Ranks that could not be started or could not meet (port, rendezvous, environment)."""
+
+
+class RankError(MeshwrightError):
+    """A rank that failed, was killed, stopped answering, or disagrees with the others."""
+
+
+class NonFiniteLossError(MeshwrightError):
+    """A loss that became NaN or infinite."""

@@ -1,0 +1,304 @@
+"""The cluster: its devices, the nested levels that join them, and what collectives were measured to take."""
+
+import os
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+import msgspec
+
+from meshwright.errors import ClusterError
+from meshwright.ir.device import Device, check_device, check_quantity
+
+Operation = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast",
+    "reduce", "scatter", "gather", "barrier", "send",
+]  # fmt: skip
+
+
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """``count`` equal units among unlike ones: their levels, inner to outer, and their device (None: the cluster's)."""
+
+    count: int = 1
+    device: Device | None = None
+    levels: "tuple[Level, ...]" = ()
+
+
+class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One level of the topology: ``fan_out`` units of the level below (devices, for the innermost) and what joins them.
+
+    ``alpha_s`` and ``beta_s_per_byte`` are one message between two units over one link, in one direction. A unit has
+    ``links`` equal links into the level, which its devices share: eight devices on four adapters each get half.
+    ``contention`` (at least 1) multiplies β when all units send at once, as through an oversubscribed switch.
+    Unlike units are listed in ``members``; such a level stands innermost, for its members say all that is below it.
+    """
+
+    name: str
+    fan_out: int
+    alpha_s: float
+    beta_s_per_byte: float
+    links: int = 1
+    contention: float = 1.0
+    source: str = ""
+    members: tuple[Member, ...] = ()
+
+    def shared_beta_s_per_byte(self, senders: int) -> float:
+        """Seconds per byte for each of ``senders`` devices of every unit, when all of them send over the level."""
+        return self.beta_s_per_byte * self.contention * max(1.0, senders / self.links)
+
+
+class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A measurement: ``algorithm`` (whatever the implementation calls it) over ``ranks`` ranks that meet at ``level``.
+    ``bytes`` is the whole vector on one rank, as in the α-β tables, not what goes over a link."""
+
+    operation: Operation
+    algorithm: str
+    level: str
+    ranks: int
+    bytes: int
+    time_s: float
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Devices and the nested levels that join them, innermost first. Ranks count through inner levels first.
+
+    ``num_devices`` must equal the product of the fan-outs. ``open_ended`` says that the outermost level may grow: the
+    cluster is a kind of machine (a name of the catalog) rather than an installation.
+
+    Raises:
+        ClusterError: a number is impossible, or names and sizes do not fit together.
+    """
+
+    VERSION: ClassVar[int] = 1
+    version: int = 1
+    name: str
+    num_devices: int
+    open_ended: bool = False
+    source: str = ""
+    device: Device
+    levels: tuple[Level, ...] = ()
+    collectives: tuple[CollectiveTiming, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_device(self.device, "device")
+        _check_levels(self.levels, "levels", outside=())
+        size = _size(self.levels)
+        if self.num_devices != size:
+            product = " x ".join(str(level.fan_out) for level in self.levels)
+            held = f"{product} = {size}" if self.homogeneous and len(self.levels) > 1 else f"{size}"
+            raise ClusterError(
+                f"num_devices is {self.num_devices}, but the levels hold {held}",
+                where="num_devices",
+                remedy="correct num_devices or a fan_out",
+            )
+        for index, row in enumerate(self.collectives):
+            _check_timing(row, f"collectives[{index}]", self.level_names)
+
+    @staticmethod
+    def load(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> "Cluster":
+        """A cluster by file, catalog name, or DEVICE-BOX-FABRIC (see ``meshwright.catalog.load_cluster``)."""
+        # The one look upwards: names are data of the catalog, which is written in terms of this module.
+        from meshwright.catalog import load_cluster
+
+        return load_cluster(name_or_path, num_devices)
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """All names of levels, outermost first, those of members included."""
+        return tuple(dict.fromkeys(level.name for level in _walk(self.levels)))
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether all devices and all units of a level are alike."""
+        return not any(level.members for level in self.levels)
+
+    def device_of(self, rank: int) -> Device:
+        """The device that holds ``rank``."""
+        device = self.device
+        for step in self._path(rank):
+            device = step.device or device
+        return device
+
+    def level_of(self, *ranks: int) -> Level:
+        """The innermost level that joins all these ranks (two or more, not all the same)."""
+        paths = [self._path(rank) for rank in ranks]
+        steps: tuple[_Step, ...]
+        for steps in zip(*paths, strict=False):
+            if len({step.unit for step in steps}) > 1:
+                return steps[0].level
+        raise ClusterError(
+            f"no level joins {' and '.join(f'rank {rank}' for rank in ranks)}: they are one device",
+            where=f"cluster {self.name}",
+            remedy="ask for two or more different ranks",
+        )
+
+    def units(self, level: str) -> tuple[range, ...]:
+        """The ranks of each unit that the level ``level`` makes up (the ranks of each box, for ``box``), in order."""
+        if level not in self.level_names:
+            raise ClusterError(
+                f"there is no level {level!r}",
+                where=f"cluster {self.name}",
+                remedy=f"its levels are {', '.join(self.level_names) or 'none: it is one device'}",
+            )
+        return tuple(_units(self.levels, level, 0))
+
+    def ranks_per(self, level: str) -> int:
+        """How many ranks one unit of the level holds (8 for ``box``, where boxes hold 8 devices)."""
+        sizes = sorted({len(unit) for unit in self.units(level)})
+        if len(sizes) > 1:
+            raise ClusterError(
+                f"units of level {level!r} hold {' or '.join(map(str, sizes))} ranks",
+                where=f"cluster {self.name}",
+                remedy="ask units() for the ranks of each",
+            )
+        return sizes[0]
+
+    def resized(self, num_devices: int) -> "Cluster":
+        """The same kind of cluster with ``num_devices`` devices: part of one unit, or whole units of the inner levels.
+
+        Raises:
+            ClusterError: more devices than there are, unless the cluster is ``open_ended``; units would be cut; the
+                cluster has unlike members.
+        """
+        if num_devices == self.num_devices:
+            return self
+        where = f"cluster {self.name}"
+        if not self.homogeneous:
+            raise ClusterError(
+                f"its unlike members cannot be cut down to {num_devices} devices",
+                where=where,
+                remedy=f"use all {self.num_devices}, or describe the part in a file of its own",
+            )
+        growing = self.open_ended and bool(self.levels)
+        if num_devices < 1 or (num_devices > self.num_devices and not growing):
+            raise ClusterError(
+                f"it cannot have {num_devices} devices",
+                where=where,
+                remedy="ask for 1 or more" if growing else f"ask for 1 to {self.num_devices}",
+            )
+        levels, left = [], num_devices
+        for level in self.levels[:-1]:
+            take = min(left, level.fan_out)
+            if left % take:
+                whole = num_devices // left * level.fan_out
+                raise ClusterError(
+                    f"{num_devices} devices do not fill whole units of level {level.name!r}, which hold {whole}",
+                    where=where,
+                    remedy=f"ask for a multiple of {whole}, or for a part of one",
+                )
+            levels.append(msgspec.structs.replace(level, fan_out=take))
+            left //= take
+        levels.append(msgspec.structs.replace(self.levels[-1], fan_out=left))
+        return msgspec.structs.replace(self, num_devices=num_devices, levels=tuple(levels))
+
+    def _path(self, rank: int) -> list["_Step"]:
+        if not 0 <= rank < self.num_devices:
+            raise ClusterError(
+                f"there is no rank {rank}",
+                where=f"cluster {self.name}",
+                remedy=f"its ranks are 0 to {self.num_devices - 1}",
+            )
+        return list(_descend(self.levels, rank))
+
+
+class _Step(msgspec.Struct, frozen=True):
+    level: Level
+    unit: int
+    device: Device | None = None
+
+
+def _descend(levels: tuple[Level, ...], rank: int) -> Iterator[_Step]:
+    # From the outermost level inwards: in which of its units the rank is.
+    while levels:
+        level, inner, first = levels[-1], levels[:-1], 0
+        if not level.members:
+            size = _size(inner)
+            yield _Step(level, rank // size)
+            levels, rank = inner, rank % size
+            continue
+        for member in level.members:
+            size = _size(member.levels)
+            if rank < member.count * size:
+                yield _Step(level, first + rank // size, member.device)
+                levels, rank = member.levels, rank % size
+                break
+            first, rank = first + member.count, rank - member.count * size
+
+
+def _size(levels: tuple[Level, ...]) -> int:
+    size = 1
+    for level in levels:
+        size *= sum(member.count * _size(member.levels) for member in level.members) or level.fan_out
+    return size
+
+
+def _walk(levels: tuple[Level, ...]) -> Iterator[Level]:
+    for level in reversed(levels):
+        yield level
+        for member in level.members:
+            yield from _walk(member.levels)
+
+
+def _units(levels: tuple[Level, ...], name: str, first: int) -> Iterator[range]:
+    if not levels:
+        return
+    level, inner = levels[-1], levels[:-1]
+    if level.name == name:
+        yield range(first, first + _size(levels))
+        return
+    for part in [member.levels for member in level.members for _ in range(member.count)] or [inner] * level.fan_out:
+        yield from _units(part, name, first)
+        first += _size(part)
+
+
+def _check_count(value: int, least: int, where: str) -> None:
+    if value < least:
+        raise ClusterError(f"{value} is less than {least}", where=where, remedy="give a whole number")
+
+
+def _check_levels(levels: tuple[Level, ...], where: str, outside: tuple[str, ...]) -> None:
+    names = list(outside)
+    for index, level in enumerate(levels):
+        place = f"{where}[{index}]"
+        if not level.name or level.name in names:
+            problem = f"two levels around one device are called {level.name!r}" if level.name else "the name is empty"
+            raise ClusterError(problem, where=f"{place}.name", remedy="give every level its own name")
+        names.append(level.name)
+        _check_count(level.fan_out, 1, f"{place}.fan_out")
+        _check_count(level.links, 1, f"{place}.links")
+        check_quantity(level.alpha_s, "alpha_s", f"{place}.alpha_s")
+        check_quantity(level.beta_s_per_byte, "beta_s_per_byte", f"{place}.beta_s_per_byte")
+        check_quantity(level.contention, "contention", f"{place}.contention")
+        if level.members:
+            _check_members(level, index, place, tuple(outside) + tuple(above.name for above in levels))
+
+
+def _check_members(level: Level, index: int, place: str, outside: tuple[str, ...]) -> None:
+    if index:
+        raise ClusterError(
+            "a level with members has levels below it",
+            where=f"{place}.members",
+            remedy="move the lower levels into each member's levels",
+        )
+    for number, member in enumerate(level.members):
+        inside = f"{place}.members[{number}]"
+        _check_count(member.count, 1, f"{inside}.count")
+        if member.device is not None:
+            check_device(member.device, f"{inside}.device")
+        _check_levels(member.levels, f"{inside}.levels", outside)
+    count = sum(member.count for member in level.members)
+    if level.fan_out != count:
+        raise ClusterError(
+            f"fan_out is {level.fan_out}, but the members count {count}",
+            where=f"{place}.fan_out",
+            remedy="correct fan_out or a count",
+        )
+
+
+def _check_timing(row: CollectiveTiming, where: str, levels: tuple[str, ...]) -> None:
+    if row.level not in levels:
+        raise ClusterError(
+            f"there is no level {row.level!r}", where=f"{where}.level", remedy=f"the levels are {', '.join(levels)}"
+        )
+    _check_count(row.ranks, 1, f"{where}.ranks")
+    _check_count(row.bytes, 0, f"{where}.bytes")
+    check_quantity(row.time_s, "time_s", f"{where}.time_s")

@@ -1,0 +1,93 @@
+"""The device: what one rank computes on, its peaks, its memory, and how much of a peak operators reach."""
+
+import math
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+
+from meshwright.errors import ClusterError
+from meshwright.ir.files import did_you_mean
+
+PEAK_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
+"""The keys that ``Device.peak_flops_per_s`` may have; ``tfloat32`` is float32 rounded by the matrix unit."""
+
+Curve = tuple[tuple[float, float], ...]
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One device: what holds a rank (a GPU, a chip; on CPU a core).
+
+    ``peak_flops_per_s`` is dense, by dtype name (``PEAK_DTYPES``). ``efficiency`` gives, by kind of operator, rising
+    ``[size, fraction of the peak]`` points; a size is FLOPs for what computes and bytes for what is bound by memory.
+    """
+
+    name: str
+    kind: Literal["cpu", "gpu", "accelerator"]
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    peak_flops_per_s: dict[str, float]
+    efficiency: dict[str, Curve] = {}
+    source: str = ""
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s at best in ``dtype``; a ClusterError where the device has no such precision."""
+        if dtype not in self.peak_flops_per_s:
+            raise ClusterError(
+                f"there is no peak for {dtype!r}",
+                where=f"device {self.name}",
+                remedy=f"use {' or '.join(self.peak_flops_per_s)}, or add {dtype!r} to the device's peak_flops_per_s",
+            )
+        return self.peak_flops_per_s[dtype]
+
+    def efficiency_at(self, kind: str, size: float) -> float:
+        """The fraction of the peak that an operator of this kind and size reaches: linear in log(size) between the
+        points, constant beyond them, and 1 where the device has no curve for the kind."""
+        curve = self.efficiency.get(kind, ((1.0, 1.0),))
+        if size <= curve[0][0]:
+            return curve[0][1]
+        for (low, below), (high, above) in pairwise(curve):
+            if size <= high:
+                return below + (above - below) * math.log(size / low) / math.log(high / low)
+        return curve[-1][1]
+
+
+# A number in the wrong unit is the likeliest mistake in a file, so what no machine has is refused with a hint.
+_RANGES = {
+    "alpha_s": (0.0, 1.0, "give seconds: 5 microseconds are 5e-6"),
+    "beta_s_per_byte": (0.0, 1e-3, "give seconds per byte: 25 GB/s are 4e-11"),
+    "contention": (1.0, 1e6, "give the factor by which all senders at once slow each other: 1 for none"),
+    "memory_bytes": (1e6, 1e16, "give bytes: 80 GB are 80e9"),
+    "memory_bandwidth_bytes_per_s": (1e6, 1e16, "give bytes per second: 2 TB/s are 2e12"),
+    "peak_flops_per_s": (1e6, 1e19, "give FLOP per second: 312 TFLOP/s are 312e12"),
+    "time_s": (1e-9, 1e6, "give seconds: 5 microseconds are 5e-6"),
+}
+
+
+def check_quantity(value: float, quantity: str, where: str) -> None:
+    """A ClusterError at ``where``, with a hint at the unit, if no machine has this value of the quantity (a key)."""
+    low, high, hint = _RANGES[quantity]
+    if not low <= value <= high:
+        raise ClusterError(f"{value:g} is not between {low:g} and {high:g}", where=where, remedy=hint)
+
+
+def check_device(device: Device, where: str) -> None:
+    """A ClusterError that names the key (after ``where``) if the device is impossible."""
+    for key in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
+        check_quantity(getattr(device, key), key, f"{where}.{key}")
+    for dtype, peak in device.peak_flops_per_s.items():
+        if dtype not in PEAK_DTYPES:
+            raise ClusterError(
+                f"unknown dtype {dtype!r}",
+                where=f"{where}.peak_flops_per_s",
+                remedy=f"{did_you_mean(dtype, PEAK_DTYPES)} known dtypes: {', '.join(PEAK_DTYPES)}".strip(),
+            )
+        check_quantity(peak, "peak_flops_per_s", f"{where}.peak_flops_per_s.{dtype}")
+    for kind, curve in device.efficiency.items():
+        rising = all(low < high for low, high in pairwise([0.0, *(size for size, _ in curve)]))
+        if not curve or not rising or not all(0 < fraction <= 1 for _, fraction in curve):
+            raise ClusterError(
+                f"{[list(point) for point in curve]} is not an efficiency curve",
+                where=f"{where}.efficiency.{kind}",
+                remedy="give [size, fraction] points: rising sizes above 0, fractions above 0 and up to 1",
+            )

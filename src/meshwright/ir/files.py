@@ -1,0 +1,188 @@
+"""Reading and writing the nouns as JSON or TOML, with errors that name file and key."""
+
+import difflib
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from meshwright.errors import FileFormatError, MeshwrightError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_AT = re.compile(r"^(?P<problem>.*?)(?: - at `\$\.?(?P<key>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"unknown field `([^`]+)`")
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+_STEP = re.compile(r"\[([^\]]*)\]|([^.\[\]]+)")
+_LINE_LENGTH = 120
+
+
+def encode_json(value: msgspec.Struct) -> bytes:
+    """The value as JSON to read and diff: what fits in a line stands on one line, the rest is indented.
+
+    A type with ``to_text`` and ``from_text`` (such as ``schedule.ActionList``) is written as one string.
+    """
+    return (_lay_out(msgspec.to_builtins(value, str_keys=True, enc_hook=_to_file), 0) + "\n").encode()
+
+
+def decode(data: bytes, kind: type[T], *, where: str, toml: bool = False) -> T:
+    """Decode JSON (or TOML) bytes into a noun; unknown keys, wrong types and other versions are errors.
+
+    Raises:
+        FileFormatError: names ``where`` (usually a file) and the key.
+        MeshwrightError: the noun itself refused the value; ``where`` is put before the place it names.
+    """
+    try:
+        raw: Any = msgspec.toml.decode(data) if toml else msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FileFormatError(
+            f"not valid {'TOML' if toml else 'JSON'}: {error}",
+            where=where,
+            remedy="restore the file or write it again",
+        ) from None
+    version = getattr(kind, "VERSION", None)
+    if version is not None and isinstance(raw, dict):
+        found = raw.get("version", version)
+        if found != version:
+            raise FileFormatError(
+                f"version is {found!r}, this Meshwright reads version {version}",
+                where=f"{where}: version",
+                remedy="write the file again with this Meshwright, or use the one that wrote it",
+            )
+    try:
+        # TOML is written by hand: `80e9` is a float there, and yet a fine number of bytes.
+        return msgspec.convert(raw, kind, strict=not toml, dec_hook=_from_file)
+    except msgspec.ValidationError as error:
+        raise _explained(error, kind, where) from None
+    except MeshwrightError as error:
+        raise _moved(error, where, ": ") from None
+
+
+def load(path: str | os.PathLike[str], kind: type[T]) -> T:
+    """Read a noun from a ``.json`` or ``.toml`` file.
+
+    Raises:
+        FileFormatError: the file is missing, not JSON/TOML, or a key is wrong.
+        MeshwrightError: the noun itself refused the value (see ``decode``).
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FileFormatError(
+            f"cannot read the file: {error.strerror}", where=str(path), remedy="check the path"
+        ) from None
+    return decode(data, kind, where=str(path), toml=path.suffix == ".toml")
+
+
+def save(value: msgspec.Struct, path: str | os.PathLike[str]) -> None:
+    """Write a noun to ``.json`` or ``.toml``, atomically (a reader never sees half a file)."""
+    path = Path(path)
+    data = msgspec.toml.encode(value, enc_hook=_to_file) if path.suffix == ".toml" else encode_json(value)
+    write_atomically(path, data)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write to a temporary file beside ``path``, then rename over it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``did you mean `a` or `b`?`` with the nearest known words, or an empty string where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=3)
+    return f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
+
+
+def _lay_out(value: Any, indent: int) -> str:
+    # Bottom up would be faster, but the depth is small and the encoder is fast.
+    line = msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
+    if not value or not isinstance(value, dict | list | tuple) or (indent and indent + len(line) <= _LINE_LENGTH):
+        return line
+    inner, pad = indent + 1, " " * (indent + 1)
+    if isinstance(value, dict):
+        lines = [f"{pad}{msgspec.json.encode(key).decode()}: {_lay_out(item, inner)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
+    lines = [pad + _lay_out(item, inner) for item in value]
+    return "[\n" + ",\n".join(lines) + "\n" + " " * indent + "]"
+
+
+class _RefusedError(ValueError):
+    """Carries a noun's own error through msgspec, which adds the path to any ValueError."""
+
+    def __init__(self, error: MeshwrightError) -> None:
+        self.error = error
+        super().__init__(error.problem)
+
+
+def _to_file(value: Any) -> Any:
+    if hasattr(value, "to_text"):
+        return value.to_text()
+    raise NotImplementedError(f"{type(value).__name__} has no file form")
+
+
+def _from_file(kind: type[Any], value: Any) -> Any:
+    if not hasattr(kind, "from_text"):
+        raise NotImplementedError(f"{kind.__name__} has no file form")
+    if not isinstance(value, str):
+        raise TypeError(f"Expected `str`, got `{type(value).__name__}`")
+    try:
+        return kind.from_text(value)
+    except MeshwrightError as error:
+        raise _RefusedError(error) from None
+
+
+def _explained(error: msgspec.ValidationError, kind: type[msgspec.Struct], where: str) -> MeshwrightError:
+    match = _AT.match(str(error))
+    problem, key = (match["problem"], match["key"] or "") if match else (str(error), "")
+    place = f"{where}: {key}" if key else where
+    if isinstance(error.__cause__, _RefusedError):
+        return _moved(error.__cause__.error, place, ", ")
+    remedy = "correct that key"
+    if unknown := _UNKNOWN.search(problem):
+        known = _keys_at(kind, key)
+        remedy = " ".join(filter(None, (did_you_mean(unknown[1], known), f"known keys: {', '.join(known)}")))
+    elif missing := _MISSING.search(problem):
+        remedy = f"add `{missing[1]}`"
+    return FileFormatError(problem, where=place, remedy=remedy)
+
+
+def _moved(error: MeshwrightError, place: str, separator: str) -> MeshwrightError:
+    where = f"{place}{separator}{error.where}" if error.where else place
+    return type(error)(error.problem, where=where, remedy=error.remedy)
+
+
+def _keys_at(kind: type[msgspec.Struct], key: str) -> list[str]:
+    """The keys that may stand at the path ``key`` (such as ``levels[0].members[1]``) of a noun."""
+    here: list[msgspec.inspect.Type] = [msgspec.inspect.type_info(kind)]
+    for index, name in _STEP.findall(key):
+        there: list[msgspec.inspect.Type] = []
+        for node in _alternatives(here):
+            if isinstance(node, msgspec.inspect.StructType) and name:
+                there += [field.type for field in node.fields if field.encode_name == name]
+            elif isinstance(node, msgspec.inspect.DictType):
+                there.append(node.value_type)
+            elif isinstance(node, msgspec.inspect.TupleType) and index.isdigit():
+                there += node.item_types[int(index) : int(index) + 1]
+            elif isinstance(node, msgspec.inspect.ListType | msgspec.inspect.VarTupleType):
+                there.append(node.item_type)
+        here = there
+    structs = [node for node in _alternatives(here) if isinstance(node, msgspec.inspect.StructType)]
+    return [field.encode_name for node in structs for field in node.fields]
+
+
+def _alternatives(nodes: list[msgspec.inspect.Type]) -> list[msgspec.inspect.Type]:
+    return [one for node in nodes for one in (node.types if isinstance(node, msgspec.inspect.UnionType) else (node,))]

@@ -1,0 +1,137 @@
+"""The mesh: named axes over ranks, from which every group of ranks that communicates is read."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from meshwright.errors import LayoutError
+
+
+class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named axis of ``size`` coordinates."""
+
+    name: str
+    size: int
+
+
+class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ranks 0 to ``world_size`` - 1 laid out along axes, outermost first: the last axis joins neighbouring ranks.
+
+        Mesh.of(pp=2, dp=2, tp=2)         tp 0  tp 1
+                             pp 0  dp 0      0     1
+                                   dp 1      2     3
+                             pp 1  dp 0      4     5
+                                   dp 1      6     7
+
+    ``ep`` is never an axis beside ``dp`` and ``cp``, because it divides them: experts live on another mesh over the
+    same ranks, in which ``dp`` and ``cp`` (adjacent) are replaced by an outer rest and ``ep``.
+
+    Raises:
+        LayoutError: a size is below 1, or a name is empty or used twice.
+    """
+
+    axes: tuple[Axis, ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for index, axis in enumerate(self.axes):
+            if not axis.name.isidentifier():
+                raise LayoutError(
+                    f"{axis.name!r} is not a name", where=f"axes[{index}].name", remedy="use a word such as dp or tp"
+                )
+            if axis.name in seen:
+                raise LayoutError(
+                    f"two axes are called {axis.name!r}", where=f"axes[{index}].name", remedy="name each axis once"
+                )
+            if axis.size < 1:
+                raise LayoutError(
+                    f"axis {axis.name!r} has size {axis.size}", where=f"axes[{index}].size", remedy="give 1 or more"
+                )
+            seen.add(axis.name)
+
+    @classmethod
+    def of(cls, **sizes: int) -> "Mesh":
+        """The mesh with these axes, outermost first: ``Mesh.of(pp=2, dp=4, tp=8)``."""
+        return cls(tuple(Axis(name, size) for name, size in sizes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes, outermost first."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return math.prod(axis.size for axis in self.axes)
+
+    def size(self, *names: str) -> int:
+        """The number of coordinates along these axes together."""
+        self._known(names)
+        return math.prod(axis.size for axis in self.axes if axis.name in names)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's coordinate on every axis."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(
+                f"there is no rank {rank}", where=f"mesh {self}", remedy=f"its ranks are 0 to {self.world_size - 1}"
+            )
+        found = {}
+        for axis in reversed(self.axes):
+            rank, found[axis.name] = divmod(rank, axis.size)
+        return {name: found[name] for name in self.names}
+
+    def rank_of(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates (one for every axis)."""
+        self._known(coordinates)
+        rank = 0
+        for axis in self.axes:
+            if axis.name not in coordinates:
+                raise LayoutError(
+                    f"no coordinate on axis {axis.name!r}", where=f"mesh {self}", remedy="give one for every axis"
+                )
+            coordinate = coordinates[axis.name]
+            if not 0 <= coordinate < axis.size:
+                raise LayoutError(
+                    f"axis {axis.name!r} has no coordinate {coordinate}",
+                    where=f"mesh {self}",
+                    remedy=f"its coordinates are 0 to {axis.size - 1}",
+                )
+            rank = rank * axis.size + coordinate
+        return rank
+
+    def ranks_at(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+        """The ranks with these coordinates, whatever the others: ``ranks_at({"pp": 1})`` holds stage 1."""
+        ranks = [self.rank_of(dict.fromkeys(self.names, 0) | dict(coordinates))]
+        for axis, stride in zip(self.axes, self._strides(), strict=True):
+            if axis.name not in coordinates:
+                ranks = [rank + index * stride for rank in ranks for index in range(axis.size)]
+        return tuple(ranks)
+
+    def group_ranks(self, axis: str | Sequence[str], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only on ``axis`` (or only on these axes), itself included, rising."""
+        varying = (axis,) if isinstance(axis, str) else tuple(axis)
+        self._known(varying)
+        here = self.coordinates(rank)
+        return self.ranks_at({name: here[name] for name in self.names if name not in varying})
+
+    def groups(self, axis: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups of ``axis`` (or of these axes), by their first rank; each rank is in exactly one."""
+        varying = (axis,) if isinstance(axis, str) else tuple(axis)
+        self._known(varying)
+        return tuple(self.group_ranks(varying, first) for first in self.ranks_at(dict.fromkeys(varying, 0)))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis.name}={axis.size}" for axis in self.axes) or "of one rank"
+
+    def _strides(self) -> tuple[int, ...]:
+        return tuple(math.prod(inner.size for inner in self.axes[index + 1 :]) for index in range(len(self.axes)))
+
+    def _known(self, names: Sequence[str] | Mapping[str, int]) -> None:
+        for name in names:
+            if name not in self.names:
+                raise LayoutError(
+                    f"there is no axis {name!r}",
+                    where=f"mesh {self}",
+                    remedy=f"its axes are {', '.join(self.names) or 'none'}",
+                )

@@ -1,0 +1,102 @@
+"""Where the parts of a tensor live: Shard, Replicate or Partial on each mesh axis."""
+
+import msgspec
+
+from meshwright.ir.rule import Dim, Rule
+
+LINEAR = "^"
+
+
+class Shard(msgspec.Struct, frozen=True, tag="shard"):
+    """The dim is ``outer`` equal blocks, each cut over the axis as ``torch.chunk`` cuts."""
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}/{self.outer})"
+
+
+class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
+    """Every rank of the axis holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+class Partial(msgspec.Struct, frozen=True, tag="partial"):
+    """Every rank of the axis holds a term; the tensor is their ``op`` (sum, max, min)."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+Placement = Shard | Replicate | Partial
+Placements = dict[str, Placement]
+"""By mesh axis; an axis that is not named is Replicate."""
+
+REPLICATE = Replicate()
+
+
+def is_linear(choice: str) -> bool:
+    """Whether a strategy's choice for an axis is a Partial passed through (``"^"``, ``"^^"``)."""
+    return choice.startswith(LINEAR)
+
+
+def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], name: str) -> Shard | None:
+    """The Shard that splitting factor ``name`` gives a tensor of these dims, or None where it has no such factor."""
+    for index, dim in enumerate(dims):
+        outer = 1
+        for factor in dim:
+            if factor.name == name:
+                return Shard(index, outer)
+            outer *= factor.size if factor.size is not None else sizes[factor.name]
+    return None
+
+
+def input_placements(rule: Rule, strategy: dict[str, str], operand: int) -> Placements:
+    """What the operator needs of its input number ``operand`` under ``strategy`` (axis -> factor or carets)."""
+    pattern = rule.parsed.inputs[operand]
+    result: Placements = {}
+    for axis, choice in strategy.items():
+        if is_linear(choice):
+            if pattern.linear == len(choice):
+                result[axis] = Partial("sum")
+        else:
+            shard = factor_placement(pattern.dims, rule.sizes, choice)
+            if shard is not None:
+                result[axis] = shard
+    return result
+
+
+def output_placements(rule: Rule, strategy: dict[str, str], output: int) -> Placements:
+    """What the operator gives as output number ``output`` under ``strategy`` (axis -> factor or carets)."""
+    pattern = rule.parsed.outputs[output]
+    result: Placements = {}
+    for axis, choice in strategy.items():
+        if is_linear(choice):
+            result[axis] = Partial("sum")
+        else:
+            shard = factor_placement(pattern.dims, rule.sizes, choice)
+            if shard is not None:
+                result[axis] = shard
+            elif choice not in rule.decompositions:
+                result[axis] = Partial(rule.reduction)
+    return result
+
+
+def local_shape(shape: tuple[int, ...], placements: Placements, axis_sizes: dict[str, int]) -> tuple[int, ...]:
+    """The shape of one rank's part (all splits even)."""
+    result = list(shape)
+    for axis, placement in placements.items():
+        if isinstance(placement, Shard):
+            result[placement.dim] //= axis_sizes[axis]
+    return tuple(result)
+
+
+def describe(placements: Placements) -> str:
+    """``dp:S(0) tp:R`` for people."""
+    shown = [f"{axis}:{placement}" for axis, placement in placements.items() if placement != REPLICATE]
+    return " ".join(shown) or "R"

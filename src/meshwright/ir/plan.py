@@ -1,0 +1,181 @@
+"""What was decided: mesh, strategy of every operator, storage, buckets. People read, diff, edit and rerun it."""
+
+import re
+from typing import ClassVar
+
+import msgspec
+
+from meshwright.errors import LayoutError, PlanError
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.placement import Placement, is_linear
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
+
+Strategy = dict[str, str]
+"""Mesh axis -> the factor split over it, or carets where a Partial passes through."""
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a user asks for by hand; the rest is planned. One axis may be -1: what is left of the ranks."""
+
+    dp: int = 1
+    """Data-parallel size: divides the batch."""
+    tp: int = 1
+    """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
+    pin: dict[str, str] = {}
+    """Module globs to ``"factor@axis"`` (``{"conv*": "batch@tp"}``), before the rule of the layout; ``"none@tp"`` replicates."""
+
+    def resolved(self, world_size: int) -> "Layout":
+        """The layout with -1 filled in.
+
+        Raises:
+            LayoutError: the sizes do not multiply to ``world_size``.
+        """
+        sizes = {"dp": self.dp, "tp": self.tp}
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                raise LayoutError(f"{name}={size}", where="layout", remedy="give 1 or more, or -1 for what is left")
+        free = [name for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            raise LayoutError("dp=-1 and tp=-1", where="layout", remedy="leave only one of them open")
+        product = 1
+        for size in sizes.values():
+            product *= size if size != -1 else 1
+        if free and world_size % product == 0:
+            sizes[free[0]] = world_size // product
+            product = world_size
+        if product != world_size:
+            raise LayoutError(
+                f"dp={self.dp} x tp={self.tp} needs {product} ranks, there are {world_size}",
+                where="layout",
+                remedy=f"choose sizes whose product is {world_size}, or start {product} ranks",
+            )
+        return msgspec.structs.replace(self, **sizes)
+
+    def mesh(self) -> Mesh:
+        """The mesh of the layout's axes, tp innermost."""
+        return Mesh.of(dp=self.dp, tp=self.tp)
+
+
+class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Gradients (by parameter) that are reduced together over one axis, and with what algorithm."""
+
+    axis: str
+    parameters: tuple[str, ...]
+    num_bytes: int
+    algorithm: str = "native"
+
+
+class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Why a module is split as it is, for ``explain``."""
+
+    module: str
+    split: str
+    reason: str
+
+
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the plan was chosen for."""
+
+    step_s: float
+    peak_memory_bytes: int
+
+
+class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of the graph and how it is split. ``strategies`` are by operator name, or by the name of a repeated
+    block's operator with ``*`` for the index; operators that are not named run replicated."""
+
+    strategies: dict[str, Strategy]
+    storage: dict[str, dict[str, Placement]]
+    recompute: tuple[str, ...] = ()
+
+    def strategy(self, operator: str) -> Strategy:
+        """The strategy of an operator (empty: replicated)."""
+        found = self.strategies.get(operator)
+        return found if found is not None else self.strategies.get(starred(operator), {})
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that was decided about a training step."""
+
+    VERSION: ClassVar[int] = 1
+    version: int = 1
+    model: str
+    graph_fingerprint: str
+    batch_size: int
+    cluster: str
+    mesh: Mesh
+    stages: tuple[Stage, ...]
+    layout: Layout
+    microbatches: int = 1
+    schedule: str = "none"
+    precision: str | None = None
+    buckets: tuple[Bucket, ...] = ()
+    codec: str | None = None
+    consistency: str = "sync"
+    notes: tuple[Note, ...] = ()
+    prediction: Prediction | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """The only stage of a plan without pipeline."""
+        return self.stages[0]
+
+    def explain(self) -> str:
+        """Every module, its split, its reason, as a table for people."""
+        head = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
+        lines = [f"{self.model} on {self.cluster}: {head}, {self.mesh.world_size} ranks, global batch {self.batch_size}"]
+        rows = [("module", "split", "why"), *((note.module, note.split, note.reason) for note in self.notes)]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]
+        for bucket in self.buckets:
+            lines.append(
+                f"  all-reduce over {bucket.axis}: {len(bucket.parameters)} gradients, {bucket.num_bytes / 2**20:.2f} MiB"
+            )
+        return "\n".join(lines)
+
+    def check(self, graph: Graph, where: str = "plan") -> None:
+        """That the plan fits the graph.
+
+        Raises:
+            PlanError: it was made for another model, names an unknown axis or factor, or splits what cannot be split.
+        """
+        if self.graph_fingerprint != graph.fingerprint:
+            raise PlanError(
+                f"the plan was made for {self.model} (fingerprint {self.graph_fingerprint}), "
+                f"this is {graph.model} (fingerprint {graph.fingerprint})",
+                where=where,
+                remedy="plan this model again (meshwright plan), or pass the model that the plan belongs to",
+            )
+        sizes = {axis.name: axis.size for axis in self.mesh.axes}
+        names = {operator.name for operator in graph.operators}
+        starred_names = {starred(name) for name in names}
+        for name in self.stage.strategies:
+            if name not in names and name not in starred_names:
+                raise PlanError(f"there is no operator {name!r}", where=f"{where}: strategies", remedy="remove the line")
+        for operator in graph.operators:
+            for axis, choice in self.stage.strategy(operator.name).items():
+                place = f"{where}: strategies[{operator.name!r}]"
+                if axis not in sizes:
+                    raise PlanError(f"unknown axis {axis!r}", where=place, remedy=f"axes are {', '.join(sizes)}")
+                if is_linear(choice):
+                    continue
+                if operator.rule is None or choice not in operator.rule.sizes:
+                    known = ", ".join(operator.rule.sizes) if operator.rule else "none"
+                    raise PlanError(f"unknown factor {choice!r}", where=place, remedy=f"its factors are: {known}")
+                if not operator.rule.splittable(choice):
+                    raise PlanError(
+                        f"factor {choice!r} of {operator.rule.pattern!r} cannot be split", where=place,
+                        remedy="choose another factor, or leave the axis out",
+                    )  # fmt: skip
+                if operator.rule.sizes[choice] % sizes[axis]:
+                    raise PlanError(
+                        f"factor {choice!r} has size {operator.rule.sizes[choice]}, axis {axis!r} has {sizes[axis]}",
+                        where=place, remedy="a factor must divide evenly over its axis",
+                    )  # fmt: skip
+
+
+def starred(name: str) -> str:
+    """A name with its block indices replaced: ``h.3.mlp:mm#0`` -> ``h.*.mlp:mm#0``."""
+    return _INDEX.sub("*", name)

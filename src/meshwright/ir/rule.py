@@ -1,0 +1,181 @@
+"""How an operator may be split: einops-like patterns whose letters are factors."""
+
+import re
+from functools import lru_cache
+
+import msgspec
+
+from meshwright.errors import RuleError
+
+_TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+")
+
+
+class Factor(msgspec.Struct, frozen=True):
+    """One letter inside a dim of a pattern.
+
+    ``name`` is empty for a literal size (which cannot be split); ``fixed`` is the mark ``!``,
+    ``stencil`` the mark ``~``.
+    """
+
+    name: str
+    size: int | None = None
+    fixed: bool = False
+    stencil: bool = False
+
+    def __str__(self) -> str:
+        if not self.name:
+            return str(self.size)
+        return ("!" if self.fixed else "~" if self.stencil else "") + self.name
+
+
+Dim = tuple[Factor, ...]
+
+
+class Operand(msgspec.Struct, frozen=True):
+    """One tensor of a pattern: its dims, and the number of ``^`` (0: not linear in it)."""
+
+    dims: tuple[Dim, ...]
+    linear: int = 0
+
+    def __str__(self) -> str:
+        if not self.dims:
+            return "^" * self.linear + "."
+        return "^" * self.linear + " ".join(
+            str(dim[0]) if len(dim) == 1 else "(" + " ".join(map(str, dim)) + ")" for dim in self.dims
+        )
+
+    def find(self, name: str) -> tuple[int, int] | None:
+        """Where factor ``name`` stands: (dim, position inside that dim), or None."""
+        for index, dim in enumerate(self.dims):
+            for position, factor in enumerate(dim):
+                if factor.name == name:
+                    return index, position
+        return None
+
+
+class Pattern(msgspec.Struct, frozen=True):
+    """A parsed pattern: input operands and output operands."""
+
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.inputs)) + " -> " + ", ".join(map(str, self.outputs))
+
+    def factor_names(self) -> tuple[str, ...]:
+        """Every letter, in order of appearance."""
+        seen: dict[str, None] = {}
+        for operand in (*self.inputs, *self.outputs):
+            for dim in operand.dims:
+                for factor in dim:
+                    if factor.name:
+                        seen.setdefault(factor.name)
+        return tuple(seen)
+
+    def fixed_names(self) -> frozenset[str]:
+        """The letters that carry ``!`` anywhere: they cannot be split."""
+        return frozenset(
+            factor.name
+            for operand in (*self.inputs, *self.outputs)
+            for dim in operand.dims
+            for factor in dim
+            if factor.fixed
+        )
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one operator may be split.
+
+    ``pattern`` reads ``"b s k, k f -> b s f"``: one operand a tensor, separated by commas; a letter is
+    a factor, ``(b s)`` a dim made of several factors (outermost first), a number a literal size, ``.`` a
+    scalar. A factor missing on the right is reduced: splitting it leaves the outputs Partial(``reduction``).
+    ``!f`` cannot be split, ``~y`` is a stencil; ``^`` before operands: the operator is linear in all
+    operands of that many carets together, so that a Partial may pass through unreduced.
+    ``sizes`` are the global sizes of the letters. ``decompositions`` names the factors that can only be
+    split by a decomposition, and what that decomposition reduces: ``{"v": ("max b s", "sum b s")}``; outputs
+    without such a factor come out whole.
+    """
+
+    pattern: str
+    sizes: dict[str, int]
+    reduction: str = "sum"
+    decompositions: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def parsed(self) -> Pattern:
+        """The pattern as operands (cached by text)."""
+        return parse_pattern(self.pattern)
+
+    def splittable(self, name: str) -> bool:
+        """Whether factor ``name`` may be split, by the pattern or by a decomposition."""
+        parsed = self.parsed
+        return name in self.sizes and (name in self.decompositions or name not in parsed.fixed_names())
+
+    def reduced(self, name: str, output: int) -> bool:
+        """Whether splitting ``name`` leaves output number ``output`` Partial."""
+        return name not in self.decompositions and self.parsed.outputs[output].find(name) is None
+
+
+@lru_cache(maxsize=8192)
+def parse_pattern(text: str) -> Pattern:
+    """Parse ``"^b k, ^^k f -> b f"``.
+
+    Raises:
+        RuleError: the text has no arrow, unbalanced brackets, an unknown mark, or a letter twice in one operand.
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleError(f"pattern {text!r} has no '->'", remedy="write 'inputs -> outputs'")
+    inputs = tuple(_operand(part, text) for part in left.split(",")) if left.strip() else ()
+    outputs = tuple(_operand(part, text) for part in right.split(",")) if right.strip() else ()
+    return Pattern(inputs, outputs)
+
+
+def _operand(part: str, text: str) -> Operand:
+    part = part.strip()
+    linear = len(part) - len(part.lstrip("^"))
+    part = part.lstrip("^").strip()
+    if part == ".":
+        return Operand((), linear)
+    dims: list[Dim] = []
+    group: list[Factor] | None = None
+    seen: set[str] = set()
+    end = 0
+    for match in _TOKEN.finditer(part):
+        if part[end : match.start()].strip():
+            break
+        end = match.end()
+        token = match[0]
+        if token == "(":
+            if group is not None:
+                raise RuleError(f"nested '(' in pattern {text!r}", remedy="a dim is one flat group of factors")
+            group = []
+        elif token == ")":
+            if group is None:
+                raise RuleError(f"unbalanced ')' in pattern {text!r}", remedy="balance the brackets")
+            dims.append(tuple(group))
+            group = None
+        else:
+            factor = _factor(token)
+            if factor.name:
+                if factor.name in seen:
+                    raise RuleError(
+                        f"factor {factor.name!r} stands twice in one operand of {text!r}",
+                        remedy="give the second dim a letter of its own",
+                    )
+                seen.add(factor.name)
+            if group is None:
+                dims.append((factor,))
+            else:
+                group.append(factor)
+    if part[end:].strip():
+        raise RuleError(f"cannot read {part[end:].strip()!r} in pattern {text!r}", remedy="use letters, numbers, ! ~ ^ ( )")
+    if group is not None:
+        raise RuleError(f"unbalanced '(' in pattern {text!r}", remedy="balance the brackets")
+    return Operand(tuple(dims), linear)
+
+
+def _factor(token: str) -> Factor:
+    if token.isdigit():
+        return Factor("", size=int(token))
+    return Factor(token.lstrip("!~"), fixed=token[0] == "!", stencil=token[0] == "~")

@@ -1,0 +1,207 @@
+"""The schedule: what every rank does in one step, in order, in the text form of PyTorch's pipelining."""
+
+import re
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import ClassVar
+
+import msgspec
+
+from meshwright.errors import ScheduleError
+
+_ACTION = re.compile(r"([0-9]+)(F|I|W|B|(?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)([0-9]*)")
+
+
+class ActionKind(StrEnum):
+    """What an action does. Its value is its text form, which is PyTorch's.
+
+    ``F`` is forward. A backward is ``B``, or split in ``I`` (gradients of the stage's inputs) and ``W`` (gradients of
+    its parameters). The stage of a send or receive is that of the rank it stands on: ``1SEND_F0`` on one rank meets
+    ``2RECV_F0`` on another, ``2SEND_B0`` meets ``1RECV_B0``. ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` gather, free
+    and reduce the stage's parameters or gradients, for all micro-batches at once.
+    """
+
+    F = "F"
+    I = "I"  # noqa: E741 - the grammar's letter
+    W = "W"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+    @property
+    def computes(self) -> bool:
+        """Whether it runs operators of the model."""
+        return self in (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
+
+    @property
+    def has_microbatch(self) -> bool:
+        """Whether it belongs to one micro-batch; the others belong to a stage and a step."""
+        return self not in _WHOLE_STEP
+
+
+_WHOLE_STEP = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD})
+
+
+class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that a rank does for one stage (and, but for ``REDUCE_GRAD`` and its like, one micro-batch)."""
+
+    stage: int
+    kind: ActionKind
+    microbatch: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.microbatch is None) is not (self.kind in _WHOLE_STEP):
+            raise ScheduleError(
+                f"`{self}` {'needs a' if self.microbatch is None else 'has no'} micro-batch",
+                remedy=f"write `{self.stage}{self.kind.value}{0 if self.microbatch is None else ''}`",
+            )
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def from_text(cls, text: str) -> "Action":
+        """Parse ``2F0``, ``1SEND_F0``, ``3REDUCE_GRAD``; a ScheduleError if it is none of the kind."""
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            kinds = ", ".join(kind.value for kind in ActionKind)
+            raise ScheduleError(
+                f"`{text}` is not an action", remedy=f"write stage, kind, micro-batch, as in `2F0`; kinds: {kinds}"
+            )
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), ActionKind(kind), int(microbatch) if microbatch else None)
+
+
+class ActionList:
+    """What one rank does, in order: a sequence of actions whose file form is one string, ``0F0 0SEND_F0 0RECV_B0``."""
+
+    __slots__ = ("actions",)
+
+    def __init__(self, actions: Iterable[Action] = ()) -> None:
+        self.actions = tuple(actions)
+
+    def __iter__(self) -> Iterator[Action]:
+        return iter(self.actions)
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def __getitem__(self, position: int) -> Action:
+        return self.actions[position]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ActionList) and self.actions == other.actions
+
+    def __hash__(self) -> int:
+        return hash(self.actions)
+
+    def __repr__(self) -> str:
+        return f"ActionList({self.to_text()!r})"
+
+    def to_text(self, separator: str = " ") -> str:
+        """The actions in a line."""
+        return separator.join(map(str, self.actions))
+
+    @classmethod
+    def from_text(cls, text: str) -> "ActionList":
+        """Parse actions that are separated by spaces or commas; empty cells (idle steps) are left out.
+
+        Raises:
+            ScheduleError: names the position (from 0) and the text there.
+        """
+        actions: list[Action] = []
+        for word in re.split(r"[,\s]+", text):
+            try:
+                if word:
+                    actions.append(Action.from_text(word))
+            except ScheduleError as error:
+                where = f"position {len(actions)}"
+                raise ScheduleError(error.problem, where=where, remedy=error.remedy) from None
+        return cls(actions)
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One step of all pipeline ranks. ``num_stages`` counts stages over all ranks; a rank holds ``num_chunks`` of them.
+
+    A schedule is well formed, not yet possible: order, matching sends and deadlock are checked in ``schedules``.
+
+    Raises:
+        ScheduleError: an action of a stage or micro-batch that does not exist; names the rank and the position.
+    """
+
+    VERSION: ClassVar[int] = 1
+    version: int = 1
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int = 1
+    ranks: tuple[ActionList, ...]
+
+    def __post_init__(self) -> None:
+        for key in ("num_stages", "num_microbatches", "num_chunks"):
+            if getattr(self, key) < 1:
+                raise ScheduleError(f"{key} is {getattr(self, key)}", where=key, remedy="give 1 or more")
+        for rank, actions in enumerate(self.ranks):
+            for position, action in enumerate(actions):
+                if not 0 <= action.stage < self.num_stages:
+                    self._refuse(rank, position, "stage", action.stage, self.num_stages)
+                if action.microbatch is not None and not 0 <= action.microbatch < self.num_microbatches:
+                    self._refuse(rank, position, "micro-batch", action.microbatch, self.num_microbatches)
+
+    def _refuse(self, rank: int, position: int, what: str, index: int, count: int) -> None:
+        raise ScheduleError(
+            f"`{self.ranks[rank][position]}`: there is no {what} {index}",
+            where=f"rank {rank}, position {position}",
+            remedy=f"this schedule has {count}, counted from 0; correct the action or the count",
+        )
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        ranks: Iterable[Iterable[Action]],
+        *,
+        num_stages: int | None = None,
+        num_microbatches: int | None = None,
+        num_chunks: int | None = None,
+    ) -> "Schedule":
+        """The schedule with these actions by rank; counts that are not given are the least that hold all actions."""
+        lists = tuple(ActionList(actions) for actions in ranks)
+        if num_stages is None:
+            num_stages = max((action.stage for actions in lists for action in actions), default=0) + 1
+        if num_microbatches is None:
+            num_microbatches = max((action.microbatch or 0 for actions in lists for action in actions), default=0) + 1
+        if num_chunks is None:
+            num_chunks = max((len({action.stage for action in actions}) for actions in lists), default=1) or 1
+        return cls(
+            name=name,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            ranks=lists,
+        )
+
+    def to_text(self, separator: str = " ") -> str:
+        """One line for each rank; with ``separator=","`` what PyTorch's schedules read as CSV."""
+        return "".join(actions.to_text(separator) + "\n" for actions in self.ranks)
+
+    @classmethod
+    def from_text(cls, text: str, *, name: str) -> "Schedule":
+        """Parse one line for each rank, actions separated by spaces or commas.
+
+        Raises:
+            ScheduleError: names the rank, the position (both from 0) and the text there.
+        """
+        ranks = []
+        for rank, line in enumerate(text.splitlines()):
+            try:
+                ranks.append(ActionList.from_text(line))
+            except ScheduleError as error:
+                where = f"rank {rank}, {error.where}"
+                raise ScheduleError(error.problem, where=where, remedy=error.remedy) from None
+        return cls.of(name, ranks)

@@ -1,0 +1,92 @@
+"""The trace: what every rank did and when, measured by a run or foretold by the simulator."""
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that a rank did on one of its streams (``compute``, ``communication``, ...) from start to end.
+
+    ``what`` names it (an action as in a schedule, a collective with its label); ``bytes`` were moved and ``flops``
+    computed meanwhile. Times are seconds on a clock that all ranks of the trace share.
+
+    Raises:
+        ValueError: it ends before it starts, or a time is not a number.
+    """
+
+    rank: _Count
+    stream: str
+    what: str
+    start_s: float
+    end_s: float
+    bytes: _Count = 0
+    flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not -math.inf < self.start_s <= self.end_s < math.inf:
+            raise ValueError(f"span `{self.what}` lasts from {self.start_s} s to {self.end_s} s")
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+class MemorySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The memory that a rank held at a time."""
+
+    rank: _Count
+    time_s: float
+    bytes: _Count
+
+
+class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Spans and memory samples of all ranks, from a run (``measured``) or the simulator (``simulated``)."""
+
+    VERSION: ClassVar[int] = 1
+    version: int = 1
+    source: Literal["measured", "simulated"]
+    spans: tuple[Span, ...] = ()
+    memory: tuple[MemorySample, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of which there is anything, rising."""
+        return tuple(sorted({span.rank for span in self.spans} | {sample.rank for sample in self.memory}))
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The names of all streams, in the order of their first span."""
+        return tuple(dict.fromkeys(span.stream for span in self.spans))
+
+    @property
+    def duration_s(self) -> float:
+        """From the start of the first span to the end of the last; 0 without spans."""
+        if not self.spans:
+            return 0.0
+        return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
+
+    def of_rank(self, rank: int) -> "Trace":
+        """What the trace says of one rank, on the same clock."""
+        return msgspec.structs.replace(
+            self,
+            spans=tuple(span for span in self.spans if span.rank == rank),
+            memory=tuple(sample for sample in self.memory if sample.rank == rank),
+        )
+
+    def busy_s(self, rank: int, stream: str) -> float:
+        """How long the rank's stream was busy; spans that overlap count once."""
+        spans = [span for span in self.spans if span.rank == rank and span.stream == stream]
+        busy, until = 0.0, -math.inf
+        for span in sorted(spans, key=lambda span: span.start_s):
+            if span.end_s > until:
+                busy += span.end_s - max(span.start_s, until)
+                until = span.end_s
+        return busy
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most memory that a sample of this rank shows; 0 without samples."""
+        return max((sample.bytes for sample in self.memory if sample.rank == rank), default=0)

@@ -1,0 +1,156 @@
+"""From one placement to another: which collective, on which part, started early and finished at first use."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshwright.comm.backend import OPERATORS as comm
+from meshwright.comm.groups import AxisGroup
+from meshwright.ir.placement import REPLICATE, Partial, Placements, Shard
+
+aten = torch.ops.aten
+Emit = Callable[..., fx.Node]
+Steps = Generator[None, None, fx.Node]
+"""Emits what can be started now, yields, and emits the rest when resumed; returns the resharded node."""
+
+
+class Resharder:
+    """Emits resharding into one per-rank graph."""
+
+    def __init__(self, emit: Emit, groups: dict[str, AxisGroup]) -> None:
+        self._emit = emit
+        self._groups = groups
+        self._order = list(groups)
+
+    def steps(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements, owned: bool) -> Steps:
+        """Reshard ``node`` (global ``shape``) from ``have`` to ``want``.
+
+        First Partials are reduced (scattered at once where that dim is wanted split), then shards are gathered,
+        the innermost axis first, then wanted parts are cut out, the outermost axis first. ``owned`` says that
+        nobody else reads the node's memory, so that it may be reduced in place.
+        """
+        now = {axis: placement for axis, placement in have.items() if placement != REPLICATE}
+        for axis in self._order:
+            source = now.get(axis)
+            if not isinstance(source, Partial) or want.get(axis) == source:
+                continue
+            target = want.get(axis, REPLICATE)
+            if isinstance(target, Shard) and source.op == "sum" and not self._nested(axis, target, now):
+                node, now = yield from self._reduce_scatter(node, axis, source, target, now, shape)
+            else:
+                if not owned:
+                    node = self._emit(aten.clone.default, node)
+                    owned = True
+                group = self._groups[axis]
+                node = self._emit(comm.all_reduce_start.default, node, source.op, group.name)
+                yield
+                node = self._emit(comm.wait.default, node)
+                del now[axis]
+            owned = True
+        for axis in reversed(self._order):
+            source = now.get(axis)
+            if isinstance(source, Shard) and (want.get(axis) != source or self._regather(axis, now, want)):
+                node, now = yield from self._all_gather(node, axis, source, now, shape)
+        for axis in self._order:
+            target = want.get(axis)
+            if isinstance(target, Shard) and now.get(axis) != target:
+                node = self._slice(node, axis, target, now, shape)
+                now = {**now, axis: target}
+        return node
+
+    def _regather(self, axis: str, now: Placements, want: Placements) -> bool:
+        """Whether an outer axis on the same dim must change, which this inner axis would block."""
+        mine = now[axis]
+        outer = self._order[: self._order.index(axis)]
+        return any(
+            isinstance(now.get(other), Shard) and now[other].dim == mine.dim and now[other] != want.get(other)  # type: ignore[union-attr]
+            and now[other] == mine
+            for other in outer
+        )  # fmt: skip
+
+    def _nested(self, axis: str, target: Shard, now: Placements) -> bool:
+        """Whether another axis already splits the very factor that this one would."""
+        return any(other != axis and placement == target for other, placement in now.items())
+
+    def _blocks(self, axis: str, shard: Shard, now: Placements) -> int:
+        """How many equal blocks this rank's dim holds around the cut: ``outer`` over what other axes took of it."""
+        blocks = shard.outer
+        for other, placement in now.items():
+            if other != axis and isinstance(placement, Shard) and placement.dim == shard.dim and placement.outer < shard.outer:
+                blocks //= self._groups[other].size
+        return blocks
+
+    def _local(self, shape: tuple[int, ...], now: Placements) -> list[int]:
+        result = list(shape)
+        for axis, placement in now.items():
+            if isinstance(placement, Shard):
+                result[placement.dim] //= self._groups[axis].size
+        return result
+
+    def _all_gather(self, node: fx.Node, axis: str, shard: Shard, now: Placements, shape: tuple[int, ...]) -> Any:
+        group = self._groups[axis]
+        local = self._local(shape, now)
+        blocks = self._blocks(axis, shard, now)
+        node = self._emit(comm.all_gather_start.default, node, group.name, group.size)
+        yield
+        node = self._emit(comm.wait.default, node)
+        rest = {other: placement for other, placement in now.items() if other != axis}
+        lead = 1
+        for size in local[: shard.dim]:
+            lead *= size
+        whole = self._local(shape, rest)
+        if lead * blocks > 1:
+            # [parts, lead, blocks, block, tail] -> [lead, blocks, parts, block, tail]
+            node = self._emit(aten.view.default, node, [group.size, lead * blocks, -1])
+            node = self._emit(aten.transpose.int, node, 0, 1)
+        return self._emit(aten.reshape.default, node, whole), rest
+
+    def _reduce_scatter(
+        self, node: fx.Node, axis: str, source: Partial, target: Shard, now: Placements, shape: tuple[int, ...]
+    ) -> Any:
+        group = self._groups[axis]
+        rest = {other: placement for other, placement in now.items() if other != axis}
+        blocks = self._blocks(axis, target, rest)
+        local = self._local(shape, rest)
+        lead = 1
+        for size in local[: target.dim]:
+            lead *= size
+        node = self._emit(aten.reshape.default, node, [lead * blocks, group.size, -1])
+        node = self._emit(aten.transpose.int, node, 0, 1)
+        node = self._emit(comm.reduce_scatter_start.default, node, source.op, group.name, group.size)
+        yield
+        node = self._emit(comm.wait.default, node)
+        after = {**rest, axis: target}
+        return self._emit(aten.reshape.default, node, self._local(shape, after)), after
+
+    def _slice(self, node: fx.Node, axis: str, target: Shard, now: Placements, shape: tuple[int, ...]) -> fx.Node:
+        group = self._groups[axis]
+        blocks = self._blocks(axis, target, now)
+        local = self._local(shape, now)
+        dim, size = target.dim, local[target.dim]
+        part = size // blocks // group.size
+        if blocks == 1:
+            return self._emit(aten.slice.Tensor, node, dim, group.index * part, (group.index + 1) * part)
+        split = [*local[:dim], blocks, size // blocks, *local[dim + 1 :]]
+        node = self._emit(aten.reshape.default, node, split)
+        node = self._emit(aten.slice.Tensor, node, dim + 1, group.index * part, (group.index + 1) * part)
+        return self._emit(aten.reshape.default, node, [*local[:dim], size // group.size, *local[dim + 1 :]])
+
+
+def local_part(value: torch.Tensor, placements: Placements, groups: dict[str, AxisGroup]) -> torch.Tensor:
+    """This rank's part of a whole tensor (a view where one block is cut out)."""
+    shape = tuple(value.shape)
+    now: Placements = {}
+
+    def emit(target: Any, *args: Any) -> Any:
+        return target(*args)
+
+    resharder = Resharder(emit, groups)
+    for axis in groups:
+        placement = placements.get(axis)
+        if isinstance(placement, Shard):
+            value = resharder._slice(value, axis, placement, now, shape)  # type: ignore[arg-type,assignment]
+            now[axis] = placement
+    return value

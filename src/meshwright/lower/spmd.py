@@ -1,0 +1,394 @@
+"""Plan + traced graph -> one rank's graph: every operator on its part, collectives where placements differ."""
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from meshwright.capture.builder import Capture
+from meshwright.comm.backend import OPERATORS as comm
+from meshwright.comm.groups import AxisGroup
+from meshwright.ir.placement import Placements, Shard, input_placements, is_linear, local_shape, output_placements
+from meshwright.ir.plan import Bucket, Plan, Strategy
+from meshwright.lower.fuse import fuse
+from meshwright.lower.reshard import Resharder, Steps
+from meshwright.lower.stage import BoxedFunction, boxed_function
+from meshwright.ops.base import emit_unchanged
+from meshwright.ops.library import mix
+from meshwright.ops.table import operator_rule
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Lowered:
+    """One rank's step. ``function([*parameters, *buffers, *inputs, random_key])`` returns
+    ``[loss, *metrics, *gradients, *buffers]``, all local parts; gradients follow ``differentiable``."""
+
+    function: BoxedFunction
+    graph: fx.Graph
+    parameters: list[str]
+    buffers: list[str]
+    inputs: list[str]
+    input_placements: dict[str, Placements]
+    metrics: list[str]
+    differentiable: list[str]
+
+
+@dataclass
+class _Value:
+    node: fx.Node
+    placements: Placements
+    owned: bool = False
+    versions: dict[tuple[tuple[str, Any], ...], "_Version"] = field(default_factory=dict)
+
+
+@dataclass
+class _Version:
+    steps: Steps | None
+    node: fx.Node | None = None
+
+
+def lower(capture: Capture, plan: Plan, groups: dict[str, AxisGroup]) -> Lowered:
+    """The graph of the rank that ``groups`` describes.
+
+    ``groups`` holds the axes of the plan's mesh that have more than one rank.
+    """
+    return _Lowering(capture, plan, groups).lower()
+
+
+class _Lowering:
+    def __init__(self, capture: Capture, plan: Plan, groups: dict[str, AxisGroup]) -> None:
+        self.capture, self.plan, self.groups = capture, plan, groups
+        self.ir = capture.graph
+        self.sizes = {axis: group.size for axis, group in groups.items()}
+        self.graph = fx.Graph()
+        self.values: dict[str, _Value] = {}
+        self.names: dict[fx.Node, str] = {}
+        self.resharder = Resharder(self.emit, groups)
+        self.meta: dict[str, Any] = {}
+        self.random_key: fx.Node | None = None
+
+    # --- emission ------------------------------------------------------------------------------------------------
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self.meta)
+        return node
+
+    def lower(self) -> Lowered:
+        inputs = self._placeholders()
+        storages = self._storage_readers()
+        self._plan_uses()
+        for operator in self.ir.operators:
+            self._operator(operator, storages)
+        return self._finish(inputs)
+
+    def _placeholders(self) -> dict[str, Placements]:
+        traced = self.capture.traced
+        names = [*traced.parameters, *traced.buffers, *traced.inputs]
+        storage = self.plan.stage.storage
+        inputs: dict[str, Placements] = {}
+        for index, (source, name) in enumerate(zip(traced.placeholders, names, strict=True)):
+            placements = self._known(storage.get(name, {}))
+            if name in traced.inputs:
+                placements = inputs[name] = self._batch_placements(name)
+            node = self.graph.placeholder(f"value_{index}")
+            self._record(source, name, node, placements)
+        for source in traced.module.graph.nodes:
+            if source.op == "get_attr":
+                node = self.graph.create_node("get_attr", source.target)
+                self._record(source, f"constant.{source.target}", node, {})
+        self.random_key = self.graph.placeholder("random_key")
+        return inputs
+
+    def _record(self, source: fx.Node, name: str, node: fx.Node, placements: Placements) -> None:
+        tensor = self.ir.tensors[name]
+        node.meta["local_shape"] = local_shape(tensor.shape, placements, self.sizes)
+        node.meta["dtype"] = source.meta["val"].dtype
+        self.values[name] = _Value(node, placements)
+        self.names[source] = name
+
+    def _known(self, placements: Placements) -> Placements:
+        return {axis: placement for axis, placement in placements.items() if axis in self.groups}
+
+    def _batch_placements(self, name: str) -> Placements:
+        """Batch inputs are cut over dp; other axes take what they need."""
+        if "dp" not in self.groups:
+            return {}
+        for dim, classes in enumerate(self.ir.tensors[name].dims):
+            if classes and self.ir.factor_classes[classes[0]].role == "batch":
+                return {"dp": Shard(dim)}
+        return {}
+
+    def _storage_readers(self) -> dict[str, int]:
+        """How often the memory behind a tensor is read, other than by views of it."""
+        readers: dict[str, int] = {}
+        for operator in self.ir.operators:
+            views = {self.ir.tensors[output].storage for output in operator.outputs}
+            for name in operator.inputs:
+                storage = self.ir.tensors[name].storage
+                if storage not in views:
+                    readers[storage] = readers.get(storage, 0) + 1
+        return readers
+
+    def _strategy(self, operator: str) -> Strategy:
+        return {axis: choice for axis, choice in self.plan.stage.strategy(operator).items() if axis in self.groups}
+
+    def _plan_uses(self) -> None:
+        """For every tensor, the placements in which somebody wants it (so that resharding can start early)."""
+        self.uses: dict[str, list[Placements]] = {}
+        for operator in self.ir.operators:
+            strategy = self._strategy(operator.name)
+            for position, name in enumerate(operator.inputs):
+                wanted = input_placements(operator.rule, strategy, position) if operator.rule else {}
+                self.uses.setdefault(name, []).append(wanted)
+        self.outputs: dict[str, Placements] = {self.ir.loss: {}}
+        self.outputs |= dict.fromkeys(self.ir.metrics.values(), {})
+        self.outputs |= dict.fromkeys(self.ir.buffer_updates.values(), {})
+        self.bucket_of: dict[str, Bucket] = {}
+        gradients = {entry.parameter: entry.gradient for entry in self.ir.gradients}
+        for bucket in self.plan.buckets:
+            if bucket.axis in self.groups:
+                self.bucket_of |= {gradients[parameter] or "": bucket for parameter in bucket.parameters}
+        self.gradient_wants: dict[str, Placements] = {
+            entry.parameter: self._known(self.plan.stage.storage.get(entry.parameter, {})) for entry in self.ir.gradients
+        }
+        for entry in self.ir.gradients:
+            if entry.gradient is not None and entry.gradient not in self.bucket_of:
+                self.outputs[entry.gradient] = self.gradient_wants[entry.parameter]
+        for name, wanted in self.outputs.items():
+            self.uses.setdefault(name, []).append(wanted)
+        self.bucket_left = {id(bucket): len(bucket.parameters) for bucket in self.bucket_of.values()}
+        self.bucket_nodes: dict[int, tuple[fx.Node, list[str]]] = {}
+        self.gradients = gradients
+
+    def _operator(self, operator: Any, storages: dict[str, int]) -> None:
+        source = self.capture.nodes[operator.name]
+        strategy = self._strategy(operator.name)
+        self.meta = {"operator": operator.name, "backward": operator.backward}
+        arguments = []
+        for position, name in enumerate(operator.inputs):
+            wanted = input_placements(operator.rule, strategy, position) if operator.rule else {}
+            arguments.append(self._want(name, wanted))
+        position = iter(range(len(arguments)))
+
+        def replace(item: fx.Node) -> Any:
+            if not isinstance(item.meta.get("val"), Tensor):
+                raise AssertionError(f"{operator.name}: {item} is not a tensor")
+            return arguments[next(position)]
+
+        args, kwargs = fx.map_arg((source.args, source.kwargs), replace)
+        local = _LocalCall(self, operator, source, strategy, tuple(args), dict(kwargs))
+        rule = operator_rule(source.target, self.capture.rules)
+        emit = rule.local if rule is not None and operator.rule is not None and (self.groups or local.is_random) else emit_unchanged
+        result = emit(local)
+        self._store(operator, source, strategy, result, storages)
+
+    def _store(self, operator: Any, source: fx.Node, strategy: Strategy, result: Any, storages: dict[str, int]) -> None:
+        several = not isinstance(source.meta["val"], Tensor)
+        values = list(source.meta["val"]) if several else [source.meta["val"]]
+        present = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
+        for output, index in enumerate(present):
+            name = operator.outputs[output]
+            if several:
+                if name not in self.uses and name not in self.bucket_of:
+                    continue
+                node = result[index] if isinstance(result, tuple) else self.emit(_getitem, result, index)
+            else:
+                node = result
+            placements = output_placements(operator.rule, strategy, output) if operator.rule else {}
+            tensor = self.ir.tensors[name]
+            node.meta.setdefault("local_shape", local_shape(tensor.shape, placements, self.sizes))
+            node.meta.setdefault("dtype", values[index].dtype)
+            root = self.ir.tensors[tensor.storage]
+            owned = root.kind in ("activation", "gradient") and storages.get(tensor.storage, 0) + (name in self.outputs) <= 1
+            value = self.values[name] = _Value(node, placements, owned=owned)
+            self._start(name, value)
+
+    def _start(self, name: str, value: _Value) -> None:
+        """Start the resharding that anybody will want, now that the value exists."""
+        bucket = self.bucket_of.get(name)
+        if bucket is not None:
+            self.bucket_left[id(bucket)] -= 1
+            if not self.bucket_left[id(bucket)]:
+                self._start_bucket(bucket)
+            return
+        for wanted in self.uses.get(name, ()):
+            self._version(name, value, wanted, finish=False)
+
+    def _start_bucket(self, bucket: Bucket) -> None:
+        group = self.groups[bucket.axis]
+        nodes = [self.values[self.gradients[parameter] or ""].node for parameter in bucket.parameters]
+        flat = self.emit(aten.cat.default, [self.emit(aten.reshape.default, node, [-1]) for node in nodes])
+        self.bucket_nodes[id(bucket)] = (
+            self.emit(comm.all_reduce_start.default, flat, "sum", group.name), list(bucket.parameters),
+        )  # fmt: skip
+
+    def _want(self, name: str, wanted: Placements) -> fx.Node:
+        node = self._version(name, self.values[name], wanted, finish=True)
+        assert node is not None
+        return node
+
+    def _version(self, name: str, value: _Value, wanted: Placements, *, finish: bool) -> fx.Node | None:
+        have = {axis: placement for axis, placement in value.placements.items() if axis in self.groups}
+        if have == wanted or not self.groups:
+            return value.node
+        key = tuple(sorted(wanted.items(), key=lambda item: item[0]))
+        version = value.versions.get(key)
+        shape = self.ir.tensors[name].shape
+        if version is None:
+            exclusive = value.owned and len(value.versions) == 0
+            steps = self.resharder.steps(value.node, shape, have, wanted, exclusive)
+            version = value.versions[key] = _Version(steps)
+            self._advance(version)
+        while finish and version.node is None:
+            self._advance(version)
+        if finish and version.node is not None:
+            version.node.meta.setdefault("local_shape", local_shape(shape, wanted, self.sizes))
+            version.node.meta.setdefault("dtype", value.node.meta["dtype"])
+        return version.node
+
+    def _advance(self, version: _Version) -> None:
+        assert version.steps is not None
+        try:
+            next(version.steps)
+        except StopIteration as stop:
+            version.node = stop.value
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def _finish(self, inputs: dict[str, Placements]) -> Lowered:
+        self.meta = {"operator": "outputs", "backward": True}
+        traced = self.capture.traced
+        reduced = self._finish_buckets()
+        gradients: list[fx.Node | None] = []
+        for parameter in traced.differentiable:
+            gradient = self.gradients.get(parameter)
+            if gradient is None:
+                gradients.append(None)
+            elif parameter in reduced:
+                gradients.append(reduced[parameter])
+            else:
+                gradients.append(self._want(gradient, self.gradient_wants[parameter]))
+        buffers = [self._want(self.ir.buffer_updates.get(name, name), {}) for name in traced.buffers]
+        loss = self._want(self.ir.loss, {})
+        metrics = [self._want(name, {}) for name in self.ir.metrics.values()]
+        self.graph.output([loss, *metrics, *gradients, *buffers])
+        fuse(self.graph)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return Lowered(
+            function=boxed_function(self.graph, traced.constants),
+            graph=self.graph,
+            parameters=list(traced.parameters),
+            buffers=list(traced.buffers),
+            inputs=list(traced.inputs),
+            input_placements=inputs,
+            metrics=list(self.ir.metrics),
+            differentiable=list(traced.differentiable),
+        )
+
+    def _finish_buckets(self) -> dict[str, fx.Node]:
+        reduced: dict[str, fx.Node] = {}
+        for started, parameters in self.bucket_nodes.values():
+            flat = self.emit(comm.wait.default, started)
+            offset = 0
+            for parameter in parameters:
+                shape = self.values[self.gradients[parameter] or ""].node.meta["local_shape"]
+                count = 1
+                for size in shape:
+                    count *= size
+                part = self.emit(aten.slice.Tensor, flat, 0, offset, offset + count)
+                reduced[parameter] = self.emit(aten.view.default, part, list(shape))
+                offset += count
+        return reduced
+
+
+def _getitem(value: Any, index: int) -> Any:
+    return value[index]
+
+
+class _LocalCall:
+    """One operator on this rank, as ``ops`` sees it (:class:`meshwright.ops.base.Local`)."""
+
+    def __init__(
+        self, lowering: _Lowering, operator: Any, source: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._lowering, self._operator, self._source, self._strategy = lowering, operator, source, strategy
+        self.target, self.args, self.kwargs, self.name = source.target, args, kwargs, operator.name
+        self._letters = lowering.capture.letters.get(operator.name, {})
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the operator draws random numbers, whose keys even one rank must set."""
+        from meshwright.ops.attention import RULES as ATTENTION
+        from meshwright.ops.random import RULES as RANDOM
+
+        return self.target in RANDOM or self.target in ATTENTION
+
+    def shape(self, output: int = 0) -> list[int]:
+        name = self._operator.outputs[output]
+        placements = output_placements(self._operator.rule, self._strategy, output)
+        return list(local_shape(self._lowering.ir.tensors[name].shape, placements, self._lowering.sizes))
+
+    def _axes(self, factor: str) -> list[str]:
+        became = self._letters.get(factor, (factor,))
+        return [axis for axis, choice in self._strategy.items() if not is_linear(choice) and choice in became]
+
+    def is_split(self, factor: str) -> bool:
+        return bool(self._axes(factor))
+
+    def coordinate(self, factor: str) -> tuple[int, int]:
+        index, count = 0, 1
+        for axis in self._axes(factor):
+            group = self._lowering.groups[axis]
+            index, count = index * group.size + group.index, count * group.size
+        return index, count
+
+    def size(self, factor: str) -> int:
+        rule = self._operator.rule
+        total = 1
+        for letter in self._letters.get(factor, (factor,)):
+            total *= rule.sizes[letter]
+        return total
+
+    def key(self) -> tuple[fx.Node, int]:
+        coordinates = [
+            self._lowering.groups[axis].index + 1 for axis, choice in sorted(self._strategy.items()) if not is_linear(choice)
+        ]
+        # forward and backward of one operator draw the same numbers: the salt is the module's, not the call's
+        salt = mix(zlib.crc32(_random_name(self._operator).encode()), *coordinates)
+        assert self._lowering.random_key is not None
+        return self._lowering.random_key, salt
+
+    def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
+        for axis in self._axes(factor):
+            node = self.call(comm.all_reduce_start.default, node, op, self._lowering.groups[axis].name)
+            node = self.call(comm.wait.default, node)
+        return node
+
+    def all_gather(self, node: fx.Node, factor: str) -> fx.Node:
+        for axis in reversed(self._axes(factor)):
+            group = self._lowering.groups[axis]
+            node = self.call(comm.all_gather_start.default, node, group.name, group.size)
+            node = self.call(comm.wait.default, node)
+        return node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._lowering.emit(target, *args, **kwargs)
+
+
+def _random_name(operator: Any) -> str:
+    return f"{operator.name.replace('_backward', '')}@{operator.sequence}" if operator.sequence >= 0 else operator.name
+
+
+def collectives(graph: fx.Graph) -> Iterable[fx.Node]:
+    """The collectives that a lowered graph starts, in order."""
+    starts = {comm.all_reduce_start.default, comm.all_gather_start.default, comm.reduce_scatter_start.default}
+    return (node for node in graph.nodes if node.op == "call_function" and node.target in starts)
+
+

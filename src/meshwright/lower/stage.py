@@ -1,0 +1,29 @@
+"""A per-rank graph as a function: boxed arguments, so that nothing keeps a value beyond its last use."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+BoxedFunction = Callable[[list[Any]], list[Any]]
+
+
+class _Boxed(fx.graph.CodeGen):
+    """Generates ``forward(self, values)``, which empties ``values`` before it starts."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [name.split(":")[0].strip() for name in free_vars if name != "self"]
+        unpack = f"\n    {', '.join(names)}, = values\n    values.clear()" if names else ""
+        return f"def {self._func_name}(self, values):{unpack}"
+
+
+def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> BoxedFunction:
+    """Compile a graph whose placeholders are taken from one list; the list is emptied."""
+    root = nn.Module()
+    for name, value in constants.items():
+        root.register_buffer(name, value, persistent=False)
+    graph.set_codegen(_Boxed())
+    module = fx.GraphModule(root, graph)
+    function: BoxedFunction = module.forward
+    return function

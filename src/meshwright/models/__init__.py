@@ -1,0 +1,19 @@
+"""Small reference models in plain PyTorch, and their loss functions; they know nothing of parallel training."""
+
+from meshwright.models.gpt import GPT, GPTConfig, demo_gpt, gpt_s
+from meshwright.models.lenet import LeNet
+from meshwright.models.losses import classification_loss, language_model_loss
+from meshwright.models.mlp import MLP
+from meshwright.models.resnet import ResNet
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "GPTConfig",
+    "LeNet",
+    "ResNet",
+    "classification_loss",
+    "demo_gpt",
+    "gpt_s",
+    "language_model_loss",
+]

@@ -1,0 +1,30 @@
+"""A multi-layer perceptron."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """Linear layers of the given sizes with an activation between them (none after the last).
+
+    ``MLP((2, 2))`` is one layer, ``MLP((2, 8, 2))`` two. Inputs of any shape [b, ...] are flattened to [b, sizes[0]].
+
+    Raises:
+        ValueError: fewer than two sizes, or a size below 1.
+    """
+
+    def __init__(self, sizes: Sequence[int], activation: type[nn.Module] = nn.ReLU, bias: bool = True) -> None:
+        super().__init__()
+        if len(sizes) < 2 or min(sizes) < 1:
+            raise ValueError(f"an MLP needs at least two sizes of at least 1, not {tuple(sizes)}")
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(sizes):
+            layers += [nn.Linear(inputs, outputs, bias=bias), activation()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[b, ...] with sizes[0] values per sample -> [b, sizes[-1]]."""
+        return cast(Tensor, self.layers(inputs.flatten(1)))

@@ -1,0 +1,164 @@
+"""What a rule of an operator is made of: its pattern, its FLOPs, and how it runs on one rank's part."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from meshwright.errors import RuleError
+from meshwright.ir.rule import Rule, parse_pattern
+
+Target = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator, with fake tensors in place of values."""
+
+    target: Target
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[torch.Tensor, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensor inputs, in order of appearance."""
+        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.Tensor)]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+class Local(Protocol):
+    """One operator on one rank: what a local rewrite may use. Nodes are fx nodes of the per-rank graph."""
+
+    target: Target
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+
+    def shape(self, output: int = 0) -> list[int]:
+        """This rank's shape of an output."""
+
+    def is_split(self, factor: str) -> bool:
+        """Whether the factor is split over any axis."""
+
+    def coordinate(self, factor: str) -> tuple[int, int]:
+        """(this rank's index, number of parts) of a factor; (0, 1) where it is not split."""
+
+    def size(self, factor: str) -> int:
+        """The global size of a factor."""
+
+    def key(self) -> tuple[fx.Node, int]:
+        """The step's random key (a node) and this operator's salt (a number that differs by split coordinates)."""
+
+    def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
+        """Reduce over the axes on which the factor is split."""
+
+    def all_gather(self, node: fx.Node, factor: str) -> fx.Node:
+        """Concatenate along dim 0 over the axes on which the factor is split."""
+
+    def call(self, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit a call into the per-rank graph."""
+
+
+def emit_unchanged(local: Local) -> Any:
+    """The default local rewrite: the same operator on this rank's parts."""
+    return local.call(local.target, *local.args, **local.kwargs)
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """Why a call has no rule: it runs replicated, and the plan says so."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class OperatorRule:
+    """``rule`` gives a call's rule; ``local`` emits it on one rank's part; ``flops`` counts the whole call;
+    ``contiguous`` names letters whose parts must be one run of indices (a vocabulary)."""
+
+    rule: Callable[[Call], Rule | Unsplit]
+    local: Callable[[Local], Any] = emit_unchanged
+    flops: Callable[[Call, Rule | None], float] = lambda call, rule: 0.0
+    contiguous: frozenset[str] = frozenset()
+
+
+def make_rule(
+    call: Call,
+    pattern: str,
+    *,
+    reduction: str = "sum",
+    decompositions: Mapping[str, tuple[str, ...]] | None = None,
+    **sizes: int,
+) -> Rule:
+    """A rule whose sizes are read from the call's shapes (``sizes`` helps where a dim has several unknown factors).
+
+    Raises:
+        RuleError: the pattern does not fit the call.
+    """
+    parsed = parse_pattern(pattern)
+    known = dict(sizes)
+    operands = [*zip(parsed.inputs, call.tensors, strict=False), *zip(parsed.outputs, call.outputs, strict=False)]
+    if len(parsed.inputs) != len(call.tensors) or len(parsed.outputs) != len(call.outputs):
+        raise _misfit(call, pattern, f"{len(call.tensors)} inputs and {len(call.outputs)} outputs")
+    for operand, tensor in operands:
+        if len(operand.dims) != tensor.dim():
+            raise _misfit(call, pattern, f"a tensor of shape {tuple(tensor.shape)}")
+        for dim, size in zip(operand.dims, tensor.shape, strict=True):
+            unknown = [factor for factor in dim if factor.size is None and factor.name not in known]
+            rest = prod(factor.size if factor.size is not None else known.get(factor.name, 1) for factor in dim)
+            if len(unknown) == 1 and rest and size % rest == 0:
+                known[unknown[0].name] = size // rest
+            elif unknown or rest != size:
+                raise _misfit(call, pattern, f"dim of size {size} of shape {tuple(tensor.shape)}")
+    order = parsed.factor_names()
+    return Rule(
+        pattern=pattern,
+        sizes={name: known[name] for name in order},
+        reduction=reduction,
+        decompositions=dict(decompositions or {}),
+    )
+
+
+def _misfit(call: Call, pattern: str, what: str) -> RuleError:
+    return RuleError(
+        f"pattern {pattern!r} does not fit {what}", where=str(call.target), remedy="correct the rule of this operator"
+    )
+
+
+def letters(count: int, prefix: str = "_", fixed: tuple[int, ...] = ()) -> list[str]:
+    """``count`` neutral letters (``_0 _1``), those in ``fixed`` marked ``!``. Neutral letters take the name of
+    the class that they join."""
+    return [f"{'!' if index in fixed else ''}{prefix}{index}" for index in range(count)]
+
+
+def neutral(prefix: str = "x") -> Iterator[str]:
+    """Endless fresh letters."""
+    index = 0
+    while True:
+        yield f"{prefix}{index}"
+        index += 1
+
+
+def normalize_dim(dim: int, rank: int) -> int:
+    """A dim counted from the front."""
+    return dim + rank if dim < 0 else dim
+
+
+def contraction_flops(call: Call, rule: Rule | None) -> float:
+    """Two operations (multiply, add) for each combination of the factors."""
+    return 2.0 * prod(rule.sizes.values()) if rule is not None else 0.0
+
+
+def elementwise_flops(call: Call, rule: Rule | None) -> float:
+    """One operation for each output element."""
+    return float(sum(output.numel() for output in call.outputs[:1]))

@@ -1,0 +1,65 @@
+"""Table look-ups. Over a split vocabulary each rank looks up what it holds, and the results add."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshwright.ir.rule import Rule
+from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule
+
+aten = torch.ops.aten
+
+
+def shifted_indices(local: Local, indices: fx.Node, factor: str, elsewhere: int) -> tuple[fx.Node, fx.Node]:
+    """(indices into this rank's part of ``factor``, whether each lies in that part); others become ``elsewhere``."""
+    index, count = local.coordinate(factor)
+    part = local.size(factor) // count
+    shifted = local.call(aten.sub.Tensor, indices, index * part)
+    inside = local.call(
+        aten.logical_and.default, local.call(aten.ge.Scalar, shifted, 0), local.call(aten.lt.Scalar, shifted, part)
+    )
+    outside = local.call(aten.logical_not.default, inside)
+    return local.call(aten.masked_fill.Scalar, shifted, outside, elsewhere), outside
+
+
+def embedding_rule(call: Call) -> Rule:
+    """``v k, b s -> b s k``: a split ``v`` leaves the output Partial."""
+    index = " ".join(letters(call.tensors[1].dim())) or "."
+    return make_rule(call, f"v k, {index} -> {'' if index == '.' else index} k")
+
+
+def embedding_local(local: Local) -> Any:
+    if not local.is_split("v"):
+        return local.call(local.target, *local.args, **local.kwargs)
+    weight, indices = local.args[:2]
+    shifted, outside = shifted_indices(local, indices, "v", 0)
+    rows = local.call(aten.embedding.default, weight, shifted)
+    return local.call(aten.masked_fill.Scalar, rows, local.call(aten.unsqueeze.default, outside, -1), 0)
+
+
+def embedding_backward_rule(call: Call) -> Rule:
+    """``b s k, b s -> v k``."""
+    index = " ".join(letters(call.tensors[1].dim()))
+    return make_rule(call, f"^{index} k, {index} -> v k")
+
+
+def embedding_backward_local(local: Local) -> Any:
+    grad, indices, _, padding, scale = local.args
+    if not local.is_split("v"):
+        return local.call(local.target, *local.args, **local.kwargs)
+    rows = local.shape()[0]
+    first = local.coordinate("v")[0] * rows
+    shifted, _ = shifted_indices(local, indices, "v", rows)
+    padding = padding - first if first <= padding < first + rows else -1
+    table = local.call(local.target, grad, shifted, rows + 1, padding, scale)
+    return local.call(aten.slice.Tensor, table, 0, 0, rows)
+
+
+RULES = {
+    aten.embedding.default: OperatorRule(embedding_rule, embedding_local, contiguous=frozenset("v")),
+    aten.embedding_dense_backward.default: OperatorRule(
+        embedding_backward_rule, embedding_backward_local, lambda call, rule: float(call.tensors[0].numel()),
+        frozenset("v"),
+    ),
+}

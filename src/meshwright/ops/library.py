@@ -1,0 +1,193 @@
+"""Operators of our own: attention as one operator whatever the device's kernel, and keyed random numbers."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+aten = torch.ops.aten
+LIBRARY = Library("meshwright", "DEF")
+
+LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool causal, float scale,"
+    " SymInt random_key, SymInt salt) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor output,"
+    " Tensor logsumexp, float dropout, bool causal, float scale, SymInt random_key, SymInt salt)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define("bernoulli(Tensor like, float probability, SymInt random_key, SymInt salt) -> Tensor")
+LIBRARY.define("uniform(Tensor like, float low, float high, SymInt random_key, SymInt salt) -> Tensor")
+LIBRARY.define("normal(Tensor like, float mean, float std, SymInt random_key, SymInt salt) -> Tensor")
+
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def mix(*values: int) -> int:
+    """A 63-bit hash of integers (the finalizer of SplitMix64; Steele, Lea, Flood 2014)."""
+    state = 0
+    for value in values:
+        state = (state + value * 2 + 1 + _MIX[0]) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * _MIX[1]) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * _MIX[2]) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
+
+
+def _generator(device: torch.device, random_key: int, salt: int) -> torch.Generator:
+    generator = torch.Generator(device=device)
+    generator.manual_seed(mix(random_key, salt))
+    return generator
+
+
+def _bernoulli(like: Tensor, probability: float, random_key: int, salt: int) -> Tensor:
+    result = torch.empty_like(like)
+    return result.bernoulli_(probability, generator=_generator(like.device, random_key, salt))
+
+
+def _uniform(like: Tensor, low: float, high: float, random_key: int, salt: int) -> Tensor:
+    return torch.empty_like(like).uniform_(low, high, generator=_generator(like.device, random_key, salt))
+
+
+def _normal(like: Tensor, mean: float, std: float, random_key: int, salt: int) -> Tensor:
+    return torch.empty_like(like).normal_(mean, std, generator=_generator(like.device, random_key, salt))
+
+
+def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = torch.matmul(query * scale, key.transpose(-2, -1))
+    if causal:
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
+        scores = scores.masked_fill_(~allowed, -math.inf)
+    return scores if mask is None else scores + mask
+
+
+def _keep(scores: Tensor, dropout: float, random_key: int, salt: int) -> Tensor:
+    return _bernoulli(scores, 1.0 - dropout, random_key, salt).div_(1.0 - dropout)
+
+
+def _fused(query: Tensor, dropout: float) -> bool:
+    return query.device.type == "cpu" and dropout == 0.0 and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+
+
+def _attention_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float,
+    random_key: int, salt: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    mask = _additive(mask, query)
+    if _fused(query, dropout) and query.shape[-1] == value.shape[-1]:
+        output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return output, logsumexp
+    scores = _scores(query, key, mask, causal, scale)
+    logsumexp = scores.logsumexp(-1)
+    weights = torch.nan_to_num(scores.sub_(logsumexp.unsqueeze(-1)).exp_())
+    if dropout:
+        weights = weights * _keep(weights, dropout, random_key, salt)
+    return torch.matmul(weights, value), logsumexp
+
+
+def _attention_backward_cpu(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, logsumexp: Tensor,
+    dropout: float, causal: bool, scale: float, random_key: int, salt: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    mask = _additive(mask, query)
+    if _fused(query, dropout) and query.shape[-1] == value.shape[-1]:
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return gradients[0], gradients[1], gradients[2]
+    weights = torch.nan_to_num(_scores(query, key, mask, causal, scale).sub_(logsumexp.unsqueeze(-1)).exp_())
+    grad_weights = torch.matmul(grad, value.transpose(-2, -1))
+    dropped = weights
+    if dropout:
+        keep = _keep(weights, dropout, random_key, salt)
+        dropped = weights * keep
+        grad_weights = grad_weights * keep
+    grad_value = torch.matmul(dropped.transpose(-2, -1), grad)
+    grad_scores = weights * (grad_weights - (grad * output).sum(-1, keepdim=True))
+    grad_query = torch.matmul(grad_scores, key) * scale
+    grad_key = torch.matmul(grad_scores.transpose(-2, -1), query) * scale
+    return grad_query, grad_key, grad_value
+
+
+def _attention_shape(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float,
+    random_key: int, salt: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, heads, length, _ = query.shape
+    # the layout of the fused kernels: (batch, length, heads, width) in memory
+    output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    statistics = torch.promote_types(query.dtype, torch.float32)
+    return output, query.new_empty(batch, heads, length, dtype=statistics)
+
+
+def _attention_backward_shape(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(
+        tensor.new_empty(tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3]).transpose(1, 2)
+        for tensor in (query, key, value)
+    )  # type: ignore[return-value]
+
+
+for _name, _kernel in (("attention", _attention_cpu), ("attention_backward", _attention_backward_cpu)):
+    LIBRARY.impl(_name, _kernel, "CPU")
+    LIBRARY.impl(_name, _kernel, "CUDA")
+for _name, _kernel in (("bernoulli", _bernoulli), ("uniform", _uniform), ("normal", _normal)):
+    LIBRARY.impl(_name, _kernel, "CPU")
+    LIBRARY.impl(_name, _kernel, "CUDA")
+    torch.library.register_fake(f"meshwright::{_name}", lambda like, a, *_: torch.empty_like(like), lib=LIBRARY)
+torch.library.register_fake("meshwright::bernoulli", lambda like, *_: torch.empty_like(like), lib=LIBRARY, allow_override=True)
+torch.library.register_fake("meshwright::attention", _attention_shape, lib=LIBRARY)
+torch.library.register_fake("meshwright::attention_backward", _attention_backward_shape, lib=LIBRARY)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention as one forward and one backward operator, so that a capture holds no device's kernel."""
+
+    @staticmethod
+    def forward(
+        context: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float
+    ) -> Tensor:
+        output, logsumexp = torch.ops.meshwright.attention(query, key, value, mask, dropout, causal, scale, 0, 0)
+        context.save_for_backward(query, key, value, mask, output, logsumexp)
+        context.settings = (dropout, causal, scale)
+        return output
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, mask, output, logsumexp = context.saved_tensors
+        gradients = torch.ops.meshwright.attention_backward(
+            grad, query, key, value, mask, output, logsumexp, *context.settings, 0, 0
+        )
+        return (*gradients, None, None, None, None)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """``F.scaled_dot_product_attention`` as one operator; None where that is not possible (a mask that needs a
+    gradient, other than four dims), and PyTorch's own decomposition must be captured."""
+    if attn_mask is not None and attn_mask.requires_grad:
+        return None
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4 or query.shape[0] != key.shape[0]:
+        return None
+    if attn_mask is not None and attn_mask.dim() not in (2, 4):
+        return None
+    if enable_gqa:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    if query.shape[1] != key.shape[1]:
+        return None
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1])
+    return _Attention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale)

@@ -1,0 +1,60 @@
+"""The rules of all operators, joined from their files; a user's own rules come before them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from meshwright.ir.rule import Rule
+from meshwright.ops import (
+    attention,
+    convolution,
+    creation,
+    embedding,
+    indexing,
+    loss,
+    matmul,
+    normalization,
+    pointwise,
+    random,
+    reduction,
+    softmax,
+    view,
+)
+from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
+
+aten = torch.ops.aten
+
+_FILES = (
+    attention, convolution, creation, embedding, indexing, loss, matmul, normalization, random, reduction, softmax, view,
+)  # fmt: skip
+RULES: Mapping[Target, OperatorRule] = {
+    target: rule
+    for file in _FILES
+    for target, rule in file.RULES.items()  # type: ignore[attr-defined]
+}
+CANONICAL: Mapping[Target, Callable[..., Any]] = {
+    target: function
+    for file in (convolution, loss, matmul, normalization, reduction, view)
+    for target, function in file.CANONICAL.items()  # type: ignore[attr-defined]
+}
+"""Rewrites made at capture, as a make_fx decomposition table."""
+
+
+def operator_rule(target: Target, own: Mapping[Target, OperatorRule] | None = None) -> OperatorRule | None:
+    """The rule of an operator, or None where it has none (it then runs replicated)."""
+    if own and target in own:
+        return own[target]
+    if target in RULES:
+        return RULES[target]
+    return pointwise.POINTWISE if pointwise.is_pointwise(target) else None
+
+
+def rule_of(call: Call, own: Mapping[Target, OperatorRule] | None = None) -> Rule | Unsplit:
+    """The rule of one call.
+
+    Raises:
+        RuleError: the rule's pattern does not fit the call.
+    """
+    found = operator_rule(call.target, own)
+    return found.rule(call) if found is not None else Unsplit(f"no rule for {call.target}")

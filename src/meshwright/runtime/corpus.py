@@ -1,0 +1,136 @@
+"""Real English and code that every Python carries: the demo's text, with a held-out part kept apart."""
+
+import hashlib
+import importlib
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
+
+from meshwright.errors import DataError
+
+# Left out: machine-written tables (encodings), what topics() already reads (pydoc_data), and the library's own tests.
+_SKIPPED_PACKAGES = frozenset({"encodings", "pydoc_data"})
+_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "__pycache__"})
+
+_HELD_OUT_EVERY = 8  # one document in so many is kept apart
+_MOST_REPEATED = 0.1  # a document is new if at most this part of it stands elsewhere
+_LEAST_SOURCE_BYTES = 1_000_000
+
+
+def standard_library_text(train_bytes: int = 8_000_000, held_out_bytes: int = 256_000) -> tuple[bytes, bytes]:
+    """Training and held-out text (UTF-8): Python's language reference, then the standard library's sources.
+
+    Whole documents go to one side, chosen in the order of their names' hashes, so that one Python version always
+    gives the same two texts (another version gives others: compare losses only within one).
+
+    Args:
+        train_bytes: largest size of the training text, in bytes.
+        held_out_bytes: largest size of the held-out text, in bytes.
+
+    Raises:
+        DataError: this Python was installed without ``pydoc_data`` or without readable sources.
+    """
+    topics, sources = language_topics(), library_sources()
+    return split_documents([*by_hash(topics), *by_hash(sources)], train_bytes, held_out_bytes)
+
+
+def language_topics() -> dict[str, bytes]:
+    """The texts behind Python's ``help()``, by topic; a topic that a longer one contains is left out.
+
+    Raises:
+        DataError: this Python has no ``pydoc_data``.
+    """
+    try:
+        topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except (ImportError, AttributeError) as error:
+        raise DataError(
+            f"this Python has no help texts ({error})",
+            where="pydoc_data.topics",
+            remedy="use a complete Python (on Debian: libpython3-stdlib), or your own text",
+        ) from None
+    kept: dict[str, bytes] = {}
+    seen: set[bytes] = set()
+    for name, topic in sorted(topics.items(), key=lambda item: (-len(item[1]), item[0])):
+        text = topic.encode()
+        if _is_new(text, seen):
+            kept[f"topics/{name}"] = text
+            seen.update(_paragraphs(text))
+    return kept
+
+
+def library_sources() -> dict[str, bytes]:
+    """The standard library's ``.py`` files, by path relative to it; line ends are ``\\n``.
+
+    Raises:
+        DataError: this Python's library is not a folder of sources (a zip file, or compiled files only).
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = {}
+    for path in _source_files(library) if library.is_dir() else ():
+        try:
+            text = path.read_bytes()
+            text.decode()
+        except (OSError, UnicodeDecodeError):  # a dangling link, or an old encoding: nothing to learn bytes from
+            continue
+        sources[path.relative_to(library).as_posix()] = text.replace(b"\r\n", b"\n")
+    size = sum(map(len, sources.values()))
+    if size < _LEAST_SOURCE_BYTES:
+        found = f"only {size:,} bytes of Python sources" if library.is_dir() else "no folder of Python sources"
+        raise DataError(
+            f"the standard library has {found}",
+            where=str(library),
+            remedy="use a Python whose library is installed as source files (not a zip file), or your own text",
+        )
+    return sources
+
+
+def by_hash(documents: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
+    """The documents in the order of their names' hashes: an even mixture, the same on every file system."""
+    return sorted(documents.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
+
+
+def split_documents(
+    documents: Iterable[tuple[str, bytes]], train_bytes: int, held_out_bytes: int
+) -> tuple[bytes, bytes]:
+    """Training and held-out text from (name, text) documents: whole ones, as many as fit, in the order given.
+
+    Every eighth document may be held out, the others train. A held-out document that repeats paragraphs of the
+    training text is in neither.
+    """
+    texts = [text for _, text in documents]
+    candidates = texts[::_HELD_OUT_EVERY]
+    train = _fitting((text for place, text in enumerate(texts) if place % _HELD_OUT_EVERY), train_bytes)
+    seen = {paragraph for text in train for paragraph in _paragraphs(text)}
+    held_out = _fitting((text for text in candidates if _is_new(text, seen)), held_out_bytes)
+    return b"\n".join(train), b"\n".join(held_out)
+
+
+def _source_files(library: Path) -> Iterable[Path]:
+    for entry in library.iterdir():  # only names of the library itself: never site-packages
+        if entry.stem not in sys.stdlib_module_names or entry.name in _SKIPPED_PACKAGES:
+            continue
+        if entry.suffix == ".py":
+            yield entry
+        elif entry.is_dir():
+            for path in entry.rglob("*.py"):
+                if not _SKIPPED_FOLDERS.intersection(path.relative_to(entry).parts):
+                    yield path
+
+
+def _fitting(texts: Iterable[bytes], most_bytes: int) -> list[bytes]:
+    chosen, size = [], 0
+    for text in texts:
+        if text and size + len(text) + 1 <= most_bytes:  # 1: the line end that joins it
+            chosen.append(text)
+            size += len(text) + 1
+    return chosen
+
+
+def _is_new(text: bytes, seen: Set[bytes]) -> bool:
+    repeated = sum(len(paragraph) for paragraph in _paragraphs(text) if paragraph in seen)
+    return repeated <= _MOST_REPEATED * len(text)
+
+
+def _paragraphs(text: bytes) -> list[bytes]:
+    return [paragraph for part in text.split(b"\n\n") if (paragraph := part.strip())]

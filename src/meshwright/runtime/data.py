@@ -1,0 +1,359 @@
+"""Loaders of text and tensors: the same global order on every rank, cut into shards, resumed where it stopped."""
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import DataError
+
+Batch = dict[str, Tensor]
+_STATE_KEYS = ("epoch", "position", "seed", "shuffle", "fingerprint")
+
+
+class Loader(ABC):
+    """Iterates over samples in batches, in an order that depends on (seed, epoch) and nothing else.
+
+    A global batch is the next ``batch_size`` samples of that order. ``shard=(i, n)`` yields part i of n equal,
+    contiguous parts of every global batch (as torch.chunk cuts it), so that any number of ranks walks through
+    the same data, and another number can take over.
+
+    ``epochs=None`` never ends. ``epochs=k`` ends a ``for`` loop after k epochs; the next loop goes on with the
+    next k. A loader has one position, which counts batches handed out: a loop that was left early is continued by
+    the next one, and ``rewind`` starts again.
+
+    Args:
+        num_samples: size of the data set.
+        batch_size: samples in a global batch.
+        seed: seed of the order.
+        shuffle: a new random order each epoch; ``False`` keeps the data's own.
+        shard: (index, count): which part of each global batch to yield.
+        drop_last: leave out an epoch's last batch where it is smaller than ``batch_size``.
+        epochs: how many epochs one ``for`` loop runs.
+        where: what to call the data in errors.
+
+    Raises:
+        DataError: no samples, fewer than one batch, or a batch that the shards do not divide.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        shard: tuple[int, int],
+        drop_last: bool,
+        epochs: int | None,
+        where: str,
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch_size is {batch_size}", where=where, remedy="give a batch_size of at least 1")
+        if epochs is not None and epochs < 1:
+            raise DataError(f"epochs is {epochs}", where=where, remedy="give at least 1, or None for no end")
+        index, count = shard
+        if not 0 <= index < count:
+            raise DataError(
+                f"shard is {shard}", where=where, remedy="give (index, count) with index from 0 to count - 1"
+            )
+        if num_samples < 1:
+            raise DataError("the data set is empty: 0 samples", where=where, remedy="give at least one batch of data")
+        if drop_last and num_samples < batch_size:
+            raise DataError(
+                f"the data set is too short: {num_samples} samples, but a batch has {batch_size}",
+                where=where,
+                remedy=f"give more data, a batch_size of at most {num_samples}, or drop_last=False",
+            )
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.shard = shard
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._epochs = epochs
+        self._where = where
+        self._epoch = 0
+        self._position = 0  # samples of this epoch handed out, over all shards
+        self._resumed = False
+        for size in {min(batch_size, num_samples), 0 if drop_last else num_samples % batch_size}:
+            self._check_divides(size)
+
+    @abstractmethod
+    def _gather(self, index: Tensor) -> Batch:
+        """The samples at ``index`` [b], int64, as tensors with batch dim 0."""
+
+    @abstractmethod
+    def _describe(self) -> str:
+        """The data in words and a hash of its content: equal texts mean equal data."""
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        # A resumed loader that stands at the end of its loop has nothing left; otherwise a new loop is a new epoch.
+        if self._next_size() == 0 and not self._resumed:
+            self.rewind(self._epoch + 1)
+        self._resumed = False
+        end = None if self._epochs is None else (self._epoch // self._epochs + 1) * self._epochs
+        order_epoch, order = self._epoch, self._order(self._epoch)
+        while True:
+            size = self._next_size()
+            if size == 0:
+                if self._epoch + 1 == end:
+                    return
+                self.rewind(self._epoch + 1)
+                continue
+            if order_epoch != self._epoch:
+                order_epoch, order = self._epoch, self._order(self._epoch)
+            self._check_divides(size)
+            index = order[self._position : self._position + size]
+            self._position += size
+            yield self._gather(index.chunk(self.shard[1])[self.shard[0]])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, of the last batch handed out."""
+        return self._epoch
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Says in words what the data is, with a hash of its content (computed once)."""
+        return self._describe()
+
+    def rewind(self, epoch: int = 0) -> None:
+        """Go to the first batch of an epoch."""
+        self._epoch, self._position, self._resumed = epoch, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: ints, bools and strings. It does not depend on shard or batch size."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where the loader that wrote ``state`` stood; its shards and batch size may have been others.
+
+        Raises:
+            DataError: the state is incomplete, or of other data or another order; nothing has changed then.
+        """
+        missing = [key for key in _STATE_KEYS if key not in state]
+        if missing:
+            raise DataError(
+                f"the saved position has no {', '.join(missing)}",
+                where=self._where,
+                remedy="load what Loader.state_dict() returned",
+            )
+        for key, ours in (("fingerprint", self.fingerprint), ("seed", self._seed), ("shuffle", self._shuffle)):
+            if state[key] != ours:
+                what = "data" if key == "fingerprint" else key
+                raise DataError(
+                    f"the saved position is of other {what}: {state[key]}, but here {ours}",
+                    where=self._where,
+                    remedy=f"give the {what} that the saved run had, or start without its position",
+                )
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position <= self.num_samples:
+            raise DataError(
+                f"the saved position is epoch {epoch}, sample {position} of {self.num_samples}",
+                where=self._where,
+                remedy="the saved state is damaged: load an earlier one",
+            )
+        self._epoch, self._position, self._resumed = epoch, position, True
+
+    def _next_size(self) -> int:
+        """Samples in the next global batch of this epoch; 0 at its end."""
+        size = min(self.batch_size, self.num_samples - self._position)
+        return 0 if self._drop_last and size < self.batch_size else size
+
+    def _order(self, epoch: int) -> Tensor:
+        if not self._shuffle:
+            return torch.arange(self.num_samples)
+        key = hashlib.blake2b(f"{self._seed}/{epoch}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def _check_divides(self, size: int) -> None:
+        count = self.shard[1]
+        if size % count:
+            last = size != self.batch_size
+            remedy = f"give a batch_size that is a multiple of {count}"
+            raise DataError(
+                f"a batch of {size} samples does not divide into {count} shards"
+                + (f" (the last batch of {self.num_samples} samples in batches of {self.batch_size})" if last else ""),
+                where=self._where,
+                remedy="give drop_last=True, or a number of samples that the shards divide" if last else remedy,
+            )
+
+
+class TextLoader(Loader):
+    """Windows of text: ``tokens`` [b, s] and ``targets`` [b, s], int64; a target is the token after its position.
+
+    Windows follow each other without a gap, so every token is a target once per epoch (the first token and a
+    rest shorter than a window are left out).
+
+    Args:
+        data: the text, or the path of a file, or several paths whose texts are joined in that order.
+        sequence_length: s, in tokens.
+        tokenizer: from text to token ids (``AutoTokenizer.from_pretrained(...).encode``); ``None``: a byte is a token.
+        batch_size, seed, shard, shuffle, drop_last, epochs: as in ``Loader``.
+
+    Raises:
+        DataError: a file that cannot be read, text that is not UTF-8 (with a tokenizer), empty or too short data,
+            a batch that the shards do not divide.
+    """
+
+    def __init__(
+        self,
+        data: bytes | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        sequence_length: int,
+        batch_size: int,
+        seed: int = 0,
+        shard: tuple[int, int] = (0, 1),
+        tokenizer: Callable[[str], Sequence[int]] | None = None,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        epochs: int | None = None,
+    ) -> None:
+        text, where = _read(data)
+        if sequence_length < 1:
+            raise DataError(f"sequence_length is {sequence_length}", where=where, remedy="give at least 1")
+        self._tokens = _tokenize(text, tokenizer, where)
+        self._sequence_length = sequence_length
+        count, unit = len(self._tokens), "bytes" if tokenizer is None else "tokens"
+        if count == 0:
+            raise DataError(f"the text is empty: 0 {unit}", where=where, remedy="give a text that is not empty")
+        if count <= sequence_length:
+            raise DataError(
+                f"the text is too short: {count} {unit}, but a window of {sequence_length} and the {unit[:-1]} after "
+                f"it need {sequence_length + 1}",
+                where=where,
+                remedy="give more text" + (f", or a sequence_length of at most {count - 1}" if count > 1 else ""),
+            )
+        self._windows = self._tokens.unfold(0, sequence_length + 1, sequence_length)
+        super().__init__(len(self._windows), batch_size, seed, shuffle, shard, drop_last, epochs, where)
+
+    def _gather(self, index: Tensor) -> Batch:
+        rows = self._windows[index].long()
+        return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+
+    def _describe(self) -> str:
+        return f"{len(self._tokens)} tokens in windows of {self._sequence_length}, hash {_hash(self._tokens)}"
+
+
+class TensorLoader(Loader):
+    """Rows of tensors that are in memory: ``{name: tensor[n, ...]}`` gives batches ``{name: tensor[b, ...]}``.
+
+    Images from arrays, for example: ``TensorLoader({"image": images, "label": labels}, batch_size=64)``.
+
+    Args:
+        tensors: at least one tensor, all with the same number of rows n.
+        batch_size, seed, shuffle, shard, drop_last, epochs: as in ``Loader``.
+
+    Raises:
+        DataError: no tensors, something else than a tensor, different numbers of rows, no rows, fewer than one batch,
+            a batch that the shards do not divide.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        shard: tuple[int, int] = (0, 1),
+        drop_last: bool = False,
+        *,
+        epochs: int | None = None,
+    ) -> None:
+        where = f"tensors {', '.join(tensors)}" if tensors else "tensors"
+        for name, value in tensors.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                raise DataError(
+                    f"{name} is a {type(value).__name__}" if not isinstance(value, Tensor) else f"{name} is a scalar",
+                    where=where,
+                    remedy="give tensors with a batch dim (torch.as_tensor turns an array into one)",
+                )
+        rows = {name: len(tensor) for name, tensor in tensors.items()}
+        if len(set(rows.values())) > 1:
+            sizes = ", ".join(f"{name} {count}" for name, count in rows.items())
+            raise DataError(
+                f"the tensors have different numbers of rows: {sizes}",
+                where=where,
+                remedy="give one row per sample in every tensor",
+            )
+        self._tensors: dict[str, Tensor] = dict(tensors)
+        super().__init__(max(rows.values(), default=0), batch_size, seed, shuffle, shard, drop_last, epochs, where)
+
+    def _gather(self, index: Tensor) -> Batch:
+        return {name: tensor[index.to(tensor.device)] for name, tensor in self._tensors.items()}
+
+    def _describe(self) -> str:
+        parts = [
+            f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} hash {_hash(tensor)}"
+            for name, tensor in sorted(self._tensors.items())
+        ]
+        return "; ".join(parts)
+
+
+def _read(data: bytes | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[bytes, str]:
+    """The text, and what to call it in errors."""
+    if isinstance(data, bytes):
+        return data, "text"
+    paths = [Path(data)] if isinstance(data, str | os.PathLike) else [Path(path) for path in data]
+    texts = []
+    for path in paths:
+        try:
+            texts.append(path.read_bytes())
+        except OSError as error:
+            raise DataError(
+                f"cannot be read: {error.strerror}",
+                where=str(path)[:200],
+                remedy="give the path of a file; a text itself is given as bytes",
+            ) from None
+    where = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
+    return b"".join(texts), where
+
+
+def _tokenize(text: bytes, tokenizer: Callable[[str], Sequence[int]] | None, where: str) -> Tensor:
+    """Token ids [n], in the smallest integer type that holds them."""
+    if tokenizer is None:
+        # A copy, because a tensor must not share immutable bytes; frombuffer refuses empty ones.
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    try:
+        decoded = text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"the text is not UTF-8 ({error.reason} at byte {error.start})",
+            where=where,
+            remedy="convert the text to UTF-8, or give no tokenizer: then a byte is a token",
+        ) from None
+    ids: Any = tokenizer(decoded)
+    try:
+        tokens = torch.as_tensor(ids, dtype=torch.int32)
+    except (TypeError, ValueError, KeyError, RuntimeError):
+        tokens = torch.empty(())
+    if tokens.dim() != 1:
+        raise DataError(
+            f"the tokenizer returned a {type(ids).__name__}, not a list of token ids",
+            where=where,
+            remedy="give a function from text to ids: the .encode of a Hugging Face tokenizer, not the tokenizer",
+        )
+    return tokens
+
+
+def _hash(tensor: Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.blake2b(content.data, digest_size=8).hexdigest()

@@ -1,0 +1,24 @@
+"""What every test may use: the pool of ranks, and hypothesis settings for machines that are slow or busy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.distributed.pool import Ranks
+
+settings.register_profile("meshwright", settings(), deadline=None)
+settings.load_profile("meshwright")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """`ranks(n, fn, *args, timeout=120)` runs a top-level function on n ranks and returns the results by rank."""
+    from tests.distributed.pool import Ranks  # here, so that the pure tests start without importing torch
+
+    with Ranks() as pool:
+        yield pool

@@ -1,0 +1,280 @@
+"""Long-lived worker processes, joined by gloo, on which the distributed tests run their functions.
+
+    test process                     world of 2 (another for every size asked for)
+    ┌──────────────┐  call   ┌────────┐
+    │ ranks(2, fn) ├────────▶│ rank 0 │◀┐
+    │              │◀────────┤        │ │ gloo, met through
+    │              │ outcome └────────┘ │ a TCPStore that the
+    │              ├────────▶┌────────┐ │ test process hosts
+    │              │◀────────┤ rank 1 │◀┘
+    └──────────────┘         └────────┘
+
+A world starts when first asked for and serves every later call; each call has a gloo group of its own, so that what
+one leaves behind (subgroups, messages under way) does not reach the next. When a rank dies or does not answer, the
+others may be anywhere, also inside a collective: the world is killed, and the next call starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+MAX_RANKS = 4
+HOST = "127.0.0.1"
+STOP = b""
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+GRACE_S = 2.0
+"""How long the other ranks may still answer after one has failed: what they say is often of help."""
+STACK_S = 0.5
+"""How long silent ranks have to write down where they are."""
+
+T = TypeVar("T")
+
+
+class RanksFailedError(Exception):
+    """A call on the pool that failed on at least one rank.
+
+    `failures` holds, by rank, its traceback, or how it died, or that it did not answer.
+    """
+
+    def __init__(self, what: str, failures: dict[int, str]) -> None:
+        self.failures = failures
+        parts = [f"{what} failed on rank {', '.join(map(str, sorted(failures)))}"]
+        parts += [f"---- rank {rank} ----\n{text.rstrip()}" for rank, text in sorted(failures.items())]
+        super().__init__("\n".join(parts))
+
+
+class Ranks:
+    """The worlds by their size, each started when first asked for."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for world in self._worlds.values():
+            world.stop()
+
+    def __call__(self, num_ranks: int, fn: Callable[..., T], /, *args: Any, timeout: float = 120.0) -> list[T]:
+        """Run `fn(*args)` on each of `num_ranks` ranks and return the results by rank.
+
+        `fn` is a top-level function of an importable module, `args` and results can be pickled. Every call starts with
+        the same seeds, float32 as default dtype and the caller's warning filters. `timeout` is in seconds.
+
+        Raises RanksFailedError with the text of each rank that raised, died or did not answer in time.
+        """
+        __tracebackhide__ = True
+        if not 1 <= num_ranks <= MAX_RANKS:
+            raise ValueError(f"num_ranks is {num_ranks}; the pool has 1 to {MAX_RANKS} ranks")
+        world = self._worlds.setdefault(num_ranks, World(num_ranks))
+        return world.run(fn, args, timeout)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the test process sends to each rank."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    warning_filters: list[Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank answers: `error` is a traceback."""
+
+    value: Any = None
+    error: str | None = None
+
+
+class World:
+    """`size` processes. They run from the first call on, and again from the first one after they had to be killed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._store: dist.TCPStore | None = None
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._stacks: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, fn: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> list[T]:
+        __tracebackhide__ = True
+        # Before the start, so that what cannot be pickled costs nothing.
+        message = pickle.dumps(Call(fn, args, list(warnings.filters)))
+        if not self._processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                with suppress(BrokenPipeError):  # it died since the last call, and collecting says so
+                    pipe.send_bytes(message)
+            return self._collect(f"{fn.__module__}.{fn.__qualname__}", timeout_s)
+        except RanksFailedError:
+            raise
+        except BaseException:  # Ctrl-C, or the test's own time limit: the ranks are still at work
+            self.kill()
+            raise
+
+    def stop(self) -> None:
+        """Let the ranks end by themselves, as a program's would; kill those that do not."""
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):
+                pipe.send_bytes(STOP)
+        for process in self._processes:
+            process.join(STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._stacks is not None:
+            self._stacks.cleanup()
+        self._processes, self._pipes, self._stacks, self._store = [], [], None, None
+
+    def _start(self) -> None:
+        __tracebackhide__ = True
+        context = multiprocessing.get_context("spawn")
+        # Port 0: the system gives a free port to the process that listens on it, so nobody can take it in between.
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")
+        try:
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                self._pipes.append(ours)
+                process = context.Process(
+                    target=_serve,
+                    args=(theirs, rank, self.size, self._store.port, self._stack_file(rank)),
+                    name=f"rank {rank} of {self.size}",
+                    daemon=True,
+                )
+                process.start()
+                self._processes.append(process)
+                theirs.close()  # the rank holds the only other end, so that its death ends the pipe
+            self._collect(f"starting {self.size} ranks", START_TIMEOUT_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _collect(self, what: str, timeout_s: float) -> list[Any]:
+        """The values by rank, or RanksFailedError. When a rank does not answer, all are killed."""
+        __tracebackhide__ = True
+        values: list[Any] = [None] * self.size
+        failures: dict[int, str] = {}
+        died = False
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + timeout_s
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    outcome = pickle.loads(pipe.recv_bytes())
+                    assert isinstance(outcome, Outcome)
+                except (EOFError, ConnectionResetError):
+                    died = True
+                    self._processes[rank].join()
+                    outcome = Outcome(error=f"the process died with exit code {self._processes[rank].exitcode}")
+                values[rank] = outcome.value
+                if outcome.error is not None:
+                    failures[rank] = outcome.error
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if waiting:
+            reason = f"{GRACE_S:g} s after another rank failed" if failures else f"after {timeout_s:g} s"
+            for rank, stack in self._ask_for_stacks(list(waiting.values())).items():
+                failures[rank] = f"no answer {reason}; it is at\n{stack}"
+        if waiting or died:
+            self.kill()
+        if failures:
+            raise RanksFailedError(what, failures)
+        return values
+
+    def _ask_for_stacks(self, silent: list[int]) -> dict[int, str]:
+        """Where each of the silent ranks is: faulthandler answers a signal even inside a blocking C++ call."""
+        for rank in silent:
+            pid = self._processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(STACK_S)
+        return {rank: self._stack_file(rank).read_text() for rank in silent}
+
+    def _stack_file(self, rank: int) -> Path:
+        assert self._stacks is not None
+        return Path(self._stacks.name, f"rank{rank}.txt")
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int, stack_file: Path) -> None:
+    """The life of one rank: report in, then answer calls until told to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process; the test process decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    torch.set_num_threads(1)
+    with stack_file.open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        pipe.send_bytes(pickle.dumps(Outcome()))
+        num_calls = 0
+        while (message := pipe.recv_bytes()) != STOP:
+            num_calls += 1
+            pipe.send_bytes(_answer(message, f"call{num_calls}", rank, size, port))
+        _leave_group()
+
+
+def _answer(message: bytes, name: str, rank: int, size: int, port: int) -> bytes:
+    """The pickled Outcome of one call."""
+    try:
+        _leave_group()  # the last call's: only now has every rank answered it, so that nobody loses what is under way
+        store = dist.PrefixStore(name, dist.TCPStore(HOST, port, is_master=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        call = pickle.loads(message)
+        assert isinstance(call, Call)
+        with warnings.catch_warnings():
+            warnings.filters[:] = call.warning_filters  # type: ignore[index]
+            return pickle.dumps(Outcome(call.fn(*call.args)))
+    except BaseException:  # noqa: BLE001 - whatever it is (pytest.fail and SystemExit too), the test is told
+        return pickle.dumps(Outcome(error=traceback.format_exc()))
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """End this process when the test process has ended in any way, even by a kill."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

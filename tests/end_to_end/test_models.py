@@ -1,0 +1,270 @@
+"""The reference models: shapes, agreement with independent implementations, and that they learn."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.models import (
+    GPT,
+    MLP,
+    GPTConfig,
+    LeNet,
+    ResNet,
+    classification_loss,
+    demo_gpt,
+    gpt_s,
+    language_model_loss,
+)
+
+TINY = GPTConfig(layers=2, width=32, heads=4, vocabulary=11, sequence_length=9)
+
+
+def losses_while_training(
+    model: nn.Module, loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]], batch: dict[str, Tensor], steps: int
+) -> list[float]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss, _metrics = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+# --------------------------------------------------------------------------------------------------------------- GPT
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+def test_gpt_learns_a_sequence(tied_head: bool) -> None:
+    model = GPT(GPTConfig(2, 32, 4, vocabulary=11, sequence_length=9, tied_head=tied_head))
+    assert (model.head.weight is model.token_embedding.weight) == tied_head
+    tokens = torch.randint(11, (4, 10))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    assert model(batch["tokens"]).shape == (4, 9, 11)
+    losses = losses_while_training(model, language_model_loss, batch, 40)
+    assert losses[0] == pytest.approx(math.log(11), abs=0.2)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_gpt_does_not_look_ahead() -> None:
+    model = GPT(TINY)
+    tokens = torch.randint(11, (1, 9))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 11
+    same = model(tokens)[0] == model(changed)[0]
+    assert same[:5].all()
+    assert not same[5:].all(dim=1).any()
+
+
+def test_gpt_equals_hugging_faces_gpt2() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=9, n_embd=32, n_layer=2, n_head=4, activation_function="gelu", attn_pdrop=0.0,
+        embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    theirs = transformers.GPT2LMHeadModel(config).double()
+    model = GPT(TINY).double()
+    names = {
+        "transformer.wte": "token_embedding",
+        "transformer.wpe": "position_embedding",
+        "transformer.h": "blocks",
+        "transformer.ln_f": "final_norm",
+        "lm_head": "head",
+        "ln_1": "attention_norm",
+        "ln_2": "mlp_norm",
+        "attn.c_attn": "attention.qkv",
+        "attn.c_proj": "attention.projection",
+        "mlp.c_fc": "mlp.up",
+        "mlp.c_proj": "mlp.down",
+    }
+    weights = {}
+    for name, value in theirs.state_dict().items():
+        transposed = ".c_" in name and value.dim() == 2  # Conv1D stores [inputs, outputs]
+        for old, new in names.items():
+            name = name.replace(old, new)
+        weights[name] = value.T if transposed else value
+    model.load_state_dict(weights)
+    tokens = torch.randint(11, (3, 9))
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_gpt_presets_have_their_sizes() -> None:
+    width = 256
+    blocks = 4 * (12 * width * width + 13 * width)
+    assert parameters(gpt_s()) == (2048 + 128) * width + blocks + 2 * width
+    assert parameters(demo_gpt()) == (256 + 256) * width + blocks + 2 * width
+    assert demo_gpt()(torch.zeros(1, 256, dtype=torch.int64)).shape == (1, 256, 256)
+
+
+def test_gpt_starts_as_gpt2_does() -> None:
+    model = gpt_s()
+    block = model.get_submodule("blocks.2")
+    weights = {name: weight.std().item() for name, weight in block.named_parameters() if weight.dim() == 2}
+    assert weights == {
+        "attention.qkv.weight": pytest.approx(0.02, rel=0.02),
+        "attention.projection.weight": pytest.approx(0.02 / math.sqrt(8), rel=0.02),
+        "mlp.up.weight": pytest.approx(0.02, rel=0.02),
+        "mlp.down.weight": pytest.approx(0.02 / math.sqrt(8), rel=0.02),
+    }
+    assert all(not bias.any() for name, bias in block.named_parameters() if name.endswith("bias"))
+    assert model.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_gpt_on_the_meta_device_initialises_module_by_module() -> None:
+    with torch.device("meta"):
+        model = GPT(TINY)
+    assert model.head.weight is model.token_embedding.weight
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    projection = model.get_submodule("blocks.0.attention.projection")
+    assert isinstance(projection.weight, Tensor)
+    assert projection.weight.std().item() == pytest.approx(0.01, rel=0.1)
+
+
+def test_gpt_drops_only_while_training() -> None:
+    model = GPT(GPTConfig(2, 32, 4, vocabulary=11, sequence_length=9, dropout=0.5))
+    tokens = torch.randint(11, (2, 9))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"width": 250}, "width 250 is not divisible by heads 4"),
+        ({"layers": 0}, "layers must be at least 1, not 0"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\)"),
+    ],
+)
+def test_gpt_sizes_that_cannot_be_are_refused(sizes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        GPTConfig(**sizes)
+
+
+def test_gpt_refuses_more_tokens_than_positions() -> None:
+    with pytest.raises(ValueError, match="10 tokens, but the model has 9 positions"):
+        GPT(TINY)(torch.zeros(1, 10, dtype=torch.int64))
+
+
+# ------------------------------------------------------------------------------------------------------------ images
+
+
+@pytest.mark.parametrize("image_size", [8, 16, 28, 32])
+def test_lenet_takes_images_that_its_poolings_divide(image_size: int) -> None:
+    model = LeNet(image_size, classes=7)
+    assert model(torch.randn(3, 1, image_size, image_size)).shape == (3, 7)
+
+
+def test_lenet_of_the_paper_has_its_sizes() -> None:
+    model = LeNet(image_size=32, padding=0)
+    assert model.convolutions(torch.randn(1, 1, 32, 32)).shape == (1, 16, 5, 5)
+    assert [layer.weight.shape for layer in model.dense if isinstance(layer, nn.Linear)] == [
+        (120, 400), (84, 120), (10, 84),
+    ]  # fmt: skip
+
+
+def test_lenet_is_configurable() -> None:
+    model = LeNet(16, image_channels=3, classes=4, channels=(5, 6, 7), dense=(), kernel=3)
+    assert parameters(model) == (27 * 5 + 5) + (45 * 6 + 6) + (54 * 7 + 7) + (7 * 2 * 2 * 4 + 4)
+    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 4)
+
+
+def test_lenet_sizes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="gives a map of 15 by 15 pixels before a 2x2 pooling"):
+        LeNet(30)
+    with pytest.raises(ValueError, match="gives a map of 0 by 0 pixels"):
+        LeNet(8, padding=0)
+    with pytest.raises(ValueError, match=r"an even kernel \(4\)"):
+        LeNet(8, kernel=4)
+
+
+@pytest.mark.parametrize(("depth", "image_size"), [(8, 8), (14, 32)])
+def test_resnet_takes_small_images(depth: int, image_size: int) -> None:
+    model = ResNet(depth, width=4)
+    assert model(torch.randn(2, 3, image_size, image_size)).shape == (2, 10)
+    weighted = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    assert len([name for name in weighted if "shortcut" not in name]) == depth
+    assert model.blocks(torch.randn(1, 4, image_size, image_size)).shape == (1, 16, image_size // 4, image_size // 4)
+
+
+def test_resnet_20_has_the_size_of_the_paper() -> None:
+    # 0.27 M in table 6; ours projects at its two wider shortcuts (option B).
+    assert parameters(ResNet(depth=20, width=16)) == 272_474
+
+
+def test_resnet_depth_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="depth 10 is not 6 n"):
+        ResNet(10)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LeNet(8, channels=(4, 8), dense=(16,), kernel=3),
+        lambda: ResNet(8, width=4, image_channels=1),
+        lambda: MLP((64, 32, 10)),
+    ],
+    ids=["lenet", "resnet", "mlp"],
+)
+def test_classifiers_learn(make: Callable[[], nn.Module]) -> None:
+    batch = {"image": torch.randn(16, 1, 8, 8), "label": torch.randint(10, (16,))}
+    losses = losses_while_training(make(), classification_loss, batch, 30)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# --------------------------------------------------------------------------------------------------------------- MLP
+
+
+def test_mlp_has_an_activation_between_layers_only() -> None:
+    model = MLP((3, 5, 4, 2), nn.Tanh, bias=False)
+    assert [type(layer) for layer in model.layers] == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
+    assert parameters(model) == 15 + 20 + 8
+    assert len(MLP((2, 2)).layers) == 1
+
+
+@pytest.mark.parametrize("sizes", [(3,), (), (3, 0)])
+def test_mlp_sizes_that_cannot_be_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at least two sizes"):
+        MLP(sizes)
+
+
+# ------------------------------------------------------------------------------------------------------------ losses
+
+
+def test_language_model_loss_is_the_mean_over_targets_that_count() -> None:
+    model = GPT(TINY)
+    tokens, targets = torch.randint(11, (3, 9)), torch.randint(11, (3, 9))
+    targets[0, 2:] = -100
+    targets[1] = -100
+    loss, metrics = language_model_loss(model, {"tokens": tokens, "targets": targets})
+    rows, columns = torch.where(targets != -100)
+    logs = F.log_softmax(model(tokens), dim=-1)
+    torch.testing.assert_close(loss, -logs[rows, columns, targets[rows, columns]].mean())
+    assert metrics["tokens"].item() == 2 + 9
+
+
+def test_classification_loss_counts_the_correct_samples() -> None:
+    logits = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 1.0]])
+    for name in ("image", "inputs"):
+        loss, metrics = classification_loss(nn.Identity(), {name: logits, "label": torch.tensor([0, 1, 1])})
+        assert metrics["correct"].item() == 2
+        torch.testing.assert_close(loss, F.cross_entropy(logits, torch.tensor([0, 1, 1])))

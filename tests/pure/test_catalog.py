@@ -1,0 +1,129 @@
+"""The catalog: every name loads, names are read by grammar, and a wrong name says what is near."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.catalog import cluster_names, device_names, load_cluster, load_device
+from meshwright.errors import ClusterError, FileFormatError
+from meshwright.ir.cluster import Cluster
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_listed_cluster_loads_and_says_where_its_figures_are_from(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert all((cluster.source, cluster.device.source, *(level.source for level in cluster.levels)))
+    assert cluster.device == load_device(cluster.device.name)
+
+
+def test_devices_and_clusters_are_listed() -> None:
+    assert device_names() == ["a100-40gb", "a100-80gb", "generic-cpu", "h100", "h200", "v100"]
+    assert {"cpu-local", "a100-80gb-dgx-hdr200x8", "a100-80gb-dgx-ib800"} <= set(cluster_names())
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_float32_is_never_faster_than_the_narrower_types(name: str) -> None:
+    peaks = load_device(name).peak_flops_per_s
+    assert all(peaks["float32"] <= peaks[dtype] for dtype in peaks if dtype != "float64")
+
+
+def test_a_name_is_read_as_device_box_fabric() -> None:
+    cluster = load_cluster("a100-80gb-dgx-hdr200x8")
+    box, pod = cluster.levels
+    assert cluster.device.peak("bfloat16") == 312e12
+    assert (box.name, box.fan_out, pod.name, pod.fan_out) == ("box", 8, "pod", 1)
+    assert pod.links == 8
+    assert 1 / pod.beta_s_per_byte == pytest.approx(0.8 * 25e9)
+
+
+def test_a_named_cluster_has_as_many_boxes_as_are_asked_for() -> None:
+    assert load_cluster("a100-80gb-dgx-hdr200x8").num_devices == 8
+    assert load_cluster("a100-80gb-dgx-hdr200x8", 3072).levels[1].fan_out == 384
+    assert load_cluster("a100-80gb-dgx-hdr200x8", 4).ranks_per("box") == 4
+    assert load_cluster("cpu-local", 16).ranks_per("box") == 16
+    with pytest.raises(ClusterError, match=r"12 devices do not fill whole units of level 'box', which hold 8"):
+        load_cluster("a100-80gb-dgx-hdr200x8", 12)
+
+
+def test_a_rate_without_links_is_the_total_of_a_box() -> None:
+    four = load_cluster("a100-80gb-dgx-ib800").levels[1]
+    assert four.links == 4
+    assert four.beta_s_per_byte == load_cluster("a100-80gb-dgx-ib200x4").levels[1].beta_s_per_byte
+    assert four.shared_beta_s_per_byte(8) == pytest.approx(2 * four.beta_s_per_byte)
+    assert load_cluster("h100-dgx-eth100").levels[1].links == 1
+    assert load_cluster("h100-dgx-ib100").levels[1].links == 1
+
+
+def test_without_a_fabric_there_is_one_box() -> None:
+    box = load_cluster("v100-workstation")
+    assert (box.num_devices, len(box.levels)) == (4, 1)
+    with pytest.raises(ClusterError, match="cluster v100-workstation: it cannot have 8 devices"):
+        box.resized(8)
+
+
+def test_a_box_takes_the_best_link_its_devices_have() -> None:
+    nvlink, memory = load_cluster("h100-box4").levels[0], load_cluster("generic-cpu-box16").levels[0]
+    assert nvlink.source.startswith("nvlink; ")
+    assert memory.source.startswith("memory; ")
+    assert nvlink.beta_s_per_byte < load_cluster("h100-workstation").levels[0].beta_s_per_byte
+
+
+@given(
+    st.sampled_from(device_names()),
+    st.integers(1, 64),
+    st.sampled_from(["", "-edr100", "-hdr200x4", "-ndr400x8", "-ib800", "-eth10", "-eth25x2"]),
+    st.integers(1, 9),
+)
+def test_the_grammar_knows_any_combination(device: str, size: int, fabric: str, boxes: int) -> None:
+    name = f"{device}-box{size}{fabric}"
+    cluster = load_cluster(name, size * boxes if fabric else None)
+    assert (cluster.name, cluster.device.name) == (name, device)
+    assert cluster.num_devices == size * (boxes if fabric else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "near"),
+    [
+        ("a100-80g-dgx-hdr200x8", "it starts with no device of the catalog", "`a100-80gb-dgx-hdr200x8`"),
+        ("a100-dgx", "it starts with no device of the catalog", "`a100-80gb-dgx`"),
+        ("h100-dgx-ndr200x8", "a link of ndr has 400 Gb/s, not 200", "`h100-dgx-ndr400x8`"),
+        (
+            "h100-dgx-nrd400x8",
+            "'nrd400x8' is not a fabric (one of edr, hdr, ndr, ib, eth with a rate in Gb/s, such as hdr200x8)",
+            "`h100-dgx-ndr400x8`",
+        ),
+        ("v100-dgx16-edr100x4", "'dgx16' is not a box (dgx, workstation, boxN)", "`v100-dgx-edr100x4`"),
+        ("v100-box-edr100x4", "'box' is not a box (dgx, workstation, boxN)", "`v100-dgx-edr100x4`"),
+        ("generic-cpu-dgx", "a dgx joins devices by nvlink, and generic-cpu has memory", "`generic-cpu-box4`"),
+        ("cpu-locl", "it starts with no device of the catalog", "`cpu-local`"),
+    ],
+)
+def test_an_unknown_name_says_what_is_wrong_and_what_is_near(name: str, problem: str, near: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        load_cluster(name)
+    text, remedy = str(caught.value).split("\n  -> ")
+    assert text == f"unknown cluster {name!r}: {problem}"
+    assert remedy.startswith(f"did you mean {near}")
+    assert remedy.endswith(
+        "? a name is DEVICE-BOX-FABRIC, such as a100-80gb-dgx-hdr200x8, with DEVICE one of a100-40gb, a100-80gb, "
+        "generic-cpu, h100, h200, v100; a file's name ends in .toml"
+    )
+
+
+def test_an_unknown_device_says_what_there_is() -> None:
+    with pytest.raises(ClusterError) as caught:
+        load_device("h10")
+    assert str(caught.value) == (
+        "unknown device 'h10'\n  -> did you mean `h100`? devices: a100-40gb, a100-80gb, generic-cpu, h100, h200, v100"
+    )
+
+
+def test_a_path_is_a_file_and_no_name() -> None:
+    for path in ("a100-80gb-dgx-hdr200x8.toml", "./cpu-local"):
+        with pytest.raises(FileFormatError, match="cannot read the file: No such file or directory"):
+            Cluster.load(path)
+
+
+def test_the_noun_loads_names_too() -> None:
+    assert Cluster.load("h200-dgx-ndr400x8", 16) == load_cluster("h200-dgx-ndr400x8", 16)
