@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.placement import Placements, Shard
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,12 @@ class AxisGroup:
     name: str
     size: int
     index: int
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a small tensor over the group."""
+        value = value.clone()
+        dist.all_reduce(value, group=process_group(self.name))
+        return value
 
 
 def axis_groups(mesh: Mesh, rank: int) -> dict[str, AxisGroup]:
@@ -40,3 +49,41 @@ def axis_groups(mesh: Mesh, rank: int) -> dict[str, AxisGroup]:
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(name)
+
+
+def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> None:
+    """Give every rank rank 0's values, in chunks of one dtype."""
+    pending: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        pending.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for group in pending.values():
+        chunk: list[Tensor] = []
+        for index, tensor in enumerate(group):
+            chunk.append(tensor)
+            if index == len(group) - 1 or sum(t.numel() * t.element_size() for t in chunk) >= chunk_bytes:
+                flat = torch.cat([t.reshape(-1) for t in chunk])
+                dist.broadcast(flat, 0)
+                for target, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+                    target.copy_(part.view_as(target))
+                chunk = []
+
+
+def gather_whole(
+    value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]
+) -> Tensor:
+    """The whole tensor from its shards (every rank of the axes must call it); ``value`` itself where it is whole."""
+    now = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
+    for axis in reversed(list(groups)):
+        shard = now.pop(axis, None)
+        if not isinstance(shard, Shard):
+            continue
+        group = groups[axis]
+        parts = [torch.empty_like(value) for _ in range(group.size)]
+        dist.all_gather(parts, value.contiguous(), process_group(group.name))
+        blocks = shard.outer
+        for other, placement in now.items():
+            if isinstance(placement, Shard) and placement.dim == shard.dim and placement.outer < shard.outer:
+                blocks //= groups[other].size
+        split = [part.unflatten(shard.dim, (blocks, -1)) for part in parts]
+        value = torch.cat(split, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
+    return value

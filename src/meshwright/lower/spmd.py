@@ -52,17 +52,17 @@ class _Version:
     node: fx.Node | None = None
 
 
-def lower(capture: Capture, plan: Plan, groups: dict[str, AxisGroup]) -> Lowered:
-    """The graph of the rank that ``groups`` describes.
+def lower(capture: Capture, plan: Plan, groups: dict[str, AxisGroup], device: torch.device | None = None) -> Lowered:
+    """The graph of the rank that ``groups`` describes, for ``device`` (default: the CPU).
 
     ``groups`` holds the axes of the plan's mesh that have more than one rank.
     """
-    return _Lowering(capture, plan, groups).lower()
+    return _Lowering(capture, plan, groups, device or torch.device("cpu")).lower()
 
 
 class _Lowering:
-    def __init__(self, capture: Capture, plan: Plan, groups: dict[str, AxisGroup]) -> None:
-        self.capture, self.plan, self.groups = capture, plan, groups
+    def __init__(self, capture: Capture, plan: Plan, groups: dict[str, AxisGroup], device: torch.device) -> None:
+        self.capture, self.plan, self.groups, self.device = capture, plan, groups, device
         self.ir = capture.graph
         self.sizes = {axis: group.size for axis, group in groups.items()}
         self.graph = fx.Graph()
@@ -182,6 +182,8 @@ class _Lowering:
             return arguments[next(position)]
 
         args, kwargs = fx.map_arg((source.args, source.kwargs), replace)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.device}
         local = _LocalCall(self, operator, source, strategy, tuple(args), dict(kwargs))
         rule = operator_rule(source.target, self.capture.rules)
         emit = rule.local if rule is not None and operator.rule is not None and (self.groups or local.is_random) else emit_unchanged
@@ -282,7 +284,7 @@ class _Lowering:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return Lowered(
-            function=boxed_function(self.graph, traced.constants),
+            function=boxed_function(self.graph, {name: value.to(self.device) for name, value in traced.constants.items()}),
             graph=self.graph,
             parameters=list(traced.parameters),
             buffers=list(traced.buffers),

@@ -1,0 +1,34 @@
+"""Meshwright: plans, predicts and runs the parallel training of unmodified PyTorch models."""
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import Layout, Plan
+
+if TYPE_CHECKING:
+    from meshwright.api import capture, parallelize, plan
+    from meshwright.runtime.trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = [
+    "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "Trainer", "capture", "parallelize", "plan",
+]  # fmt: skip
+
+_TORCH_SIDE = {
+    "capture": "meshwright.api",
+    "parallelize": "meshwright.api",
+    "plan": "meshwright.api",
+    "Trainer": "meshwright.runtime.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Torch-side names are imported when they are first used, so that ``import meshwright`` is quick."""
+    if name in _TORCH_SIDE:
+        from importlib import import_module
+
+        return getattr(import_module(_TORCH_SIDE[name]), name)
+    raise AttributeError(f"module 'meshwright' has no attribute {name!r}")

@@ -1,0 +1,176 @@
+"""This rank's parameters and buffers: made from the caller's module, and whole again for its state dict."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.comm.groups import AxisGroup, broadcast_tensors, gather_whole
+from meshwright.errors import CaptureError
+from meshwright.ir.graph import Graph
+from meshwright.ir.placement import Placements, Shard
+from meshwright.ir.plan import Plan
+from meshwright.lower.reshard import local_part
+from meshwright.runtime.rng import named_seed
+
+log = logging.getLogger("meshwright")
+
+
+class LocalParameters:
+    """Parameters and buffers of one rank, by the model's own names, in the graph's order.
+
+    Where a parameter is whole on this rank it *is* the caller's; where it is split, the caller's becomes a meta
+    tensor, so that nobody trains a stale copy.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: Graph, plan: Plan, groups: dict[str, AxisGroup], device: torch.device, seed: int
+    ) -> None:
+        self.graph, self.groups, self.model = graph, groups, model
+        self._placements: dict[str, Placements] = {
+            name: {axis: placement for axis, placement in plan.stage.storage.get(name, {}).items() if axis in groups}
+            for name in graph.parameters
+        }
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, Tensor] = {}
+        materialize(model, device, seed)
+        names = {id(value): name for name, value in model.named_parameters()}
+        owned = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
+        if groups:
+            with torch.no_grad():
+                broadcast_tensors([*owned.values(), *buffers.values()])
+        meta = []
+        for name in graph.parameters:
+            parameter = owned[name]
+            if self.is_sharded(name):
+                part = local_part(parameter.detach(), self._placements[name], groups).clone().contiguous().to(device)
+                self._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                meta.append(name)
+                _replace(model, parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad))
+            else:
+                if parameter.device != device:
+                    parameter.data = parameter.data.to(device)
+                self._parameters[name] = parameter
+        for name in graph.buffers:
+            buffer = buffers[name]
+            if buffer.device != device:
+                buffer.data = buffer.data.to(device)
+            self._buffers[name] = buffer
+        if meta:
+            log.info("%d of %d parameters are split; in the given module they are now meta tensors", len(meta), len(names))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parameters[name] if name in self._parameters else self._buffers[name]
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that need gradients."""
+        return {name: value for name, value in self._parameters.items() if value.requires_grad}
+
+    @property
+    def named_buffers(self) -> dict[str, Tensor]:
+        """The buffers, by name."""
+        return self._buffers
+
+    def values(self) -> list[Tensor]:
+        """The parameters, detached, in the graph's order."""
+        return [value.detach() for value in self._parameters.values()]
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers in the graph's order."""
+        return list(self._buffers.values())
+
+    def placements(self, name: str) -> Placements:
+        """Where a parameter is split (empty: whole everywhere)."""
+        return self._placements.get(name, {})
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether this rank holds only a part of the parameter."""
+        return any(isinstance(placement, Shard) for placement in self._placements.get(name, {}).values())
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.graph.tensors[name].shape
+
+
+def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str, Tensor]:
+    """Whole tensors by the model's own names (tied ones under each name); empty on ranks that do not keep it."""
+    keep = all_ranks or not dist.is_initialized() or dist.get_rank() == 0
+    found: dict[str, Tensor] = {}
+    for name in parameters:
+        whole = gather_whole(
+            parameters[name].detach(), parameters.global_shape(name), parameters.placements(name), parameters.groups
+        )
+        if keep:
+            found[name] = whole.clone() if whole is parameters[name] or whole.data_ptr() == parameters[name].data_ptr() else whole
+    if not keep:
+        return {}
+    for name, buffer in parameters.named_buffers.items():
+        found[name] = buffer.detach().clone()
+    for name, first in parameters.graph.tied.items():
+        found[name] = found[first]
+    order = [name for name in _state_names(parameters.model) if name in found]
+    return {name: found[name] for name in order}
+
+
+def _state_names(model: nn.Module) -> list[str]:
+    return list(model.state_dict())
+
+
+def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put ``new`` wherever the model holds ``old`` (tied parameters stay tied)."""
+    for module in model.modules():
+        for name, value in list(module._parameters.items()):
+            if value is old:
+                module._parameters[name] = new
+
+
+def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Initialise a model on the meta device, module by module, each seeded by its path: every rank draws the same.
+
+    Raises:
+        CaptureError: a module has parameters on the meta device and no ``reset_parameters``.
+    """
+    initialize: Any = getattr(model, "_init_weights", None)
+    ties = _ties(model)
+    for path, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(value.is_meta for value in own):
+            continue
+        module.to_empty(device=device, recurse=False)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(named_seed(seed, path))
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            elif callable(initialize):
+                initialize(module)
+            else:
+                raise CaptureError(
+                    f"{type(module).__name__} is on the meta device and has no reset_parameters",
+                    where=f"module {path or '(model)'}",
+                    remedy="give it a reset_parameters method, or build the model on a real device",
+                )
+    _tie(model, ties)
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None and value.is_meta:
+                places.setdefault(id(value), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
+    for (first, name), *others in ties:
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]

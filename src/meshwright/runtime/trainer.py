@@ -1,0 +1,240 @@
+"""The trainer: runs a plan on this rank, step by step, on parameters that the user's optimizer owns."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshwright.capture.builder import Capture, capture
+from meshwright.capture.tracer import LossFunction, batch_size_of
+from meshwright.comm.groups import AxisGroup, axis_groups
+from meshwright.errors import DataError, NonFiniteLossError, OptimizerError
+from meshwright.ir.graph import Graph
+from meshwright.ir.placement import Shard
+from meshwright.ir.plan import Plan
+from meshwright.lower.reshard import local_part
+from meshwright.lower.spmd import Lowered, lower
+from meshwright.ops.base import OperatorRule, Target
+from meshwright.runtime.rng import step_key
+from meshwright.runtime.state import LocalParameters, full_state_dict
+
+log = logging.getLogger("meshwright")
+
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+Replan = Callable[[Plan, Graph], Plan]
+SHAPES_KEPT = 8
+NEEDS_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP")
+
+
+class Trainer:
+    """Trains a model by a plan. Made by :func:`meshwright.parallelize`; every rank makes one.
+
+    Attributes:
+        plan: the plan that runs.
+        optimizer: the user's optimizer over this rank's parameters (None: evaluation only).
+        step_number: steps done.
+        metrics: ``loss``, ``grad_norm`` (where clipping is on) and the loss function's own, of the last step or
+            evaluation, as scalar tensors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        captured: Capture,
+        plan: Plan,
+        *,
+        optimizer: OptimizerFactory | None,
+        max_grad_norm: float | None,
+        seed: int,
+        device: torch.device,
+        replan: Replan,
+        rules: Mapping[Target, OperatorRule] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.step_number = 0
+        self.metrics: dict[str, Tensor] = {}
+        self.max_grad_norm = max_grad_norm
+        self.seed = seed
+        self.device = device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
+        self.groups: dict[str, AxisGroup] = axis_groups(plan.mesh, self.rank) if plan.mesh.world_size > 1 else {}
+        self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
+        self.optimizer = self._make_optimizer(optimizer)
+        self._lowered: OrderedDict[Any, tuple[Lowered, Graph]] = OrderedDict()
+        self._lowered[self._key(True, captured.traced.batch_spec, self._captured_shapes(captured))] = (
+            lower(captured, plan, self.groups, device), captured.graph,
+        )  # fmt: skip
+        self.graph = captured.graph
+
+    # --- what a user calls ---------------------------------------------------------------------------------------
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(index, count): which of how many parts of the global batch ``step(batch, local=True)`` takes here."""
+        group = self.groups.get("dp")
+        return (group.index, group.size) if group is not None else (0, 1)
+
+    def step(self, batch: Any, *, local: bool = False) -> Tensor:
+        """One training step on the global batch (or, ``local``, on this rank's part of it).
+
+        Returns:
+            The loss of the global batch, a scalar tensor (not waited for).
+
+        Raises:
+            NonFiniteLossError: the loss is NaN or infinite; parameters are left as they were before the step.
+            DataError: the batch does not have the structure that was captured, or does not divide over dp.
+            OptimizerError: the trainer was made without an optimizer.
+        """
+        if self.optimizer is None:
+            raise OptimizerError(
+                "this trainer has no optimizer", where="step", remedy="pass optimizer= to parallelize, or call evaluate"
+            )
+        lowered, values = self._prepare(batch, local, training=True)
+        result = lowered.function(values)
+        loss = self._finish(lowered, result)
+        parameters = self.parameters.trainable
+        offset = 1 + len(lowered.metrics)
+        for parameter, gradient in zip(parameters.values(), result[offset : offset + len(parameters)], strict=True):
+            parameter.grad = gradient
+        del result
+        if self.max_grad_norm is not None:
+            self.metrics["grad_norm"] = self._clip(self.max_grad_norm)
+        self.optimizer.step()
+        for parameter in parameters.values():
+            parameter.grad = None
+        self.step_number += 1
+        return loss
+
+    def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
+        """The loss of a batch in evaluation mode: no gradients, no dropout, buffers as they are."""
+        lowered, values = self._prepare(batch, local, training=False)
+        result = lowered.function(values)
+        self.metrics = dict(zip(["loss", *lowered.metrics], result, strict=False))
+        loss: Tensor = result[0]
+        return loss
+
+    def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
+        """Whole tensors under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
+
+        Every rank must call it; it loads into the plain model with ``load_state_dict``.
+        """
+        return full_state_dict(self.parameters, all_ranks=all_ranks)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _make_optimizer(self, factory: OptimizerFactory | None) -> torch.optim.Optimizer | None:
+        if factory is None:
+            return None
+        optimizer = factory(list(self.parameters.trainable.items()))
+        name = type(optimizer).__name__
+        sharded = [name for name, value in self.parameters.trainable.items() if self.parameters.is_sharded(name)]
+        if name in NEEDS_WHOLE_TENSORS and (sharded or name == "LBFGS"):
+            raise OptimizerError(
+                f"{name} needs whole tensors" if name != "LBFGS" else "LBFGS needs to evaluate the step several times",
+                where=f"optimizer; {sharded[0]} is split" if sharded else "optimizer",
+                remedy="use an element-wise optimizer (SGD, Adam, AdamW, ...), or a layout that does not split parameters",
+            )
+        return optimizer
+
+    @staticmethod
+    def _captured_shapes(captured: Capture) -> tuple[Any, ...]:
+        tensors = captured.graph.tensors
+        return tuple((tensors[name].shape, tensors[name].dtype) for name in captured.graph.inputs)
+
+    def _key(self, training: bool, spec: Any, shapes: tuple[Any, ...]) -> Any:
+        return training, spec, shapes
+
+    def _prepare(self, batch: Any, local: bool, training: bool) -> tuple[Lowered, list[Any]]:
+        leaves, spec = pytree.tree_flatten(batch)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        count = self.data_shard[1] if local else 1
+        size = batch_size_of(batch)
+        shapes = tuple(
+            ((value.shape[0] * count, *value.shape[1:]) if count > 1 and value.dim() and value.shape[0] == size else tuple(value.shape),
+             str(value.dtype).removeprefix("torch."))
+            for value in tensors
+        )  # fmt: skip
+        key = self._key(training, spec, shapes)
+        entry = self._lowered.get(key)
+        if entry is None:
+            entry = self._capture_again(key, batch, leaves, spec, shapes, training)
+        else:
+            self._lowered.move_to_end(key)
+        lowered = entry[0]
+        inputs = []
+        for name, value in zip(lowered.inputs, tensors, strict=True):
+            placements = {} if local else lowered.input_placements[name]
+            inputs.append(local_part(value, placements, self.groups).to(self.device, non_blocking=True))
+        random_key = step_key(self.seed, self.step_number)
+        return lowered, [*self.parameters.values(), *self.parameters.buffers(), *inputs, random_key]
+
+    def _capture_again(
+        self, key: Any, batch: Any, leaves: list[Any], spec: Any, shapes: tuple[Any, ...], training: bool
+    ) -> tuple[Lowered, Graph]:
+        """The same plan for another batch shape, or for evaluation."""
+        known = next(iter(self._lowered))[1]
+        if training and spec != known:
+            raise DataError(
+                f"the batch has the structure {spec}, the captured one has {known}",
+                where="batch", remedy="pass batches of one structure",
+            )  # fmt: skip
+        iterator = iter(shapes)
+        shaped = [torch.empty(next(iterator)[0], dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if training:
+            log.info("capturing the step again for batch shapes %s", [tuple(shape) for shape, _ in shapes])
+        captured = capture(
+            self._model, self._loss_fn, pytree.tree_unflatten(shaped, spec), training=training, rules=self._rules
+        )
+        plan = self._replan(self.plan, captured.graph)
+        entry = (lower(captured, plan, self.groups, self.device), captured.graph)
+        self._lowered[key] = entry
+        while len(self._lowered) > SHAPES_KEPT:
+            self._lowered.pop(next(one for one in self._lowered if one != key))
+        return entry
+
+    def _finish(self, lowered: Lowered, result: list[Any]) -> Tensor:
+        loss: Tensor = result[0]
+        if self.device.type == "cpu" and not torch.isfinite(loss):
+            self._refuse(float(loss), self.step_number + 1)
+        previous = self.metrics.get("loss")
+        if self.device.type != "cpu" and previous is not None and not torch.isfinite(previous):
+            self._refuse(float(previous), self.step_number)
+        self.metrics = dict(zip(["loss", *lowered.metrics], result, strict=False))
+        for buffer, value in zip(self.parameters.buffers(), result[len(result) - len(lowered.buffers) :], strict=True):
+            if value is not buffer:
+                buffer.copy_(value)
+        return loss
+
+    def _refuse(self, value: float, step: int) -> None:
+        raise NonFiniteLossError(
+            f"the loss became {value} at step {step}",
+            where=f"step {step}",
+            remedy="lower the learning rate, clip gradients (max_grad_norm), or look at this step's batch; "
+            "parameters and checkpoints are as they were before the step",
+        )
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Clip by the norm over all ranks: split gradients are summed over the axes that split them."""
+        whole: list[Tensor] = []
+        split: dict[tuple[str, ...], list[Tensor]] = {}
+        for name, parameter in self.parameters.trainable.items():
+            if parameter.grad is None:
+                continue
+            axes = tuple(axis for axis, placement in self.parameters.placements(name).items() if isinstance(placement, Shard))
+            (split.setdefault(axes, []) if axes else whole).append(parameter.grad)
+        total = torch.nn.utils.get_total_norm(whole).square() if whole else torch.zeros((), device=self.device)
+        for axes, gradients in split.items():
+            squares = torch.nn.utils.get_total_norm(gradients).square()
+            for axis in axes:
+                squares = self.groups[axis].sum(squares)
+            total = total + squares
+        norm = total.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters.trainable.values()), max_norm, norm)
+        return norm
