@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.catalog import load_cluster
+from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.errors import LayoutError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
@@ -76,7 +77,8 @@ def parallelize(
         loss_fn: ``loss_fn(model, batch)`` gives a scalar, or (scalar, {metric: scalar}).
         batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch.
         plan: ``"auto"`` (the batch divided over all ranks), a Layout, a Plan, or the path of a plan file.
-        optimizer: gets a list of (name, parameter), as torch.optim takes it: ``lambda p: torch.optim.AdamW(p, lr=3e-4)``.
+        optimizer: gets a list of (name, parameter), as torch.optim takes it:
+            ``lambda p: torch.optim.AdamW(p, lr=3e-4)``.
         max_grad_norm: clip gradients to this norm over the whole model.
         seed: of dropout and of meta models' initial values.
         device: default: this rank's CUDA device where there is one (experimental), else the CPU.
@@ -93,8 +95,9 @@ def parallelize(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     captured = builder.capture(model, loss_fn, batch, rules=rules)
     graph = captured.graph
-    chosen = _broadcast_plan(plan, graph, world_size, cluster)
-    _agree(graph, world_size)
+    _agree(graph)
+    made = from_rank_0(lambda: files.encode_json(_choose(plan, graph, world_size, cluster)))
+    chosen = files.decode(made, Plan, where="plan of rank 0")
     return Trainer(
         model,
         loss_fn,
@@ -128,29 +131,9 @@ def _choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | N
     return chosen
 
 
-def _broadcast_plan(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | None) -> Plan:
-    """Rank 0 plans; every rank gets its plan, or its error."""
-    if world_size == 1:
-        return _choose(plan, graph, world_size, cluster)
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = files.encode_json(_choose(plan, graph, world_size, cluster))
-        except Exception as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], Exception):
-        raise box[0]
-    return files.decode(box[0], Plan, where="plan of rank 0")
-
-
-def _agree(graph: Graph, world_size: int) -> None:
+def _agree(graph: Graph) -> None:
     """Every rank must have captured the same model."""
-    if world_size == 1:
-        return
-    mine = (graph.fingerprint, graph.model, graph.batch_size, graph.num_parameters())
-    every: list[Any] = [None] * world_size
-    dist.all_gather_object(every, mine)
+    every = from_every_rank((graph.fingerprint, graph.model, graph.batch_size, graph.num_parameters()))
     for rank, other in enumerate(every):
         if other != every[0]:
             raise RankError(

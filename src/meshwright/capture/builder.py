@@ -228,7 +228,9 @@ class _Builder:
             custom = operation.node.meta.get("custom", {})
             module = custom.get("module", "")
             own = operator_rule(operation.call.target, self.own)
-            view = operation.call.target in VIEWS
+            original = operation.bound.rule if operation.bound is not None else None
+            touched = (*operation.call.tensors, *operation.call.outputs)
+            num_bytes = sum(value.numel() * value.element_size() for value in touched)
             result.append(
                 ir.Operator(
                     name=operation.name,
@@ -238,8 +240,8 @@ class _Builder:
                     rule=rule,
                     classes=members,
                     reason=operation.reason,
-                    flops=own.flops(operation.call, rule if operation.bound is None else operation.bound.rule) if own else 0.0,
-                    bytes=0 if view else sum(value.numel() * value.element_size() for value in (*operation.call.tensors, *operation.call.outputs)),
+                    flops=own.flops(operation.call, original) if own else 0.0,
+                    bytes=0 if operation.call.target in VIEWS else num_bytes,
                     module=module,
                     source=custom.get("source", ""),
                     backward=bool(custom.get("backward")),
@@ -247,7 +249,7 @@ class _Builder:
                     repeat=repeats.get(module, ""),
                     sequence=int(custom.get("sequence", -1)),
                 )
-            )  # fmt: skip
+            )
         graph = self._graph(tensors, tuple(result), classes)
         nodes = {operation.name: operation.node for operation in operations}
         return Capture(graph, self.traced, nodes, letters, self.own, training)
@@ -261,15 +263,20 @@ class _Builder:
     def _tensors(self, operations: list[_Operation], names: dict[int, str]) -> dict[str, ir.Tensor]:
         traced = self.traced
         kinds: dict[str, ir.TensorKind] = dict.fromkeys(traced.parameters, "parameter")
-        kinds |= dict.fromkeys(traced.buffers, "buffer") | dict.fromkeys(traced.inputs, "input")
+        kinds.update(dict.fromkeys(traced.buffers, "buffer"))
+        kinds.update(dict.fromkeys(traced.inputs, "input"))
         gradients = {self.names[node] for _, node in self._gradients() if node is not None and node in self.names}
         tensors: dict[str, ir.Tensor] = {}
 
         def add(name: str, value: Tensor, kind: ir.TensorKind, storage: str, atoms: list[list[Atom]]) -> None:
             tensors[name] = ir.Tensor(
-                name=name, shape=tuple(map(int, value.shape)), dtype=str(value.dtype).removeprefix("torch."), kind=kind,
-                storage=storage, dims=tuple(tuple(names[id(atom)] for atom in leaves(dim) if atom.size != 1) for dim in atoms),
-            )  # fmt: skip
+                name=name,
+                shape=tuple(map(int, value.shape)),
+                dtype=str(value.dtype).removeprefix("torch."),
+                kind=kind,
+                storage=storage,
+                dims=tuple(tuple(names[id(atom)] for atom in leaves(dim) if atom.size != 1) for dim in atoms),
+            )
 
         for node, name in self.names.items():
             if node.op in ("placeholder", "get_attr"):

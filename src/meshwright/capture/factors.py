@@ -135,7 +135,9 @@ def dim_atoms(bound: BoundRule, operand: Operand, output: bool, index: int) -> l
     for dim_index, dim in enumerate(operand.dims):
         atoms: list[Atom] = []
         for position, factor in enumerate(dim):
-            atoms.extend(bound.letters[factor.name] if factor.name else [bound.literals[output, index, dim_index, position]])
+            atoms.extend(
+                bound.letters[factor.name] if factor.name else [bound.literals[output, index, dim_index, position]]
+            )
         result.append(atoms)
     return result
 
@@ -229,7 +231,10 @@ def _marked(pattern: Pattern, fixed: set[str]) -> Pattern:
     def mark(operand: Operand) -> Operand:
         return Operand(
             tuple(
-                tuple(Factor(factor.name, factor.size, factor.name in fixed and bool(factor.name), factor.stencil) for factor in dim)
+                tuple(
+                    Factor(factor.name, factor.size, factor.name in fixed and bool(factor.name), factor.stencil)
+                    for factor in dim
+                )
                 for dim in operand.dims
             ),
             operand.linear,

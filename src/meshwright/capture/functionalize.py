@@ -2,15 +2,17 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from meshwright.ops.loss import SUM
 from meshwright.ops.table import CANONICAL
 
 aten = torch.ops.aten
+ours = torch.ops.meshwright
 IDENTITY = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default})
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default})
 
@@ -22,7 +24,9 @@ def functionalized(first: fx.GraphModule, leaves: Sequence[Tensor]) -> fx.GraphM
         return fx.Interpreter(first).run(*values)
 
     flat = _flatten(first)
-    module = make_fx(torch.func.functionalize(lambda *values: flat(*values)), decomposition_table=dict(CANONICAL))(*leaves)
+    module = make_fx(
+        torch.func.functionalize(lambda *values: flat(*values)), decomposition_table=cast(Any, dict(CANONICAL))
+    )(*leaves)
     _simplify(module)
     return module
 
@@ -47,9 +51,30 @@ def _simplify(module: fx.GraphModule) -> None:
             graph.erase_node(node)
         elif node.target in RESHAPES:
             node.args = (node.args[0], list(node.meta["val"].shape), *node.args[2:])
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten._log_softmax_backward_data.default:
+            _join_cross_entropy(graph, node)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
+
+
+def _join_cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
+    """The gradients of nll_loss (a sum) and log_softmax as one operator: it needs no sum over a split vocabulary."""
+    inner = node.args[0]
+    if not isinstance(inner, fx.Node) or inner.target is not aten.nll_loss_backward.default or len(inner.users) != 1:
+        return
+    grad, logarithms, target, weight, reduction, ignore = inner.args[:6]
+    if weight is not None or reduction != SUM or logarithms is not node.args[1] or node.args[2] not in (-1, 1):
+        return
+    if not isinstance(logarithms, fx.Node) or logarithms.meta["val"].dtype != node.meta["val"].dtype:
+        return
+    with graph.inserting_before(node):
+        joined = graph.call_function(ours.cross_entropy_backward.default, (grad, logarithms, target, ignore))
+    joined.meta.update(node.meta)
+    node.replace_all_uses_with(joined)
+    graph.erase_node(node)
+    graph.erase_node(inner)
 
 
 def _is_identity(node: fx.Node) -> bool:

@@ -151,7 +151,9 @@ def trace(
             stack.enter_context(mode)
             stack.enter_context(fx_traceback.preserve_node_meta())
             first = make_fx(
-                run, decomposition_table={aten.native_batch_norm.default: _visible_batch_norm}, _error_on_data_dependent_ops=True
+                run,
+                decomposition_table={aten.native_batch_norm.default: _visible_batch_norm},
+                _error_on_data_dependent_ops=True,
             )(*arguments)
             for node in first.graph.nodes:
                 custom = dict(node.meta.get("custom") or {})
@@ -166,9 +168,7 @@ def trace(
     finally:
         fx_traceback.current_meta.pop("custom", None)
         _restore(model, was_training)
-    constants = {
-        node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"
-    }
+    constants = {node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"}
     return Traced(
         module=module,
         parameters=list(parameters),
@@ -216,14 +216,20 @@ def _visible_batch_norm(
 def _loss_and_metrics(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
     loss, extra = result if isinstance(result, tuple) else (result, {})
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        what = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        what = (
+            f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
         raise CaptureError(
             f"loss_fn returned {what}", where="loss_fn",
             remedy="return a scalar floating-point loss, or (loss, {name: scalar tensor})",
         )  # fmt: skip
     for name, value in dict(extra).items():
         if not isinstance(value, Tensor) or value.dim():
-            raise CaptureError(f"metric {name!r} is not a scalar tensor", where="loss_fn", remedy="return scalar tensors")
+            raise CaptureError(
+                f"metric {name!r} is not a scalar tensor", where="loss_fn", remedy="return scalar tensors"
+            )
     return loss, extra
 
 
@@ -236,7 +242,12 @@ def _not_traceable(error: Exception, provenance: Provenance) -> CaptureError:
     module = provenance.module or "(model)"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in str(error) or "_local_scalar_dense" in str(error) or "GuardOn" in kind:
+    if (
+        "DataDependent" in kind
+        or "data-dependent" in str(error)
+        or "_local_scalar_dense" in str(error)
+        or "GuardOn" in kind
+    ):
         return CaptureError(
             f"data-dependent control flow: the step asks for the value of a tensor ({first})",
             where=f"module {module}, {place or provenance.source}",

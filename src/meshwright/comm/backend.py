@@ -36,7 +36,9 @@ def all_gather_start(value: Tensor, group: str, size: int) -> Tensor:
     """Start to gather ``[...]`` of every rank as ``[size, ...]``."""
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
-    work = dist.all_gather_single(result.view(size * value.numel()), value.view(-1), process_group(group), async_op=True)
+    work = dist.all_gather_single(
+        result.view(size * value.numel()), value.view(-1), process_group(group), async_op=True
+    )
     return _in_flight(result, (work, value))
 
 
@@ -66,9 +68,13 @@ for _name, _function in (
     LIBRARY.impl(_name, _function, "CUDA")
 
 register_fake("meshwright_comm::all_reduce_start", lambda value, op, group: value, lib=LIBRARY)
-register_fake("meshwright_comm::all_gather_start", lambda value, group, size: value.new_empty(size, *value.shape), lib=LIBRARY)
 register_fake(
-    "meshwright_comm::reduce_scatter_start", lambda value, op, group, size: value.new_empty(value.shape[1:]), lib=LIBRARY
+    "meshwright_comm::all_gather_start", lambda value, group, size: value.new_empty(size, *value.shape), lib=LIBRARY
+)
+register_fake(
+    "meshwright_comm::reduce_scatter_start",
+    lambda value, op, group, size: value.new_empty(value.shape[1:]),
+    lib=LIBRARY,
 )
 register_fake("meshwright_comm::wait", lambda value: value, lib=LIBRARY)
 

@@ -1,14 +1,19 @@
 """Process groups of a mesh, by name: the one place that resolves a name to a group."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Placements, Shard
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def axis_groups(mesh: Mesh, rank: int) -> dict[str, AxisGroup]:
 
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> None:
@@ -68,9 +73,7 @@ def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> N
                 chunk = []
 
 
-def gather_whole(
-    value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]
-) -> Tensor:
+def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Tensor:
     """The whole tensor from its shards (every rank of the axes must call it); ``value`` itself where it is whole."""
     now = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
     for axis in reversed(list(groups)):
@@ -82,8 +85,34 @@ def gather_whole(
         dist.all_gather(parts, value.contiguous(), process_group(group.name))
         blocks = shard.outer
         for other, placement in now.items():
-            if isinstance(placement, Shard) and placement.dim == shard.dim and placement.outer < shard.outer:
+            if placement.dim == shard.dim and placement.outer < shard.outer:
                 blocks //= groups[other].size
         split = [part.unflatten(shard.dim, (blocks, -1)) for part in parts]
         value = torch.cat(split, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
     return value
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank; its error is raised on every rank. ``make`` runs on rank 0 only."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except MeshwrightError as error:
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    result: T = box[0]
+    return result
+
+
+def from_every_rank(value: T) -> list[T]:
+    """Every rank's value, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every

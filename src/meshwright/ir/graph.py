@@ -128,7 +128,9 @@ def fingerprint(graph: Graph) -> str:
         digest.update(f"{operator.name} {operator.target}\n".encode())
         if operator.rule is not None:
             sizes = [
-                (letter, size) for letter, size in operator.rule.sizes.items() if operator.classes.get(letter) not in batch
+                (letter, size)
+                for letter, size in operator.rule.sizes.items()
+                if operator.classes.get(letter) not in batch
             ]
             digest.update(f"{operator.rule.pattern} {sizes}\n".encode())
     return digest.hexdigest()[:16]

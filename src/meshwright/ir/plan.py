@@ -24,7 +24,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tp: int = 1
     """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
     pin: dict[str, str] = {}
-    """Module globs to ``"factor@axis"`` (``{"conv*": "batch@tp"}``), before the rule of the layout; ``"none@tp"`` replicates."""
+    """Module globs to ``"factor@axis"`` (``{"conv*": "batch@tp"}``, ``{"head": "none@tp"}``), before the rule."""
 
     def resolved(self, world_size: int) -> "Layout":
         """The layout with -1 filled in.
@@ -125,7 +125,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def explain(self) -> str:
         """Every module, its split, its reason, as a table for people."""
         head = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
-        lines = [f"{self.model} on {self.cluster}: {head}, {self.mesh.world_size} ranks, global batch {self.batch_size}"]
+        lines = [
+            f"{self.model} on {self.cluster}: {head}, {self.mesh.world_size} ranks, global batch {self.batch_size}"
+        ]
         rows = [("module", "split", "why"), *((note.module, note.split, note.reason) for note in self.notes)]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]
@@ -153,7 +155,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         starred_names = {starred(name) for name in names}
         for name in self.stage.strategies:
             if name not in names and name not in starred_names:
-                raise PlanError(f"there is no operator {name!r}", where=f"{where}: strategies", remedy="remove the line")
+                raise PlanError(
+                    f"there is no operator {name!r}", where=f"{where}: strategies", remedy="remove the line"
+                )
         for operator in graph.operators:
             for axis, choice in self.stage.strategy(operator.name).items():
                 place = f"{where}: strategies[{operator.name!r}]"

@@ -169,7 +169,9 @@ def _operand(part: str, text: str) -> Operand:
             else:
                 group.append(factor)
     if part[end:].strip():
-        raise RuleError(f"cannot read {part[end:].strip()!r} in pattern {text!r}", remedy="use letters, numbers, ! ~ ^ ( )")
+        raise RuleError(
+            f"cannot read {part[end:].strip()!r} in pattern {text!r}", remedy="use letters, numbers, ! ~ ^ ( )"
+        )
     if group is not None:
         raise RuleError(f"unbalanced '(' in pattern {text!r}", remedy="balance the brackets")
     return Operand(tuple(dims), linear)

@@ -1,16 +1,56 @@
-"""Puts together again what capture took apart, where nothing has come between."""
+"""Passes over a per-rank graph: put together what capture took apart, drop what computes nothing, reuse memory."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.comm.backend import OPERATORS as comm
+from meshwright.ops.view import VIEWS
 
 aten = torch.ops.aten
 
+_IN_PLACE: dict[Any, tuple[Any, str]] = {
+    aten.add.Tensor: (aten.add.out, "out"),
+    aten.sub.Tensor: (aten.sub.out, "out"),
+    aten.mul.Tensor: (aten.mul.out, "out"),
+    aten.div.Tensor: (aten.div.out, "out"),
+    aten.exp.default: (aten.exp.out, "out"),
+    aten.neg.default: (aten.neg.out, "out"),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+    aten.scatter_add.default: (aten.scatter_add.out, "out"),
+}
+"""Operators that can write into their input's memory, and how that memory is passed."""
+_FIRST_ONLY = frozenset({aten.scatter_add.default})
+_ALIASES = VIEWS | {
+    aten.reshape.default, operator.getitem, comm.all_reduce_start.default, comm.wait.default,
+}  # fmt: skip
+
 
 def fuse(graph: fx.Graph) -> None:
-    """mm + add of a bias -> addmm, where both run on the same rank without a collective between them."""
+    """mm + add of a bias -> addmm, where both run on the same rank without a collective between them; t(t(x)) -> x;
+    reshape(reshape(x)) -> reshape(x)."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten.add.Tensor:
+        if node.op != "call_function":
+            continue
+        if node.target is aten.add.Tensor:
             _fuse_addmm(graph, node)
+        elif node.target is aten.t.default:
+            source = node.args[0]
+            if isinstance(source, fx.Node) and source.target is aten.t.default:
+                node.replace_all_uses_with(source.args[0])
+        elif node.target is aten.reshape.default:
+            source = node.args[0]
+            if isinstance(source, fx.Node) and source.target is aten.reshape.default:
+                node.args = (source.args[0], *node.args[1:])
+    graph.eliminate_dead_code()
 
 
 def _fuse_addmm(graph: fx.Graph, node: fx.Node) -> None:
@@ -19,7 +59,11 @@ def _fuse_addmm(graph: fx.Graph, node: fx.Node) -> None:
     product, bias = node.args
     if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)):
         return
-    if product.target is not aten.mm.default or len(product.users) != 1 or len(bias.meta.get("local_shape", (0, 0))) != 1:
+    if (
+        product.target is not aten.mm.default
+        or len(product.users) != 1
+        or len(bias.meta.get("local_shape", (0, 0))) != 1
+    ):
         return
     with graph.inserting_before(node):
         fused = graph.call_function(aten.addmm.default, (bias, *product.args))
@@ -27,3 +71,85 @@ def _fuse_addmm(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_all_uses_with(fused)
     graph.erase_node(node)
     graph.erase_node(product)
+
+
+def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) -> None:
+    """Give every node the fake value that it has on this rank (``meta["val"]``).
+
+    ``inputs`` are (shape, dtype) of each placeholder, or an int.
+    """
+    values: dict[fx.Node, Any] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = iter(inputs)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                item = next(given)
+                values[node] = item if isinstance(item, int) else torch.empty(item[0], dtype=item[1])
+            elif node.op == "get_attr":
+                values[node] = mode.from_tensor(constants[str(node.target)])
+            elif node.op == "call_function":
+                lookup: Callable[[fx.Node], Any] = values.__getitem__
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
+                if "device" in kwargs:
+                    kwargs = {**kwargs, "device": torch.device("cpu")}
+                values[node] = node.target(*args, **kwargs)
+            node.meta["val"] = values.get(node)
+
+
+def reuse_memory(graph: fx.Graph) -> None:
+    """Let element-wise operators write into an input that nobody reads again: less memory, fewer page faults.
+
+    Needs :func:`propagate`. An input is dead when no alias of its memory (view, collective in flight) is read later,
+    and it is neither a placeholder nor returned.
+    """
+    nodes = list(graph.nodes)
+    index = {node: position for position, node in enumerate(nodes)}
+    root: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    overlapping: set[fx.Node] = set()
+    for node in nodes:
+        source = node.args[0] if node.op == "call_function" and node.target in _ALIASES and node.args else None
+        root[node] = root[source] if isinstance(source, fx.Node) else node
+        if node.op == "call_function" and node.target is aten.expand.default:
+            overlapping.add(root[node])
+        users = [index[user] for user in node.users]
+        last[root[node]] = max([last.get(root[node], -1), *users])
+    kept = {root[node] for node in nodes[-1].all_input_nodes} | {
+        node for node in nodes if node.op in ("placeholder", "get_attr")
+    }
+    for node in nodes:
+        if node.op != "call_function" or node.target not in _IN_PLACE or node.kwargs.keys() - {"approximate"}:
+            continue
+        target = _destination(node, root, last, index, kept, overlapping)
+        if target is None:
+            continue
+        node.target, keyword = _IN_PLACE[node.target]
+        node.kwargs = {**node.kwargs, keyword: target}
+        # the result lives in the memory of its input from now on
+        mine, theirs = root[node], root[target]
+        last[theirs] = max(last[theirs], last[mine])
+        if mine in kept:
+            kept.add(theirs)
+        for other in nodes:
+            if root[other] is mine:
+                root[other] = theirs
+
+
+def _destination(
+    node: fx.Node, root: dict[fx.Node, fx.Node], last: dict[fx.Node, int], index: dict[fx.Node, int],
+    kept: set[fx.Node], overlapping: set[fx.Node],
+) -> fx.Node | None:  # fmt: skip
+    value = node.meta.get("val")
+    arguments = [item for item in node.args if isinstance(item, fx.Node)]
+    if not isinstance(value, Tensor):
+        return None
+    for candidate in arguments[:1] if node.target in _FIRST_ONLY else arguments:
+        mine, own = candidate.meta.get("val"), root[candidate]
+        if not isinstance(mine, Tensor) or mine.shape != value.shape or mine.dtype != value.dtype:
+            continue
+        if own in kept or own in overlapping or last[own] > index[node] or mine.stride() != value.stride():
+            continue
+        if any(other is not candidate and root[other] is own for other in arguments):
+            continue
+        return candidate
+    return None

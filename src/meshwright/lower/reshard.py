@@ -54,10 +54,10 @@ class Resharder:
             if isinstance(source, Shard) and (want.get(axis) != source or self._regather(axis, now, want)):
                 node, now = yield from self._all_gather(node, axis, source, now, shape)
         for axis in self._order:
-            target = want.get(axis)
-            if isinstance(target, Shard) and now.get(axis) != target:
-                node = self._slice(node, axis, target, now, shape)
-                now = {**now, axis: target}
+            wanted = want.get(axis)
+            if isinstance(wanted, Shard) and now.get(axis) != wanted:
+                node = self._slice(node, axis, wanted, now, shape)
+                now = {**now, axis: wanted}
         return node
 
     def _regather(self, axis: str, now: Placements, want: Placements) -> bool:
@@ -78,7 +78,12 @@ class Resharder:
         """How many equal blocks this rank's dim holds around the cut: ``outer`` over what other axes took of it."""
         blocks = shard.outer
         for other, placement in now.items():
-            if other != axis and isinstance(placement, Shard) and placement.dim == shard.dim and placement.outer < shard.outer:
+            if (
+                other != axis
+                and isinstance(placement, Shard)
+                and placement.dim == shard.dim
+                and placement.outer < shard.outer
+            ):
                 blocks //= self._groups[other].size
         return blocks
 

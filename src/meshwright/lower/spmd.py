@@ -13,10 +13,10 @@ from meshwright.comm.backend import OPERATORS as comm
 from meshwright.comm.groups import AxisGroup
 from meshwright.ir.placement import Placements, Shard, input_placements, is_linear, local_shape, output_placements
 from meshwright.ir.plan import Bucket, Plan, Strategy
-from meshwright.lower.fuse import fuse
+from meshwright.lower.fuse import fuse, propagate, reuse_memory
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
-from meshwright.ops.base import emit_unchanged
+from meshwright.ops.base import Target, emit_unchanged
 from meshwright.ops.library import mix
 from meshwright.ops.table import operator_rule
 
@@ -83,7 +83,8 @@ class _Lowering:
         inputs = self._placeholders()
         storages = self._storage_readers()
         self._plan_uses()
-        for operator in self.ir.operators:
+        # what depends on no parameter comes first: its collectives (label counts) hide under the model
+        for operator in sorted(self.ir.operators, key=lambda operator: not operator.prologue):
             self._operator(operator, storages)
         return self._finish(inputs)
 
@@ -147,15 +148,16 @@ class _Lowering:
                 wanted = input_placements(operator.rule, strategy, position) if operator.rule else {}
                 self.uses.setdefault(name, []).append(wanted)
         self.outputs: dict[str, Placements] = {self.ir.loss: {}}
-        self.outputs |= dict.fromkeys(self.ir.metrics.values(), {})
-        self.outputs |= dict.fromkeys(self.ir.buffer_updates.values(), {})
+        whole = [*self.ir.metrics.values(), *self.ir.buffer_updates.values()]
+        self.outputs |= {name: {} for name in whole}
         self.bucket_of: dict[str, Bucket] = {}
         gradients = {entry.parameter: entry.gradient for entry in self.ir.gradients}
         for bucket in self.plan.buckets:
             if bucket.axis in self.groups:
                 self.bucket_of |= {gradients[parameter] or "": bucket for parameter in bucket.parameters}
         self.gradient_wants: dict[str, Placements] = {
-            entry.parameter: self._known(self.plan.stage.storage.get(entry.parameter, {})) for entry in self.ir.gradients
+            entry.parameter: self._known(self.plan.stage.storage.get(entry.parameter, {}))
+            for entry in self.ir.gradients
         }
         for entry in self.ir.gradients:
             if entry.gradient is not None and entry.gradient not in self.bucket_of:
@@ -174,19 +176,20 @@ class _Lowering:
         for position, name in enumerate(operator.inputs):
             wanted = input_placements(operator.rule, strategy, position) if operator.rule else {}
             arguments.append(self._want(name, wanted))
-        position = iter(range(len(arguments)))
+        remaining = iter(arguments)
 
         def replace(item: fx.Node) -> Any:
             if not isinstance(item.meta.get("val"), Tensor):
                 raise AssertionError(f"{operator.name}: {item} is not a tensor")
-            return arguments[next(position)]
+            return next(remaining)
 
         args, kwargs = fx.map_arg((source.args, source.kwargs), replace)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device}
         local = _LocalCall(self, operator, source, strategy, tuple(args), dict(kwargs))
+        assert callable(source.target)
         rule = operator_rule(source.target, self.capture.rules)
-        emit = rule.local if rule is not None and operator.rule is not None and (self.groups or local.is_random) else emit_unchanged
+        emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged
         result = emit(local)
         self._store(operator, source, strategy, result, storages)
 
@@ -207,7 +210,10 @@ class _Lowering:
             node.meta.setdefault("local_shape", local_shape(tensor.shape, placements, self.sizes))
             node.meta.setdefault("dtype", values[index].dtype)
             root = self.ir.tensors[tensor.storage]
-            owned = root.kind in ("activation", "gradient") and storages.get(tensor.storage, 0) + (name in self.outputs) <= 1
+            owned = (
+                root.kind in ("activation", "gradient")
+                and storages.get(tensor.storage, 0) + (name in self.outputs) <= 1
+            )
             value = self.values[name] = _Value(node, placements, owned=owned)
             self._start(name, value)
 
@@ -281,10 +287,15 @@ class _Lowering:
         metrics = [self._want(name, {}) for name in self.ir.metrics.values()]
         self.graph.output([loss, *metrics, *gradients, *buffers])
         fuse(self.graph)
-        self.graph.eliminate_dead_code()
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        shapes: list[Any] = [(node.meta["local_shape"], node.meta["dtype"]) for node in placeholders[:-1]]
+        propagate(self.graph, [*shapes, 0], traced.constants)
+        reuse_memory(self.graph)
         self.graph.lint()
         return Lowered(
-            function=boxed_function(self.graph, {name: value.to(self.device) for name, value in traced.constants.items()}),
+            function=boxed_function(
+                self.graph, {name: value.to(self.device) for name, value in traced.constants.items()}
+            ),
             graph=self.graph,
             parameters=list(traced.parameters),
             buffers=list(traced.buffers),
@@ -318,19 +329,19 @@ class _LocalCall:
     """One operator on this rank, as ``ops`` sees it (:class:`meshwright.ops.base.Local`)."""
 
     def __init__(
-        self, lowering: _Lowering, operator: Any, source: fx.Node, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        lowering: _Lowering,
+        operator: Any,
+        source: fx.Node,
+        strategy: Strategy,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self._lowering, self._operator, self._source, self._strategy = lowering, operator, source, strategy
-        self.target, self.args, self.kwargs, self.name = source.target, args, kwargs, operator.name
+        assert callable(source.target)
+        self.target: Target = source.target
+        self.args, self.kwargs, self.name = args, kwargs, operator.name
         self._letters = lowering.capture.letters.get(operator.name, {})
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the operator draws random numbers, whose keys even one rank must set."""
-        from meshwright.ops.attention import RULES as ATTENTION
-        from meshwright.ops.random import RULES as RANDOM
-
-        return self.target in RANDOM or self.target in ATTENTION
 
     def shape(self, output: int = 0) -> list[int]:
         name = self._operator.outputs[output]
@@ -360,7 +371,9 @@ class _LocalCall:
 
     def key(self) -> tuple[fx.Node, int]:
         coordinates = [
-            self._lowering.groups[axis].index + 1 for axis, choice in sorted(self._strategy.items()) if not is_linear(choice)
+            self._lowering.groups[axis].index + 1
+            for axis, choice in sorted(self._strategy.items())
+            if not is_linear(choice)
         ]
         # forward and backward of one operator draw the same numbers: the salt is the module's, not the call's
         salt = mix(zlib.crc32(_random_name(self._operator).encode()), *coordinates)
@@ -392,5 +405,3 @@ def collectives(graph: fx.Graph) -> Iterable[fx.Node]:
     """The collectives that a lowered graph starts, in order."""
     starts = {comm.all_reduce_start.default, comm.all_gather_start.default, comm.reduce_scatter_start.default}
     return (node for node in graph.nodes if node.op == "call_function" and node.target in starts)
-
-

@@ -6,7 +6,6 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
-from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import RuleError
@@ -36,16 +35,23 @@ class Call:
         return self.kwargs.get(name, default)
 
 
-class Local(Protocol):
-    """One operator on one rank: what a local rewrite may use. Nodes are fx nodes of the per-rank graph."""
+Value = Any
+"""What a local rewrite computes with: a node of the per-rank graph, or a tensor where the rewrite is executed at once."""
 
-    target: Target
+
+class Local(Protocol):
+    """One operator on one rank: what a local rewrite may use."""
+
+    target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str
 
     def shape(self, output: int = 0) -> list[int]:
         """This rank's shape of an output."""
+
+    def dtype(self, output: int = 0) -> torch.dtype:
+        """The dtype of an output."""
 
     def is_split(self, factor: str) -> bool:
         """Whether the factor is split over any axis."""
@@ -56,17 +62,18 @@ class Local(Protocol):
     def size(self, factor: str) -> int:
         """The global size of a factor."""
 
-    def key(self) -> tuple[fx.Node, int]:
-        """The step's random key (a node) and this operator's salt (a number that differs by split coordinates)."""
+    def key(self, name: str = "") -> tuple[Value, int]:
+        """The step's random key (a value) and this operator's salt, a number that differs by split coordinates.
+        Operators that give one ``name`` draw the same numbers; without a name, nobody else does."""
 
-    def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
-        """Reduce over the axes on which the factor is split."""
+    def all_reduce(self, value: Value, factor: str, op: str = "sum") -> Value:
+        """Reduce over the axes on which the factor is split; ``value`` itself may be overwritten."""
 
-    def all_gather(self, node: fx.Node, factor: str) -> fx.Node:
-        """Concatenate along dim 0 over the axes on which the factor is split."""
+    def all_gather(self, value: Value, factor: str) -> Value:
+        """Concatenate along dim 0 over the axes on which the factor is split, in the order of the factor's parts."""
 
-    def call(self, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit a call into the per-rank graph."""
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
+        """Run an operator (emit it into the per-rank graph)."""
 
 
 def emit_unchanged(local: Local) -> Any:

@@ -20,7 +20,9 @@ def convolution(
     """Canonical convolution: the bias is an addition of its own."""
     if bias is None:
         return NotImplemented
-    output = aten.convolution.default(input, weight, None, stride, padding, dilation, transposed, output_padding, groups)
+    output = aten.convolution.default(
+        input, weight, None, stride, padding, dilation, transposed, output_padding, groups
+    )
     return output + bias.view(1, -1, *[1] * (output.dim() - 2))
 
 

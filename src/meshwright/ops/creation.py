@@ -12,8 +12,15 @@ aten = torch.ops.aten
 
 def fill_rule(call: Call) -> Rule:
     """``-> b s``: constant everywhere, so any dim can be split."""
-    names = " ".join(name if size != 1 else "1" for name, size in zip(letters(call.outputs[0].dim()), call.outputs[0].shape, strict=True))
-    left = " ".join(letters(call.tensors[0].dim(), "s", tuple(range(call.tensors[0].dim())))) or "." if call.tensors else ""
+    names = " ".join(
+        name if size != 1 else "1"
+        for name, size in zip(letters(call.outputs[0].dim()), call.outputs[0].shape, strict=True)
+    )
+    left = (
+        " ".join(letters(call.tensors[0].dim(), "s", tuple(range(call.tensors[0].dim())))) or "."
+        if call.tensors
+        else ""
+    )
     return make_rule(call, f"{left} -> {names or '.'}")
 
 

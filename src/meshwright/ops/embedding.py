@@ -59,7 +59,9 @@ def embedding_backward_local(local: Local) -> Any:
 RULES = {
     aten.embedding.default: OperatorRule(embedding_rule, embedding_local, contiguous=frozenset("v")),
     aten.embedding_dense_backward.default: OperatorRule(
-        embedding_backward_rule, embedding_backward_local, lambda call, rule: float(call.tensors[0].numel()),
+        embedding_backward_rule,
+        embedding_backward_local,
+        lambda call, rule: float(call.tensors[0].numel()),
         frozenset("v"),
     ),
 }

@@ -1,6 +1,7 @@
 """Operators of our own: attention as one operator whatever the device's kernel, and keyed random numbers."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ LIBRARY.define(
     " Tensor logsumexp, float dropout, bool causal, float scale, SymInt random_key, SymInt salt)"
     " -> (Tensor, Tensor, Tensor)"
 )
+LIBRARY.define("cross_entropy_backward(Tensor grad, Tensor logarithms, Tensor target, SymInt ignore_index) -> Tensor")
 LIBRARY.define("bernoulli(Tensor like, float probability, SymInt random_key, SymInt salt) -> Tensor")
 LIBRARY.define("uniform(Tensor like, float low, float high, SymInt random_key, SymInt salt) -> Tensor")
 LIBRARY.define("normal(Tensor like, float mean, float std, SymInt random_key, SymInt salt) -> Tensor")
@@ -75,7 +77,9 @@ def _keep(scores: Tensor, dropout: float, random_key: int, salt: int) -> Tensor:
 
 
 def _fused(query: Tensor, dropout: float) -> bool:
-    return query.device.type == "cpu" and dropout == 0.0 and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    return (
+        query.device.type == "cpu" and dropout == 0.0 and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    )
 
 
 def _attention_cpu(
@@ -120,6 +124,12 @@ def _attention_backward_cpu(
     return grad_query, grad_key, grad_value
 
 
+def _cross_entropy_backward(grad: Tensor, logarithms: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    weights = grad.expand(target.shape).masked_fill(target == ignore_index, 0).unsqueeze(-1)
+    indices = target.masked_fill(target == ignore_index, 0).unsqueeze(-1)
+    return logarithms.exp().mul_(weights).scatter_add_(-1, indices, -weights)
+
+
 def _attention_shape(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float,
     random_key: int, salt: int,
@@ -131,21 +141,31 @@ def _attention_shape(
     return output, query.new_empty(batch, heads, length, dtype=statistics)
 
 
-def _attention_backward_shape(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_backward_shape(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(
         tensor.new_empty(tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3]).transpose(1, 2)
         for tensor in (query, key, value)
     )  # type: ignore[return-value]
 
 
-for _name, _kernel in (("attention", _attention_cpu), ("attention_backward", _attention_backward_cpu)):
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "attention": _attention_cpu,
+    "attention_backward": _attention_backward_cpu,
+    "bernoulli": _bernoulli,
+    "cross_entropy_backward": _cross_entropy_backward,
+    "normal": _normal,
+    "uniform": _uniform,
+}
+for _name, _kernel in _KERNELS.items():
     LIBRARY.impl(_name, _kernel, "CPU")
     LIBRARY.impl(_name, _kernel, "CUDA")
-for _name, _kernel in (("bernoulli", _bernoulli), ("uniform", _uniform), ("normal", _normal)):
-    LIBRARY.impl(_name, _kernel, "CPU")
-    LIBRARY.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"meshwright::{_name}", lambda like, a, *_: torch.empty_like(like), lib=LIBRARY)
-torch.library.register_fake("meshwright::bernoulli", lambda like, *_: torch.empty_like(like), lib=LIBRARY, allow_override=True)
+for _name in ("bernoulli", "normal", "uniform"):
+    torch.library.register_fake(f"meshwright::{_name}", lambda like, *_: torch.empty_like(like), lib=LIBRARY)
+torch.library.register_fake(
+    "meshwright::cross_entropy_backward", lambda grad, logarithms, *_: torch.empty_like(logarithms), lib=LIBRARY
+)
 torch.library.register_fake("meshwright::attention", _attention_shape, lib=LIBRARY)
 torch.library.register_fake("meshwright::attention_backward", _attention_backward_shape, lib=LIBRARY)
 
@@ -155,7 +175,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float
+        context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
         output, logsumexp = torch.ops.meshwright.attention(query, key, value, mask, dropout, causal, scale, 0, 0)
         context.save_for_backward(query, key, value, mask, output, logsumexp)

@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, make_rule
 from meshwright.ops.embedding import shifted_indices
 
 aten = torch.ops.aten
+ours = torch.ops.meshwright
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -21,6 +23,8 @@ def nll_loss_forward(
     if reduction != MEAN:
         return NotImplemented
     total, weights = aten.nll_loss_forward.default(self, target, weight, SUM, ignore_index)
+    if weight is None:  # a count of labels, which no rank need wait for the model to know
+        weights = (target != ignore_index).sum().to(self.dtype)
     return total / weights, weights
 
 
@@ -83,6 +87,33 @@ def nll_backward_local(local: Local) -> Any:
     return local.call(local.target, grad, source, shifted, weight, reduction, _IGNORE, total)
 
 
+def cross_entropy_backward_rule(call: Call) -> Rule:
+    """``., n v, n -> n v``: no reduction, since a row's gradients sum to zero."""
+    rows = _rows(call, call.args[1])
+    return make_rule(call, f"^., {rows}v, {rows.strip() or '.'} -> {rows}v")
+
+
+def cross_entropy_backward_local(local: Local) -> Any:
+    """softmax · g, minus g at the target, where g is the row's gradient (zero for ignored rows)."""
+    grad, logarithms, target, ignore = local.args
+    rows = len(local.shape()) == 2
+    ignored = local.call(aten.eq.Scalar, target, ignore)
+    spread = local.call(aten.expand.default, grad, local.shape()[:-1])
+    weights = local.call(aten.masked_fill.Scalar, spread, ignored, 0)
+    column = local.call(aten.unsqueeze.default, weights, -1)
+    if local.is_split("v"):
+        indices, outside = shifted_indices(local, target, "v", 0)
+        weights = local.call(aten.masked_fill.Scalar, weights, outside, 0)
+    else:
+        indices = local.call(aten.masked_fill.Scalar, target, ignored, 0)
+    if not rows:
+        weights, indices = (local.call(aten.unsqueeze.default, item, -1) for item in (weights, indices))
+    else:
+        weights, indices = (local.call(aten.unsqueeze.default, item, 1) for item in (weights, indices))
+    scaled = local.call(aten.mul.Tensor, local.call(aten.exp.default, logarithms), column)
+    return local.call(aten.scatter_add.default, scaled, -1, indices, local.call(aten.neg.default, weights))
+
+
 def mse_loss(self: Tensor, target: Tensor, reduction: int = MEAN) -> Tensor:
     """Canonical squared error."""
     squares = (self - target) * (self - target)
@@ -97,6 +128,12 @@ def mse_loss_backward(grad: Tensor, self: Tensor, target: Tensor, reduction: int
 
 RULES = {
     aten.nll_loss_forward.default: OperatorRule(nll_rule, nll_local, contiguous=frozenset("v")),
+    ours.cross_entropy_backward.default: OperatorRule(
+        cross_entropy_backward_rule,
+        cross_entropy_backward_local,
+        lambda call, rule: 3.0 * call.outputs[0].numel(),
+        frozenset("v"),
+    ),
     aten.nll_loss_backward.default: OperatorRule(nll_backward_rule, nll_backward_local, contiguous=frozenset("v")),
 }
 

@@ -125,7 +125,9 @@ def native_batch_norm(
         )
     if running_mean is None:
         return aten._native_batch_norm_legit.no_stats(input, weight, bias, training, momentum, eps)
-    return aten._native_batch_norm_legit.default(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    return aten._native_batch_norm_legit.default(
+        input, weight, bias, running_mean, running_var, training, momentum, eps
+    )
 
 
 def _space(source: Tensor, fixed: bool) -> str:
@@ -162,7 +164,6 @@ def batch_norm_local(local: Local) -> Any:
             kept = local.call(aten.mul.Tensor, running, 1.0 - momentum)
             result.append(local.call(aten.add.Tensor, kept, local.call(aten.mul.Tensor, new, momentum)))
     return tuple(result)
-
 
 
 def _merged_statistics(local: Local, source: fx.Node, dims: list[int], count: int) -> tuple[fx.Node, fx.Node]:

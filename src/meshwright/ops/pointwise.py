@@ -64,7 +64,10 @@ def pointwise_rule(call: Call) -> Rule:
     operands = []
     for tensor, linear in zip(call.tensors, carets(call), strict=True):
         offset = output.dim() - tensor.dim()
-        dims = [names[offset + index] if size == output.shape[offset + index] else "1" for index, size in enumerate(tensor.shape)]
+        dims = [
+            names[offset + index] if size == output.shape[offset + index] else "1"
+            for index, size in enumerate(tensor.shape)
+        ]
         operands.append("^" * linear + (" ".join(dims) or "."))
     right = " ".join(names) or "."
     return make_rule(call, f"{', '.join(operands)} -> {', '.join([right] * len(call.outputs))}")

@@ -64,8 +64,12 @@ RULES = {
     aten.bernoulli.p: OperatorRule(random_rule, _keyed(ours.bernoulli.default, 0.5, 1)),
     aten.bernoulli.default: OperatorRule(random_rule, bernoulli_tensor_local),
     aten.native_dropout.default: OperatorRule(random_rule, dropout_local),
-    aten.rand_like.default: OperatorRule(random_rule, lambda local: local.call(ours.uniform.default, local.args[0], 0.0, 1.0, *local.key())),
-    aten.randn_like.default: OperatorRule(random_rule, lambda local: local.call(ours.normal.default, local.args[0], 0.0, 1.0, *local.key())),
+    aten.rand_like.default: OperatorRule(
+        random_rule, lambda local: local.call(ours.uniform.default, local.args[0], 0.0, 1.0, *local.key())
+    ),
+    aten.randn_like.default: OperatorRule(
+        random_rule, lambda local: local.call(ours.normal.default, local.args[0], 0.0, 1.0, *local.key())
+    ),
     aten.uniform.default: OperatorRule(random_rule, _keyed(ours.uniform.default, 0.0, 2)),
     aten.normal_functional.default: OperatorRule(random_rule, _keyed(ours.normal.default, 0.0, 2)),
     aten.rand.default: OperatorRule(creation_rule, _created(ours.uniform.default)),

@@ -68,7 +68,9 @@ def mean(self: Tensor, *, dtype: Any = None) -> Tensor:
     return self.sum(dtype=dtype) / self.numel()
 
 
-def var_correction(self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+def var_correction(
+    self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False
+) -> Tensor:
     """Canonical variance: two passes of sums over global counts."""
     dims = list(range(self.dim())) if not dim else dim
     count = prod(self.shape[index] for index in dims)

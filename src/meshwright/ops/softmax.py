@@ -1,4 +1,4 @@
-"""Softmax and its logarithm. Over a split dim they are exact: maxima and sums are all-reduced."""
+"""Softmax and its logarithm. Over a split dim they are exact: maxima and sums of all shards are merged."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ def _names(call: Call) -> tuple[str, str, str]:
 
 
 def softmax_rule(call: Call) -> Rule:
-    """``b s !v -> b s !v``; split over ``v`` it reduces a maximum and a sum."""
+    """``b s !v -> b s !v``; split over ``v`` it gathers a maximum and a sum."""
     names, letter, rest = _names(call)
-    return make_rule(call, f"{names} -> {names}", decompositions={letter: (f"max {rest}", f"sum {rest}")})
+    return make_rule(call, f"{names} -> {names}", decompositions={letter: (f"gather 2 {rest}",)})
 
 
 def softmax_backward_rule(call: Call) -> Rule:
@@ -33,17 +33,29 @@ def softmax_backward_rule(call: Call) -> Rule:
 
 
 def softmax_local(local: Local) -> Any:
-    """exp(x - max) / sum, or x - max - log(sum), the maximum and the sum taken over all shards."""
+    """x - log-sum-exp, or its exponential: each shard's maximum and sum are gathered once and merged."""
     if not local.is_split("v"):
         return local.call(local.target, *local.args, **local.kwargs)
     source, dim = local.args[0], local.args[1]
-    maximum = local.all_reduce(local.call(aten.amax.default, source, [dim], True), "v", "max")
-    shifted = local.call(aten.sub.Tensor, source, maximum)
-    powers = local.call(aten.exp.default, shifted)
-    total = local.all_reduce(local.call(aten.sum.dim_IntList, powers, [dim], True), "v")
+    maximum = local.call(aten.amax.default, source, [dim], True)
+    powers = local.call(aten.exp.default, local.call(aten.sub.Tensor, source, maximum))
+    total = local.call(aten.sum.dim_IntList, powers, [dim], True)
+    pair = local.call(aten.stack.default, [maximum, total])
+    shape = [local.coordinate("v")[1], 2, *local.shape()]
+    shape[dim + 2 if dim >= 0 else dim] = 1
+    gathered = local.call(aten.reshape.default, local.all_gather(pair, "v"), shape)
+    maxima, totals = (local.call(aten.select.int, gathered, 1, index) for index in (0, 1))
+    highest = local.call(aten.amax.default, maxima, [0])
+    weights = local.call(
+        aten.mul.Tensor, totals, local.call(aten.exp.default, local.call(aten.sub.Tensor, maxima, highest))
+    )
+    merged = local.call(aten.sum.dim_IntList, weights, [0])
     if local.target is aten._log_softmax.default:
-        return local.call(aten.sub.Tensor, shifted, local.call(aten.log.default, total))
-    return local.call(aten.div.Tensor, powers, total)
+        return local.call(
+            aten.sub.Tensor, source, local.call(aten.add.Tensor, highest, local.call(aten.log.default, merged))
+        )
+    scale = local.call(aten.exp.default, local.call(aten.sub.Tensor, maximum, highest))
+    return local.call(aten.mul.Tensor, powers, local.call(aten.div.Tensor, scale, merged))
 
 
 def softmax_backward_local(local: Local) -> Any:

@@ -28,15 +28,11 @@ aten = torch.ops.aten
 _FILES = (
     attention, convolution, creation, embedding, indexing, loss, matmul, normalization, random, reduction, softmax, view,
 )  # fmt: skip
-RULES: Mapping[Target, OperatorRule] = {
-    target: rule
-    for file in _FILES
-    for target, rule in file.RULES.items()  # type: ignore[attr-defined]
-}
+RULES: Mapping[Target, OperatorRule] = {target: rule for file in _FILES for target, rule in file.RULES.items()}
 CANONICAL: Mapping[Target, Callable[..., Any]] = {
     target: function
     for file in (convolution, loss, matmul, normalization, reduction, view)
-    for target, function in file.CANONICAL.items()  # type: ignore[attr-defined]
+    for target, function in file.CANONICAL.items()
 }
 """Rewrites made at capture, as a make_fx decomposition table."""
 

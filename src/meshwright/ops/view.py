@@ -111,7 +111,10 @@ def permute_rule(call: Call) -> Rule:
 
 def unsqueeze_rule(call: Call) -> Rule:
     """Dims of size 1 that come or go."""
-    names = [name if size != 1 else "1" for name, size in zip(letters(call.tensors[0].dim()), call.tensors[0].shape, strict=True)]
+    names = [
+        name if size != 1 else "1"
+        for name, size in zip(letters(call.tensors[0].dim()), call.tensors[0].shape, strict=True)
+    ]
     kept = iter(name for name in names if name != "1")
     right = ["1" if size == 1 else next(kept) for size in call.outputs[0].shape]
     return make_rule(call, f"^{' '.join(names) or '.'} -> {' '.join(right) or '.'}")
@@ -122,7 +125,10 @@ def expand_rule(call: Call) -> Rule:
     source, output = call.tensors[0], call.outputs[0]
     offset = output.dim() - source.dim()
     right = [name if size != 1 else "1" for name, size in zip(letters(output.dim()), output.shape, strict=True)]
-    left = [right[offset + index] if size == output.shape[offset + index] else "1" for index, size in enumerate(source.shape)]
+    left = [
+        right[offset + index] if size == output.shape[offset + index] else "1"
+        for index, size in enumerate(source.shape)
+    ]
     return make_rule(call, f"^{' '.join(left) or '.'} -> {' '.join(right) or '.'}")
 
 
@@ -277,7 +283,6 @@ def flip_rule(call: Call) -> Rule:
     dims = call.args[1] if call.target is aten.flip.default else (call.argument(2, "dims") or list(range(rank)))
     names = " ".join(letters(rank, fixed=tuple(normalize_dim(dim, rank) for dim in dims)))
     return make_rule(call, f"^{names} -> {names}")
-
 
 
 _VIEW = OperatorRule(view_rule, view_local)

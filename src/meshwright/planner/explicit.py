@@ -74,7 +74,9 @@ class _Planner:
             self._follow_storage("tp")
         placements = self._pass_partials()
         storage = self.base.stage.storage if self.base is not None else self._storage()
-        used = {name: {a: c for a, c in strategy.items() if a in self.sizes} for name, strategy in self.strategies.items()}
+        used = {
+            name: {a: c for a, c in strategy.items() if a in self.sizes} for name, strategy in self.strategies.items()
+        }
         return Plan(
             model=self.graph.model,
             graph_fingerprint=self.graph.fingerprint,
@@ -130,7 +132,10 @@ class _Planner:
 
     def _touches_batch(self, operator: Operator) -> bool:
         return any(
-            self._is_batch(name) for tensor in operator.inputs for dim in self.graph.tensors[tensor].dims for name in dim
+            self._is_batch(name)
+            for tensor in operator.inputs
+            for dim in self.graph.tensors[tensor].dims
+            for name in dim
         )
 
     def _fits(self, operator: Operator, letter: str, axis: str) -> bool:
@@ -154,7 +159,11 @@ class _Planner:
             if name not in chosen and self._splits_everywhere(name, axis) and not self._conflicts(name, chosen):
                 chosen[name] = "hidden features: column then row, one all-reduce forward and one backward"
         for name in vocabulary:
-            if name in chosen or not self._splits_everywhere(name, axis, decompose=True) or self._conflicts(name, chosen):
+            if (
+                name in chosen
+                or not self._splits_everywhere(name, axis, decompose=True)
+                or self._conflicts(name, chosen)
+            ):
                 continue
             pays, why = self._vocabulary_pays(name, axis)
             if pays:
@@ -180,14 +189,18 @@ class _Planner:
         vocabulary: dict[str, None] = {}
         parameters = set(self.graph.parameters)
         weights = {
-            name for tensor in self.graph.tensors.values() if tensor.name in parameters for dim in tensor.dims for name in dim
+            name
+            for tensor in self.graph.tensors.values()
+            if tensor.name in parameters
+            for dim in tensor.dims
+            for name in dim
         }
         for operator in self.graph.operators:
             if operator.backward or operator.rule is None:
                 continue
             if operator.target.startswith("meshwright.attention."):
-                letter = operator.rule.parsed.outputs[0].dims[1]
-                heads.update({operator.classes[factor.name]: None for factor in letter if factor.name})
+                dim = operator.rule.parsed.outputs[0].dims[1]
+                heads.update({operator.classes[factor.name]: None for factor in dim if factor.name})
             if operator.target.startswith(_CONTRACTIONS):
                 for letter, name in operator.classes.items():
                     if name in weights and not self._is_batch(name):
@@ -242,15 +255,26 @@ class _Planner:
             return size >= MIN_VOCABULARY, f"{size} {'>=' if size >= MIN_VOCABULARY else '<'} {MIN_VOCABULARY}"
         operator = next(one for one in self.graph.operators if name in one.classes.values() and one.outputs)
         dtype = next(self.graph.tensors[t].dtype for t in operator.inputs if "float" in self.graph.tensors[t].dtype)
-        flops_per_s = self.cluster.device.peak_flops_per_s.get(dtype) or max(self.cluster.device.peak_flops_per_s.values())
-        item = self.graph.tensors[operator.outputs[0]].num_bytes / max(1, self.graph.tensors[operator.outputs[0]].num_elements)
+        flops_per_s = self.cluster.device.peak_flops_per_s.get(dtype) or max(
+            self.cluster.device.peak_flops_per_s.values()
+        )
+        item = self.graph.tensors[operator.outputs[0]].num_bytes / max(
+            1, self.graph.tensors[operator.outputs[0]].num_elements
+        )
         saved = 6 * size * (1 - 1 / parts) / flops_per_s
         spent = 2 * 2 * (parts - 1) / parts * item * self.cluster.levels[0].beta_s_per_byte
-        return saved > spent, f"saves {saved * 1e9:.2g} ns of products, costs {spent * 1e9:.2g} ns of traffic an element"
+        return (
+            saved > spent,
+            f"saves {saved * 1e9:.2g} ns of products, costs {spent * 1e9:.2g} ns of traffic an element",
+        )
 
     def _note_replicated(self, name: str, axis: str, reason: str) -> None:
         for operator in self.graph.operators:
-            if name in operator.classes.values() and operator.target.startswith(_CONTRACTIONS) and not operator.backward:
+            if (
+                name in operator.classes.values()
+                and operator.target.startswith(_CONTRACTIONS)
+                and not operator.backward
+            ):
                 self.notes[operator.module].setdefault(axis, f"replicated\0{reason}")
 
     def _note_whole(self, axis: str) -> None:
@@ -282,8 +306,8 @@ class _Planner:
             strategy = self.strategies[operator.name]
             if axis not in strategy:
                 for tensor in operator.inputs:
-                    name = placed.get(tensor)
-                    letter = next((one for one, other in operator.classes.items() if other == name), None) if name else None
+                    source = placed.get(tensor)
+                    letter = next((one for one, other in operator.classes.items() if other == source), None)
                     if letter is not None and self._fits(operator, letter, axis):
                         strategy[axis] = letter
                         break
@@ -369,7 +393,9 @@ class _Planner:
         group = groups.pop()
         if any(operand.linear == group and not one for operand, one in zip(rule.parsed.inputs, partial, strict=True)):
             return 0
-        into = sum(self.graph.tensors[name].num_elements for name, one in zip(operator.inputs, partial, strict=True) if one)
+        into = sum(
+            self.graph.tensors[name].num_elements for name, one in zip(operator.inputs, partial, strict=True) if one
+        )
         out = sum(self.graph.tensors[name].num_elements for name in operator.outputs)
         return group if out <= into else 0
 
@@ -388,7 +414,9 @@ class _Planner:
             storage[name] = found
         return storage
 
-    def _buckets(self, placements: dict[str, Placements], storage: dict[str, dict[str, Placement]]) -> tuple[Bucket, ...]:
+    def _buckets(
+        self, placements: dict[str, Placements], storage: dict[str, dict[str, Placement]]
+    ) -> tuple[Bucket, ...]:
         """Gradients that only lack a sum over one axis, in the order that backward makes them."""
         order = {output: index for index, operator in enumerate(self.graph.operators) for output in operator.outputs}
         pending: dict[tuple[str, str], tuple[list[str], int]] = {}
@@ -452,7 +480,9 @@ def _grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
     result: dict[str, Strategy] = {}
     for star, members in groups.items():
         agreed = all(strategies[name] == strategies[members[0]] for name in members)
-        for name, strategy in [(star, strategies[members[0]])] if agreed else [(name, strategies[name]) for name in members]:
+        for name, strategy in (
+            [(star, strategies[members[0]])] if agreed else [(name, strategies[name]) for name in members]
+        ):
             if strategy or not agreed:
                 result[name] = strategy
     return result

@@ -50,7 +50,11 @@ class LocalParameters:
                 part = local_part(parameter.detach(), self._placements[name], groups).clone().contiguous().to(device)
                 self._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 meta.append(name)
-                _replace(model, parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad))
+                _replace(
+                    model,
+                    parameter,
+                    nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad),
+                )
             else:
                 if parameter.device != device:
                     parameter.data = parameter.data.to(device)
@@ -61,7 +65,9 @@ class LocalParameters:
                 buffer.data = buffer.data.to(device)
             self._buffers[name] = buffer
         if meta:
-            log.info("%d of %d parameters are split; in the given module they are now meta tensors", len(meta), len(names))
+            log.info(
+                "%d of %d parameters are split; in the given module they are now meta tensors", len(meta), len(names)
+            )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -109,7 +115,9 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
             parameters[name].detach(), parameters.global_shape(name), parameters.placements(name), parameters.groups
         )
         if keep:
-            found[name] = whole.clone() if whole is parameters[name] or whole.data_ptr() == parameters[name].data_ptr() else whole
+            found[name] = (
+                whole.clone() if whole is parameters[name] or whole.data_ptr() == parameters[name].data_ptr() else whole
+            )
     if not keep:
         return {}
     for name, buffer in parameters.named_buffers.items():

@@ -36,7 +36,6 @@ class Trainer:
 
     Attributes:
         plan: the plan that runs.
-        optimizer: the user's optimizer over this rank's parameters (None: evaluation only).
         step_number: steps done.
         metrics: ``loss``, ``grad_norm`` (where clipping is on) and the loss function's own, of the last step or
             evaluation, as scalar tensors.
@@ -66,7 +65,7 @@ class Trainer:
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = axis_groups(plan.mesh, self.rank) if plan.mesh.world_size > 1 else {}
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
-        self.optimizer = self._make_optimizer(optimizer)
+        self._optimizer = self._make_optimizer(optimizer)
         self._lowered: OrderedDict[Any, tuple[Lowered, Graph]] = OrderedDict()
         self._lowered[self._key(True, captured.traced.batch_spec, self._captured_shapes(captured))] = (
             lower(captured, plan, self.groups, device), captured.graph,
@@ -81,6 +80,21 @@ class Trainer:
         group = self.groups.get("dp")
         return (group.index, group.size) if group is not None else (0, 1)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer over this rank's parameters.
+
+        Raises:
+            OptimizerError: the trainer was made without one.
+        """
+        if self._optimizer is None:
+            raise OptimizerError(
+                "this trainer has no optimizer",
+                where="trainer",
+                remedy="pass optimizer= to parallelize, or only evaluate",
+            )
+        return self._optimizer
+
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
         """One training step on the global batch (or, ``local``, on this rank's part of it).
 
@@ -92,10 +106,7 @@ class Trainer:
             DataError: the batch does not have the structure that was captured, or does not divide over dp.
             OptimizerError: the trainer was made without an optimizer.
         """
-        if self.optimizer is None:
-            raise OptimizerError(
-                "this trainer has no optimizer", where="step", remedy="pass optimizer= to parallelize, or call evaluate"
-            )
+        optimizer = self.optimizer
         lowered, values = self._prepare(batch, local, training=True)
         result = lowered.function(values)
         loss = self._finish(lowered, result)
@@ -106,7 +117,7 @@ class Trainer:
         del result
         if self.max_grad_norm is not None:
             self.metrics["grad_norm"] = self._clip(self.max_grad_norm)
-        self.optimizer.step()
+        optimizer.step()
         for parameter in parameters.values():
             parameter.grad = None
         self.step_number += 1
@@ -134,12 +145,12 @@ class Trainer:
             return None
         optimizer = factory(list(self.parameters.trainable.items()))
         name = type(optimizer).__name__
-        sharded = [name for name, value in self.parameters.trainable.items() if self.parameters.is_sharded(name)]
+        sharded = [one for one in self.parameters.trainable if self.parameters.is_sharded(one)]
         if name in NEEDS_WHOLE_TENSORS and (sharded or name == "LBFGS"):
             raise OptimizerError(
                 f"{name} needs whole tensors" if name != "LBFGS" else "LBFGS needs to evaluate the step several times",
                 where=f"optimizer; {sharded[0]} is split" if sharded else "optimizer",
-                remedy="use an element-wise optimizer (SGD, Adam, AdamW, ...), or a layout that does not split parameters",
+                remedy="use an element-wise optimizer (SGD, AdamW, ...), or a layout that does not split parameters",
             )
         return optimizer
 
@@ -186,7 +197,10 @@ class Trainer:
                 where="batch", remedy="pass batches of one structure",
             )  # fmt: skip
         iterator = iter(shapes)
-        shaped = [torch.empty(next(iterator)[0], dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        shaped = [
+            torch.empty(next(iterator)[0], dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
         if training:
             log.info("capturing the step again for batch shapes %s", [tuple(shape) for shape, _ in shapes])
         captured = capture(
@@ -227,7 +241,9 @@ class Trainer:
         for name, parameter in self.parameters.trainable.items():
             if parameter.grad is None:
                 continue
-            axes = tuple(axis for axis, placement in self.parameters.placements(name).items() if isinstance(placement, Shard))
+            axes = tuple(
+                axis for axis, placement in self.parameters.placements(name).items() if isinstance(placement, Shard)
+            )
             (split.setdefault(axes, []) if axes else whole).append(parameter.grad)
         total = torch.nn.utils.get_total_norm(whole).square() if whole else torch.zeros((), device=self.device)
         for axes, gradients in split.items():

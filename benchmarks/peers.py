@@ -1,0 +1,109 @@
+"""What the foundation is measured against, each written as its own documentation advises, for the same GPT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.models import GPT, language_model_loss
+from meshwright.models.gpt import Attention
+
+Batch = Mapping[str, Tensor]
+Optimizer = Callable[..., torch.optim.Optimizer]
+StepOn = Callable[[Batch], Tensor]
+
+
+def eager(model: GPT, optimizer: Optimizer) -> StepOn:
+    """Plain PyTorch in one process."""
+    return _training_step(model, optimizer(model.parameters()))
+
+
+def data_parallel(model: GPT, optimizer: Optimizer, **options: bool) -> StepOn:
+    """DistributedDataParallel; the step takes this rank's part of the batch."""
+    wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+    return _training_step(wrapped, optimizer(wrapped.parameters()))
+
+
+def tensor_parallel(
+    model: GPT, num_ranks: int, optimizer: Optimizer, *, vocabulary: bool = False, foreach: bool | None = None
+) -> StepOn:
+    """``parallelize_module``: columns then rows in attention and feed-forward, and so one all-reduce each way.
+
+    The rows of the fused query-key-value weight are put in the ranks' order, so that one product stays one product.
+    ``vocabulary`` also splits embedding and head over the vocabulary, with ``loss_parallel``.
+    """
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    plan: dict[str, ParallelStyle] = {}
+    for index, block in enumerate(model.blocks):
+        block.attention = _LocalHeads(cast(Attention, block.attention), num_ranks)
+        plan |= {
+            f"blocks.{index}.attention.qkv": ColwiseParallel(),
+            f"blocks.{index}.attention.projection": RowwiseParallel(),
+            f"blocks.{index}.mlp.up": ColwiseParallel(),
+            f"blocks.{index}.mlp.down": RowwiseParallel(),
+        }
+    tied = model.head.weight is model.token_embedding.weight
+    if vocabulary:
+        plan["token_embedding"] = RowwiseParallel(input_layouts=Replicate())
+        plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, plan)
+    if tied:
+        model.head.weight = model.token_embedding.weight
+    loss = _vocabulary_loss if vocabulary else None
+    return _training_step(model, optimizer(model.parameters(), foreach=foreach), loss)
+
+
+class _LocalHeads(nn.Module):
+    """The GPT's attention over as many heads as the local part of ``qkv`` makes."""
+
+    def __init__(self, whole: Attention, num_ranks: int) -> None:
+        super().__init__()
+        self.head_size = whole.qkv.in_features // whole.heads
+        self.qkv, self.projection = whole.qkv, whole.projection
+        with torch.no_grad():
+            for value in (self.qkv.weight, self.qkv.bias):
+                rows = value.unflatten(0, (3, num_ranks, -1)).transpose(0, 1).flatten(0, 2)
+                value.copy_(rows.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, _ = x.shape
+        query, key, value = (
+            part.view(batch, sequence, -1, self.head_size).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2)
+        )
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return cast(Tensor, self.projection(y.transpose(1, 2).reshape(batch, sequence, -1)))
+
+
+def _vocabulary_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()), {}
+
+
+def _training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]] | None = None,
+) -> StepOn:
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        with loss_parallel() if loss_fn is not None else nullcontext():
+            loss, _ = (loss_fn or language_model_loss)(model, batch)
+            loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step

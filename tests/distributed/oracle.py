@@ -1,0 +1,336 @@
+"""The oracle of training: one process of eager PyTorch, with which every parallel run must agree in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import meshwright as mw
+from meshwright.models import GPT, MLP, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
+from meshwright.models.losses import IGNORED
+
+TOLERANCE = 1e-9
+"""|a - b| <= TOLERANCE * max(1, max|b|), in float64."""
+STEPS = 5
+BATCH = 8
+SEQUENCE = 12
+MAX_GRAD_NORM = 0.1
+"""Below the norm of every model's first gradients, so that clipping clips."""
+
+Batch = dict[str, Tensor]
+LossFunction = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with the loss function and the batches it is trained on."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    batches: list[Batch]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training to be run in parallel and in one process."""
+
+    model: str
+    layout: str
+    optimizer: str
+    clipping: str
+    labels: str
+
+    @property
+    def num_ranks(self) -> int:
+        layout = LAYOUTS[self.layout]
+        return layout.dp * layout.tp
+
+    def __str__(self) -> str:
+        return ", ".join((self.model, self.layout, self.optimizer, self.clipping, self.labels))
+
+
+@dataclass
+class Run:
+    """What a training left behind: per step the loss, the other metrics and the gradient norm; then all values."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest errors of one rank's run, relative to max(1, max|expected|), and what the plan did.
+
+    ``state`` is of parameters and buffers and infinite if a name is missing; only rank 0 has them.
+    ``moved`` is the largest change of a parameter in the serial run and ``norms`` are its gradient norms where it
+    clips, so that a comparison that could not fail shows. ``values`` are the losses, ``num_split`` counts parameters.
+    """
+
+    losses: float
+    metrics: float
+    state: float
+    moved: float
+    norms: tuple[float, ...]
+    values: tuple[float, ...]
+    num_split: int
+
+    @property
+    def error(self) -> float:
+        return max(self.losses, self.metrics, self.state)
+
+
+# --- models and batches ----------------------------------------------------------------------------------------------
+
+
+def gpt(
+    ragged: bool, *, tied: bool = True, dropout: float = 0.0, vocabulary: int = 128, num_batches: int = STEPS
+) -> Subject:
+    """A GPT whose vocabulary is large enough for the planner to split it."""
+    config = GPTConfig(
+        layers=2, width=16, heads=2, vocabulary=vocabulary, sequence_length=SEQUENCE, dropout=dropout, tied_head=tied
+    )
+    batches = []
+    for _ in range(num_batches):
+        tokens = torch.randint(vocabulary, (BATCH, SEQUENCE + 1))
+        targets = _ragged(tokens[:, 1:]) if ragged else tokens[:, 1:].contiguous()
+        batches.append({"tokens": tokens[:, :-1].contiguous(), "targets": targets})
+    return Subject(GPT(config).double(), language_model_loss, batches)
+
+
+def hugging_face_gpt2(ragged: bool, *, masked: bool = False, dtype: torch.dtype = torch.float64) -> Subject:
+    """Hugging Face's GPT-2 as it comes, with random weights and without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=40, n_positions=SEQUENCE, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    batches = []
+    for _ in range(STEPS):
+        tokens = torch.randint(40, (BATCH, SEQUENCE))
+        batch = {"input_ids": tokens, "labels": _ragged(tokens) if ragged else tokens.clone()}
+        if masked:
+            lengths = torch.randint(SEQUENCE // 2, SEQUENCE + 1, (BATCH, 1))
+            batch["attention_mask"] = (torch.arange(SEQUENCE) < lengths).long()
+        batches.append(batch)
+    return Subject(GPT2LMHeadModel(config).to(dtype), own_loss, batches)
+
+
+def mlp(ragged: bool) -> Subject:
+    """Three layers, so that one product's columns meet the next one's rows."""
+    return Subject(MLP((6, 16, 12, 4)).double(), classification_loss, _samples("inputs", (6,), 4, ragged))
+
+
+def lenet(ragged: bool) -> Subject:
+    """Two convolutions and three dense layers."""
+    model = LeNet(image_size=8, classes=4, channels=(2, 4), dense=(16, 12), kernel=3)
+    return Subject(model.double(), classification_loss, _samples("image", (1, 8, 8), 4, ragged))
+
+
+def resnet(ragged: bool) -> Subject:
+    """Eight layers with batch norm, whose statistics are those of the global batch."""
+    model = ResNet(depth=8, width=4, image_channels=1, classes=4)
+    return Subject(model.double(), classification_loss, _samples("image", (1, 8, 8), 4, ragged))
+
+
+def own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss that a Hugging Face model computes itself."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _samples(name: str, shape: tuple[int, ...], classes: int, ragged: bool) -> list[Batch]:
+    batches = []
+    for step in range(STEPS):
+        label = torch.randint(classes, (BATCH,))
+        if ragged:  # uneven over the halves of the batch, as over dp shards
+            label[: 1 + step % 3] = IGNORED
+        batches.append({name: torch.randn(BATCH, *shape, dtype=torch.float64), "label": label})
+    return batches
+
+
+def _ragged(targets: Tensor) -> Tensor:
+    """Ends of samples ignored, from a random position on: an early one in the first half of the batch, a late one after."""
+    batch, sequence = targets.shape
+    length = torch.randint(1, 1 + sequence // 3, (batch, 1))
+    length[batch // 2 :] += sequence // 2
+    return targets.masked_fill(torch.arange(sequence) >= length, IGNORED)
+
+
+MODELS: Mapping[str, Callable[[bool], Subject]] = {
+    "GPT": gpt,
+    "GPT, own head": lambda ragged: gpt(ragged, tied=False),
+    "HF GPT-2": hugging_face_gpt2,
+    "HF GPT-2, mask": lambda ragged: hugging_face_gpt2(ragged, masked=True),
+    "MLP": mlp,
+    "LeNet": lenet,
+    "ResNet": resnet,
+}
+LAYOUTS: Mapping[str, mw.Layout] = {"dp2": mw.Layout(dp=2), "tp2": mw.Layout(tp=2), "dp2 x tp2": mw.Layout(dp=2, tp=2)}
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+}
+CLIPPING: Mapping[str, float | None] = {"whole": None, "clipped": MAX_GRAD_NORM}
+LABELS: Mapping[str, bool] = {"full": False, "ragged": True}
+
+
+def every_case() -> list[Case]:
+    """The full product."""
+    return [Case(*values) for values in itertools.product(MODELS, LAYOUTS, OPTIMIZERS, CLIPPING, LABELS)]
+
+
+def pairwise_cases() -> list[Case]:
+    """Cases in which every two values of different factors meet at least once.
+
+    Greedily the case with most new pairs, and of these one whose pairs have met least often, so that what the larger
+    factors leave free varies too.
+    """
+    rest = every_case()
+    missing = {pair for case in rest for pair in pairs(case)}
+    met: Counter[tuple[tuple[str, str], ...]] = Counter()
+    chosen = []
+    while missing:
+        best = max(rest, key=lambda case: (len(missing & pairs(case)), -sum(met[pair] for pair in pairs(case))))
+        chosen.append(best)
+        missing -= pairs(best)
+        met.update(pairs(best))
+    return chosen
+
+
+def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
+    """The pairs of (factor, value) that meet in a case."""
+    values = [("model", case.model), ("layout", case.layout), ("optimizer", case.optimizer)]
+    values += [("clipping", case.clipping), ("labels", case.labels)]
+    return set(itertools.combinations(values, 2))
+
+
+# --- both sides ------------------------------------------------------------------------------------------------------
+
+
+class WiderCasts(TorchFunctionMode):
+    """Casts to float32 inside a model become casts to float64, so that its rounding does not hide an error of ours."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            return Tensor.double(*args)
+        wider = [torch.float64 if value is torch.float32 else value for value in args]
+        return function(
+            *wider, **{key: torch.float64 if v is torch.float32 else v for key, v in (kwargs or {}).items()}
+        )
+
+
+def subject_of(case: Case) -> Subject:
+    """The case's model and batches, the same on every rank."""
+    torch.manual_seed(7)
+    return MODELS[case.model](LABELS[case.labels])
+
+
+def in_one_process(
+    subject: Subject, optimizer: Callable[[Any], torch.optim.Optimizer], max_grad_norm: float | None = None
+) -> Run:
+    """Plain eager training, the simplest correct version."""
+    model, run = subject.model.train(), Run()
+    stepper = optimizer(model.parameters())
+    for batch in subject.batches:
+        stepper.zero_grad()
+        result = subject.loss_fn(model, batch)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        loss.backward()
+        if max_grad_norm is not None:
+            metrics = {**metrics, "grad_norm": nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)}
+        stepper.step()
+        _note(run, loss, metrics)
+    run.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return run
+
+
+def in_parallel(
+    subject: Subject,
+    layout: mw.Layout,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    max_grad_norm: float | None = None,
+) -> tuple[Run, mw.Trainer]:
+    """The same training by Meshwright on this rank."""
+    trainer = mw.parallelize(
+        subject.model,
+        subject.loss_fn,
+        subject.batches[0],
+        plan=layout,
+        optimizer=optimizer,
+        max_grad_norm=max_grad_norm,
+    )
+    run = Run()
+    for batch in subject.batches:
+        loss = trainer.step(batch)
+        _note(run, loss, {name: value for name, value in trainer.metrics.items() if name != "loss"})
+    run.state = trainer.full_state_dict()
+    return run, trainer
+
+
+def compare(case: Case, *, widen_casts: bool = True) -> Comparison:
+    """Run a case both ways on this rank."""
+    with WiderCasts() if widen_casts else nullcontext():
+        serial = subject_of(case)
+        before = {name: value.clone() for name, value in serial.model.state_dict().items()}
+        arguments = OPTIMIZERS[case.optimizer], CLIPPING[case.clipping]
+        expected = in_one_process(serial, *arguments)
+        found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments)
+    state = 0.0
+    if trainer.rank == 0:
+        state = largest_error(found.state, expected.state)
+    return Comparison(
+        losses=error_of(torch.stack(found.losses), torch.stack(expected.losses)),
+        metrics=largest_error(_stacked(found.metrics), _stacked(expected.metrics)),
+        state=state,
+        moved=max(
+            float((expected.state[name] - before[name]).abs().max()) for name, _ in serial.model.named_parameters()
+        ),
+        norms=tuple(float(norm) for norm in expected.metrics.get("grad_norm", ())),
+        values=tuple(float(loss) for loss in found.losses),
+        num_split=sum(trainer.parameters.is_sharded(name) for name in trainer.parameters),
+    )
+
+
+def largest_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest ``error_of`` over tensors by name; infinite if the names are not the same."""
+    if found.keys() != expected.keys():
+        return math.inf
+    return max((error_of(found[name], expected[name]) for name in expected), default=0.0)
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """max|found - expected| / max(1, max|expected|); infinite if shapes differ or a value is not finite."""
+    if found.shape != expected.shape or found.dtype != expected.dtype or not bool(torch.isfinite(found).all()):
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    scale = max(1.0, float(expected.abs().max()))
+    return float((found.double() - expected.double()).abs().max()) / scale
+
+
+def _note(run: Run, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
+    run.losses.append(loss.detach().clone())
+    for name, value in metrics.items():
+        run.metrics.setdefault(name, []).append(value.detach().clone())
+
+
+def _stacked(values: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack(list(several)) for name, several in values.items()}
+
+
+def shards(batch: Batch, count: int) -> Iterator[Batch]:
+    """A global batch in ``count`` equal parts along dim 0."""
+    chunked = {name: value.chunk(count) for name, value in batch.items()}
+    for index in range(count):
+        yield {name: parts[index] for name, parts in chunked.items()}
