@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -65,7 +65,10 @@ def tensor_parallel(
     if tied:
         model.head.weight = model.token_embedding.weight
     loss = _vocabulary_loss if vocabulary else None
-    return _training_step(model, optimizer(model.parameters(), foreach=foreach), loss)
+    split = [value for value in model.parameters() if isinstance(value, DTensor)]
+    whole = [value for value in model.parameters() if not isinstance(value, DTensor)]
+    # Two groups, because the fast path of optimizers takes either kind but not both at once.
+    return _training_step(model, optimizer([{"params": split}, {"params": whole}], foreach=foreach), loss)
 
 
 class _LocalHeads(nn.Module):

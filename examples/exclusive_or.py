@@ -27,8 +27,8 @@ def accuracy_of(sizes: tuple[int, ...], steps: int) -> float:
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.05),
     )
     for _ in range(steps):
-        loss = trainer.step(BATCH)
-    trainer.evaluate(BATCH)
+        trainer.step(BATCH)
+    loss = trainer.evaluate(BATCH)
     accuracy = float(trainer.metrics["correct"]) / len(POINTS)
     if trainer.rank == 0:
         layers = " -> ".join(map(str, sizes))

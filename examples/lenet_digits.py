@@ -20,24 +20,27 @@ from meshwright.runtime.data import TensorLoader
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--goal", type=float, default=0.97, help="the accuracy on held-out digits that is asserted")
     arguments = parser.parse_args()
     train, held_out = digits()
     loader = TensorLoader(train, batch_size=64, drop_last=True)
     torch.manual_seed(0)
-    model = LeNet(image_size=8, channels=(16, 32), dense=(128, 64), kernel=3)
+    model = LeNet(image_size=8, channels=(32, 64), dense=(256,), kernel=3)
     trainer = mw.parallelize(
         model,
         classification_loss,
         next(iter(loader)),
         plan=mw.Layout(tp=-1, pin={"convolutions*": "batch@tp"}),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
     )
     if trainer.rank == 0:
         print(trainer.plan.explain())
+    assert trainer.optimizer is not None
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, arguments.steps)
     for batch in loader:
         loss = trainer.step(batch)
+        schedule.step()
         if trainer.rank == 0 and trainer.step_number % 50 == 0:
             print(f"step {trainer.step_number}/{arguments.steps}  loss {float(loss):.4f}")
         if trainer.step_number == arguments.steps:

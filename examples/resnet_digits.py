@@ -32,6 +32,7 @@ def main() -> None:
         plan=mw.Layout(dp=-1),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4),
     )
+    assert trainer.optimizer is not None
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, arguments.steps)
     loader = TensorLoader(train, arguments.batch_size, drop_last=True, shard=trainer.data_shard)
     for batch in loader:

@@ -1,6 +1,5 @@
 """Plan + traced graph -> one rank's graph: every operator on its part, collectives where placements differ."""
 
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +10,13 @@ from torch import Tensor, fx
 from meshwright.capture.builder import Capture
 from meshwright.comm.backend import OPERATORS as comm
 from meshwright.comm.groups import AxisGroup
-from meshwright.ir.placement import Placements, Shard, input_placements, is_linear, local_shape, output_placements
+from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
 from meshwright.ir.plan import Bucket, Plan, Strategy
 from meshwright.lower.fuse import fuse, propagate, reuse_memory
+from meshwright.lower.local import LocalCall
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
-from meshwright.ops.base import Target, emit_unchanged
-from meshwright.ops.library import mix
+from meshwright.ops.base import emit_unchanged
 from meshwright.ops.table import operator_rule
 
 aten = torch.ops.aten
@@ -186,8 +185,17 @@ class _Lowering:
         args, kwargs = fx.map_arg((source.args, source.kwargs), replace)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device}
-        local = _LocalCall(self, operator, source, strategy, tuple(args), dict(kwargs))
-        assert callable(source.target)
+        assert callable(source.target) and self.random_key is not None
+        local = LocalCall(
+            self.ir,
+            self.groups,
+            operator,
+            self.capture.letters.get(operator.name, {}),
+            strategy,
+            (source.target, tuple(args), dict(kwargs)),
+            self.emit,
+            self.random_key,
+        )
         rule = operator_rule(source.target, self.capture.rules)
         emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged
         result = emit(local)
@@ -323,82 +331,6 @@ class _Lowering:
 
 def _getitem(value: Any, index: int) -> Any:
     return value[index]
-
-
-class _LocalCall:
-    """One operator on this rank, as ``ops`` sees it (:class:`meshwright.ops.base.Local`)."""
-
-    def __init__(
-        self,
-        lowering: _Lowering,
-        operator: Any,
-        source: fx.Node,
-        strategy: Strategy,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._lowering, self._operator, self._source, self._strategy = lowering, operator, source, strategy
-        assert callable(source.target)
-        self.target: Target = source.target
-        self.args, self.kwargs, self.name = args, kwargs, operator.name
-        self._letters = lowering.capture.letters.get(operator.name, {})
-
-    def shape(self, output: int = 0) -> list[int]:
-        name = self._operator.outputs[output]
-        placements = output_placements(self._operator.rule, self._strategy, output)
-        return list(local_shape(self._lowering.ir.tensors[name].shape, placements, self._lowering.sizes))
-
-    def _axes(self, factor: str) -> list[str]:
-        became = self._letters.get(factor, (factor,))
-        return [axis for axis, choice in self._strategy.items() if not is_linear(choice) and choice in became]
-
-    def is_split(self, factor: str) -> bool:
-        return bool(self._axes(factor))
-
-    def coordinate(self, factor: str) -> tuple[int, int]:
-        index, count = 0, 1
-        for axis in self._axes(factor):
-            group = self._lowering.groups[axis]
-            index, count = index * group.size + group.index, count * group.size
-        return index, count
-
-    def size(self, factor: str) -> int:
-        rule = self._operator.rule
-        total = 1
-        for letter in self._letters.get(factor, (factor,)):
-            total *= rule.sizes[letter]
-        return total
-
-    def key(self) -> tuple[fx.Node, int]:
-        coordinates = [
-            self._lowering.groups[axis].index + 1
-            for axis, choice in sorted(self._strategy.items())
-            if not is_linear(choice)
-        ]
-        # forward and backward of one operator draw the same numbers: the salt is the module's, not the call's
-        salt = mix(zlib.crc32(_random_name(self._operator).encode()), *coordinates)
-        assert self._lowering.random_key is not None
-        return self._lowering.random_key, salt
-
-    def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
-        for axis in self._axes(factor):
-            node = self.call(comm.all_reduce_start.default, node, op, self._lowering.groups[axis].name)
-            node = self.call(comm.wait.default, node)
-        return node
-
-    def all_gather(self, node: fx.Node, factor: str) -> fx.Node:
-        for axis in reversed(self._axes(factor)):
-            group = self._lowering.groups[axis]
-            node = self.call(comm.all_gather_start.default, node, group.name, group.size)
-            node = self.call(comm.wait.default, node)
-        return node
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self._lowering.emit(target, *args, **kwargs)
-
-
-def _random_name(operator: Any) -> str:
-    return f"{operator.name.replace('_backward', '')}@{operator.sequence}" if operator.sequence >= 0 else operator.name
 
 
 def collectives(graph: fx.Graph) -> Iterable[fx.Node]:

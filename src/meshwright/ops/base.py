@@ -70,7 +70,7 @@ class Local(Protocol):
         """Reduce over the axes on which the factor is split; ``value`` itself may be overwritten."""
 
     def all_gather(self, value: Value, factor: str) -> Value:
-        """Concatenate along dim 0 over the axes on which the factor is split, in the order of the factor's parts."""
+        """All parts on new leading dims (one for each axis on which the factor is split), in the factor's order."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
         """Run an operator (emit it into the per-rank graph)."""

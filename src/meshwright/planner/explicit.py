@@ -8,18 +8,10 @@ from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import (
-    REPLICATE,
-    Partial,
-    Placement,
-    Placements,
-    Shard,
-    input_placements,
-    output_placements,
-)
-from meshwright.ir.plan import Bucket, Layout, Note, Plan, Stage, Strategy, starred
+from meshwright.ir.placement import Shard
+from meshwright.ir.plan import Layout, Note, Plan, Stage, Strategy, starred
+from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials
 
-BUCKET_BYTES = 8 * 2**20
 MIN_VOCABULARY = 1024
 """Without a cluster, a vocabulary below this is replicated."""
 
@@ -56,7 +48,6 @@ class _Planner:
         self.graph, self.layout, self.mesh, self.cluster, self.base = graph, layout, mesh, cluster, base
         self.sizes = {axis.name: axis.size for axis in mesh.axes if axis.size > 1}
         self.strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
-        self.consumers = graph.consumers()
         self.notes: dict[str, dict[str, str]] = defaultdict(dict)
         self.axis_notes: list[Note] = []
 
@@ -72,8 +63,8 @@ class _Planner:
             self._split_tensors("tp")
         elif "tp" in self.sizes:
             self._follow_storage("tp")
-        placements = self._pass_partials()
-        storage = self.base.stage.storage if self.base is not None else self._storage()
+        placements = pass_partials(self.graph, self.strategies, self.sizes)
+        storage = self.base.stage.storage if self.base is not None else parameter_storage(self.graph, self.strategies)
         used = {
             name: {a: c for a, c in strategy.items() if a in self.sizes} for name, strategy in self.strategies.items()
         }
@@ -83,9 +74,9 @@ class _Planner:
             batch_size=self.graph.batch_size,
             cluster=self.cluster.name if self.cluster is not None else self.base.cluster if self.base else "unknown",
             mesh=self.mesh,
-            stages=(Stage(strategies=_grouped(used), storage=storage),),
+            stages=(Stage(strategies=grouped(used), storage=storage),),
             layout=self.layout,
-            buckets=self._buckets(placements, storage),
+            buckets=gradient_buckets(self.graph, placements, storage, self.sizes),
             notes=self._explained(),
         )
 
@@ -358,96 +349,6 @@ class _Planner:
                     remedy=f"factors are: batch, none, {', '.join(known)}",
                 )
 
-    # --- partials, storage, buckets ------------------------------------------------------------------------------
-
-    def _pass_partials(self) -> dict[str, Placements]:
-        """Let Partials through operators that are linear in them, where that is not dearer than reducing first."""
-        placements: dict[str, Placements] = {}
-        for operator in self.graph.operators:
-            strategy = self.strategies[operator.name]
-            for axis in [axis for axis, choice in strategy.items() if not choice]:
-                del strategy[axis]
-            if operator.rule is None:
-                continue
-            for axis in self.sizes:
-                if axis not in strategy:
-                    group = self._linear_group(operator, axis, placements)
-                    if group:
-                        strategy[axis] = "^" * group
-            for index, output in enumerate(operator.outputs):
-                placements[output] = output_placements(operator.rule, strategy, index)
-        return placements
-
-    def _linear_group(self, operator: Operator, axis: str, placements: dict[str, Placements]) -> int:
-        rule = operator.rule
-        assert rule is not None
-        partial = [
-            placements.get(tensor, {}).get(axis) == Partial("sum") and len(self.consumers.get(tensor, ())) == 1
-            for tensor in operator.inputs
-        ]
-        if not any(partial):
-            return 0
-        groups = {operand.linear for operand, one in zip(rule.parsed.inputs, partial, strict=True) if one}
-        if len(groups) != 1 or 0 in groups:
-            return 0
-        group = groups.pop()
-        if any(operand.linear == group and not one for operand, one in zip(rule.parsed.inputs, partial, strict=True)):
-            return 0
-        into = sum(
-            self.graph.tensors[name].num_elements for name, one in zip(operator.inputs, partial, strict=True) if one
-        )
-        out = sum(self.graph.tensors[name].num_elements for name in operator.outputs)
-        return group if out <= into else 0
-
-    def _storage(self) -> dict[str, dict[str, Placement]]:
-        """Parameters lie as their operators want them; where these differ, split rather than whole."""
-        storage: dict[str, dict[str, Placement]] = {}
-        for name in self.graph.parameters:
-            found: dict[str, Placement] = {}
-            for operator, position in self.consumers.get(name, ()):
-                if operator.rule is None or operator.backward:
-                    continue
-                wanted = input_placements(operator.rule, self.strategies[operator.name], position)
-                for axis, placement in wanted.items():
-                    if isinstance(placement, Shard):
-                        found.setdefault(axis, placement)
-            storage[name] = found
-        return storage
-
-    def _buckets(
-        self, placements: dict[str, Placements], storage: dict[str, dict[str, Placement]]
-    ) -> tuple[Bucket, ...]:
-        """Gradients that only lack a sum over one axis, in the order that backward makes them."""
-        order = {output: index for index, operator in enumerate(self.graph.operators) for output in operator.outputs}
-        pending: dict[tuple[str, str], tuple[list[str], int]] = {}
-        buckets: list[tuple[int, Bucket]] = []
-        entries = [entry for entry in self.graph.gradients if entry.gradient is not None]
-        counts: dict[str, int] = defaultdict(int)
-        for entry in entries:
-            counts[entry.gradient or ""] += 1
-        for entry in sorted(entries, key=lambda entry: order.get(entry.gradient or "", -1)):
-            gradient = entry.gradient or ""
-            have, want = dict(placements.get(gradient, {})), storage.get(entry.parameter, {})
-            axes = [axis for axis, placement in have.items() if placement == Partial("sum")]
-            rest = {axis: placement for axis, placement in have.items() if axis not in axes and placement != REPLICATE}
-            if len(axes) != 1 or rest != {a: p for a, p in want.items() if a in self.sizes}:
-                continue
-            if counts[gradient] > 1 or self.consumers.get(gradient):
-                continue
-            tensor = self.graph.tensors[gradient]
-            num_bytes = tensor.num_bytes
-            for axis in rest:
-                num_bytes //= self.sizes[axis]
-            key = (axes[0], tensor.dtype)
-            names, total = pending.get(key, ([], 0))
-            if names and total + num_bytes > BUCKET_BYTES:
-                buckets.append((len(buckets), Bucket(axis=axes[0], parameters=tuple(names), num_bytes=total)))
-                names, total = [], 0
-            pending[key] = ([*names, entry.parameter], total + num_bytes)
-        for (axis, _), (names, total) in pending.items():
-            buckets.append((len(buckets), Bucket(axis=axis, parameters=tuple(names), num_bytes=total)))
-        return tuple(bucket for _, bucket in buckets)
-
     def _explained(self) -> tuple[Note, ...]:
         """One line a module with weights (repeated blocks once), then what could not be split."""
         if self.base is not None:
@@ -470,19 +371,3 @@ class _Planner:
         notes = [Note(module=module, split=split, reason=reason) for module, split, reason in lines]
         unique = dict.fromkeys((note.module, note.split, note.reason) for note in self.axis_notes)
         return (*notes, *(Note(module=a, split=b, reason=c) for a, b, c in unique))
-
-
-def _grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
-    """By repeated block where all its members agree, else by name; replicated operators are left out."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in strategies:
-        groups[starred(name)].append(name)
-    result: dict[str, Strategy] = {}
-    for star, members in groups.items():
-        agreed = all(strategies[name] == strategies[members[0]] for name in members)
-        for name, strategy in (
-            [(star, strategies[members[0]])] if agreed else [(name, strategies[name]) for name in members]
-        ):
-            if strategy or not agreed:
-                result[name] = strategy
-    return result

@@ -67,9 +67,11 @@ class Trainer:
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
         self._optimizer = self._make_optimizer(optimizer)
         self._lowered: OrderedDict[Any, tuple[Lowered, Graph]] = OrderedDict()
-        self._lowered[self._key(True, captured.traced.batch_spec, self._captured_shapes(captured))] = (
-            lower(captured, plan, self.groups, device), captured.graph,
-        )  # fmt: skip
+        traced, tensors = captured.traced, captured.graph.tensors
+        shapes = tuple((tensors[name].shape, tensors[name].dtype) for name in captured.graph.inputs)
+        others = tuple(repr(leaf) for leaf in traced.constant_leaves.values())
+        first = (True, traced.batch_spec, shapes, others)
+        self._lowered[first] = (lower(captured, plan, self.groups, device), captured.graph)
         self.graph = captured.graph
 
     # --- what a user calls ---------------------------------------------------------------------------------------
@@ -154,25 +156,19 @@ class Trainer:
             )
         return optimizer
 
-    @staticmethod
-    def _captured_shapes(captured: Capture) -> tuple[Any, ...]:
-        tensors = captured.graph.tensors
-        return tuple((tensors[name].shape, tensors[name].dtype) for name in captured.graph.inputs)
-
-    def _key(self, training: bool, spec: Any, shapes: tuple[Any, ...]) -> Any:
-        return training, spec, shapes
+    def _whole_shape(self, value: Tensor, batch: Any, local: bool) -> tuple[int, ...]:
+        """The global shape of a batch tensor of which this rank may have been given its part only."""
+        shape = tuple(value.shape)
+        if local and shape and shape[0] == batch_size_of(batch):
+            return (shape[0] * self.data_shard[1], *shape[1:])
+        return shape
 
     def _prepare(self, batch: Any, local: bool, training: bool) -> tuple[Lowered, list[Any]]:
         leaves, spec = pytree.tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        count = self.data_shard[1] if local else 1
-        size = batch_size_of(batch)
-        shapes = tuple(
-            ((value.shape[0] * count, *value.shape[1:]) if count > 1 and value.dim() and value.shape[0] == size else tuple(value.shape),
-             str(value.dtype).removeprefix("torch."))
-            for value in tensors
-        )  # fmt: skip
-        key = self._key(training, spec, shapes)
+        shapes = tuple((self._whole_shape(value, batch, local), _dtype(value)) for value in tensors)
+        others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        key = (training, spec, shapes, others)
         entry = self._lowered.get(key)
         if entry is None:
             entry = self._capture_again(key, batch, leaves, spec, shapes, training)
@@ -254,3 +250,7 @@ class Trainer:
         norm = total.sqrt()
         torch.nn.utils.clip_grads_with_norm_(list(self.parameters.trainable.values()), max_norm, norm)
         return norm
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

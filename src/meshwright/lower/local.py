@@ -1,0 +1,92 @@
+"""One operator on one rank: what its local rewrite may ask for."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshwright.comm.backend import OPERATORS as comm
+from meshwright.comm.groups import AxisGroup
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.placement import is_linear, local_shape, output_placements
+from meshwright.ir.plan import Strategy
+from meshwright.ops.base import Target
+from meshwright.ops.library import mix
+
+
+class LocalCall:
+    """One operator on this rank, as ``ops`` sees it (:class:`meshwright.ops.base.Local`)."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        groups: dict[str, AxisGroup],
+        operator: Operator,
+        letters: dict[str, tuple[str, ...]],
+        strategy: Strategy,
+        call: tuple[Target, tuple[Any, ...], dict[str, Any]],
+        emit: Callable[..., fx.Node],
+        random_key: fx.Node,
+    ) -> None:
+        self.target, self.args, self.kwargs = call
+        self.name = operator.name
+        self._graph, self._groups, self._operator, self._letters = graph, groups, operator, letters
+        self._strategy, self._emit, self._random_key = strategy, emit, random_key
+
+    def shape(self, output: int = 0) -> list[int]:
+        name = self._operator.outputs[output]
+        assert self._operator.rule is not None
+        placements = output_placements(self._operator.rule, self._strategy, output)
+        sizes = {axis: group.size for axis, group in self._groups.items()}
+        return list(local_shape(self._graph.tensors[name].shape, placements, sizes))
+
+    def dtype(self, output: int = 0) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._graph.tensors[self._operator.outputs[output]].dtype)
+        return dtype
+
+    def _axes(self, factor: str) -> list[str]:
+        """The axes that split the factor, outermost first: by its letters, then as in the mesh."""
+        became = self._letters.get(factor, (factor,))
+        return [axis for letter in became for axis in self._groups if self._strategy.get(axis) == letter]
+
+    def is_split(self, factor: str) -> bool:
+        return bool(self._axes(factor))
+
+    def coordinate(self, factor: str) -> tuple[int, int]:
+        index, count = 0, 1
+        for axis in self._axes(factor):
+            group = self._groups[axis]
+            index, count = index * group.size + group.index, count * group.size
+        return index, count
+
+    def size(self, factor: str) -> int:
+        rule = self._operator.rule
+        assert rule is not None
+        total = 1
+        for letter in self._letters.get(factor, (factor,)):
+            total *= rule.sizes[letter]
+        return total
+
+    def key(self, name: str = "") -> tuple[fx.Node, int]:
+        coordinates = [
+            self._groups[axis].index + 1 for axis, choice in sorted(self._strategy.items()) if not is_linear(choice)
+        ]
+        return self._random_key, mix(zlib.crc32((name or self.name).encode()), *coordinates)
+
+    def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
+        for axis in self._axes(factor):
+            node = self.call(comm.all_reduce_start.default, node, op, self._groups[axis].name)
+            node = self.call(comm.wait.default, node)
+        return node
+
+    def all_gather(self, node: fx.Node, factor: str) -> fx.Node:
+        for axis in reversed(self._axes(factor)):
+            group = self._groups[axis]
+            node = self.call(comm.all_gather_start.default, node, group.name, group.size)
+            node = self.call(comm.wait.default, node)
+        return node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._emit(target, *args, **kwargs)

@@ -1,0 +1,133 @@
+"""What follows from the strategies of a plan: Partials passed on, storage of parameters, gradient buckets."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.placement import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Placements,
+    Shard,
+    input_placements,
+    output_placements,
+)
+from meshwright.ir.plan import Bucket, Strategy, starred
+
+BUCKET_BYTES = 8 * 2**20
+Consumers = dict[str, list[tuple[Operator, int]]]
+
+
+def pass_partials(graph: Graph, strategies: dict[str, Strategy], axes: Iterable[str]) -> dict[str, Placements]:
+    """Let Partials through operators that are linear in them, where that is not dearer than reducing first."""
+    axes, consumers = list(axes), graph.consumers()
+    placements: dict[str, Placements] = {}
+    for operator in graph.operators:
+        strategy = strategies[operator.name]
+        for axis in [axis for axis, choice in strategy.items() if not choice]:
+            del strategy[axis]
+        if operator.rule is None:
+            continue
+        for axis in axes:
+            if axis not in strategy:
+                group = _linear_group(graph, consumers, operator, axis, placements)
+                if group:
+                    strategy[axis] = "^" * group
+        for index, output in enumerate(operator.outputs):
+            placements[output] = output_placements(operator.rule, strategy, index)
+    return placements
+
+
+def _linear_group(
+    graph: Graph, consumers: Consumers, operator: Operator, axis: str, placements: dict[str, Placements]
+) -> int:
+    rule = operator.rule
+    assert rule is not None
+    partial = [
+        placements.get(tensor, {}).get(axis) == Partial("sum") and len(consumers.get(tensor, ())) == 1
+        for tensor in operator.inputs
+    ]
+    if not any(partial):
+        return 0
+    groups = {operand.linear for operand, one in zip(rule.parsed.inputs, partial, strict=True) if one}
+    if len(groups) != 1 or 0 in groups:
+        return 0
+    group = groups.pop()
+    if any(operand.linear == group and not one for operand, one in zip(rule.parsed.inputs, partial, strict=True)):
+        return 0
+    into = sum(graph.tensors[name].num_elements for name, one in zip(operator.inputs, partial, strict=True) if one)
+    out = sum(graph.tensors[name].num_elements for name in operator.outputs)
+    return group if out <= into else 0
+
+
+def parameter_storage(graph: Graph, strategies: dict[str, Strategy]) -> dict[str, dict[str, Placement]]:
+    """Parameters lie as their operators want them; where these differ, split rather than whole."""
+    consumers = graph.consumers()
+    storage: dict[str, dict[str, Placement]] = {}
+    for name in graph.parameters:
+        found: dict[str, Placement] = {}
+        for operator, position in consumers.get(name, ()):
+            if operator.rule is None or operator.backward:
+                continue
+            wanted = input_placements(operator.rule, strategies[operator.name], position)
+            for axis, placement in wanted.items():
+                if isinstance(placement, Shard):
+                    found.setdefault(axis, placement)
+        storage[name] = found
+    return storage
+
+
+def gradient_buckets(
+    graph: Graph,
+    placements: dict[str, Placements],
+    storage: dict[str, dict[str, Placement]],
+    axis_sizes: dict[str, int],
+) -> tuple[Bucket, ...]:
+    """Gradients that only lack a sum over one axis, in the order that backward makes them."""
+    consumers = graph.consumers()
+    order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
+    pending: dict[tuple[str, str], tuple[list[str], int]] = {}
+    buckets: list[tuple[int, Bucket]] = []
+    entries = [entry for entry in graph.gradients if entry.gradient is not None]
+    counts: dict[str, int] = defaultdict(int)
+    for entry in entries:
+        counts[entry.gradient or ""] += 1
+    for entry in sorted(entries, key=lambda entry: order.get(entry.gradient or "", -1)):
+        gradient = entry.gradient or ""
+        have, want = dict(placements.get(gradient, {})), storage.get(entry.parameter, {})
+        axes = [axis for axis, placement in have.items() if placement == Partial("sum")]
+        rest = {axis: placement for axis, placement in have.items() if axis not in axes and placement != REPLICATE}
+        if len(axes) != 1 or rest != {a: p for a, p in want.items() if a in axis_sizes}:
+            continue
+        if counts[gradient] > 1 or consumers.get(gradient):
+            continue
+        tensor = graph.tensors[gradient]
+        num_bytes = tensor.num_bytes
+        for axis in rest:
+            num_bytes //= axis_sizes[axis]
+        key = (axes[0], tensor.dtype)
+        names, total = pending.get(key, ([], 0))
+        if names and total + num_bytes > BUCKET_BYTES:
+            buckets.append((len(buckets), Bucket(axis=axes[0], parameters=tuple(names), num_bytes=total)))
+            names, total = [], 0
+        pending[key] = ([*names, entry.parameter], total + num_bytes)
+    for (axis, _), (names, total) in pending.items():
+        buckets.append((len(buckets), Bucket(axis=axis, parameters=tuple(names), num_bytes=total)))
+    return tuple(bucket for _, bucket in buckets)
+
+
+def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
+    """By repeated block where all its members agree, else by name; replicated operators are left out."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in strategies:
+        groups[starred(name)].append(name)
+    result: dict[str, Strategy] = {}
+    for star, members in groups.items():
+        agreed = all(strategies[name] == strategies[members[0]] for name in members)
+        for name, strategy in (
+            [(star, strategies[members[0]])] if agreed else [(name, strategies[name]) for name in members]
+        ):
+            if strategy or not agreed:
+                result[name] = strategy
+    return result

@@ -1,0 +1,290 @@
+"""Tensors split over ranks, written and read by torch.distributed.checkpoint as chunks of the whole tensor.
+
+A rank's part is not always one block of the whole. GPT-2's fused weight ``[k, (3 h d)]``, split by heads over two
+ranks, is ``Shard(1, outer=3)``: each rank holds three blocks side by side. DTensor cannot say that, so a part is
+described to torch as a list of chunks, each with its place in the whole and its place in the part:
+
+    whole    q0 q1 | k0 k1 | v0 v1        rank 0 holds q0 k0 v0, at 0, 2 and 4 of the whole
+
+Whatever of torch's checkpoint machinery is used stands in this module; nothing of it needs DTensor.
+"""
+
+import io
+import itertools
+import math
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
+
+from meshwright.comm.groups import AxisGroup
+from meshwright.errors import CheckpointError
+from meshwright.ir.placement import Placements, Shard
+from meshwright.lower.reshard import local_part
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a whole tensor that lies on this rank: where it starts in the whole and in the part, and its size."""
+
+    offsets: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a whole tensor of ``shape``."""
+
+    value: Tensor
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+    def view(self, chunk: Chunk) -> Tensor:
+        """The chunk's elements."""
+        value = self.value.detach()
+        for dim, (start, size) in enumerate(zip(chunk.starts, chunk.sizes, strict=True)):
+            value = value.narrow(dim, start, size)
+        return value
+
+
+def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> list[Chunk]:
+    """The blocks of a whole tensor that make up this rank's part, as few as possible.
+
+    Which indices a rank holds along a dim is asked of ``local_part``, which cuts the parameters themselves.
+    """
+    ranges = []
+    for dim, size in enumerate(shape):
+        here: Placements = {
+            axis: Shard(0, placement.outer)
+            for axis, placement in placements.items()
+            if isinstance(placement, Shard) and placement.dim == dim
+        }
+        ranges.append(_runs(local_part(torch.arange(size), here, groups).tolist()) if here else _whole(size))
+    return [
+        Chunk(
+            offsets=tuple(offset for offset, _, _ in box),
+            starts=tuple(start for _, start, _ in box),
+            sizes=tuple(size for _, _, size in box),
+        )
+        for box in itertools.product(*ranges)
+    ]
+
+
+def _whole(size: int) -> list[tuple[int, int, int]]:
+    return [(0, 0, size)] if size else []
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
+    """Rising indices as runs: (first index, its position, length)."""
+    breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]
+    ends = [*breaks, len(indices)]
+    return [(indices[start], start, end - start) for start, end in zip([0, *breaks], ends, strict=True) if end > start]
+
+
+def write(directory: Path, parts: Mapping[str, Part]) -> None:
+    """Write tensors to a new directory, replicated chunks once; every rank must call it with the same names.
+
+    Raises:
+        CheckpointError: on every rank, if a rank could not write.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is no mistake
+            dcp.save(
+                dict(parts),
+                storage_writer=_Writer(directory),
+                planner=_SavePlanner(parts),
+                no_dist=not dist.is_initialized(),
+            )
+    except CheckpointException as error:
+        raise _explained(error, directory, "written", "make room, or save elsewhere; nothing was replaced") from error
+
+
+def read(directory: Path, parts: Mapping[str, Part]) -> None:
+    """Fill the parts from what ``write`` wrote, under whatever placements; every rank must call it.
+
+    Raises:
+        CheckpointError: on every rank, if a rank could not read; parts may have been filled then.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(
+                dict(parts),
+                storage_reader=_Reader(directory),
+                planner=_LoadPlanner(parts),
+                no_dist=not dist.is_initialized(),
+            )
+    except CheckpointException as error:
+        remedy = "load this or another checkpoint before training on: parameters may be half read"
+        raise _explained(error, directory, "read", remedy) from error
+
+
+def _explained(error: CheckpointException, directory: Path, verb: str, remedy: str) -> BaseException:
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, KeyboardInterrupt):
+        return KeyboardInterrupt()
+    problem = (cause.strerror or str(cause)) if isinstance(cause, OSError) else f"{type(cause).__name__}: {cause}"
+    return CheckpointError(f"the tensors could not be {verb} (rank {rank}: {problem})", where=f"{directory}", remedy=remedy)
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Every rank offers its chunks; of equal ones (replicas) the default planner keeps one, evenly over the ranks."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+        self._views: dict[MetadataIndex, tuple[Part, Chunk]] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, part in self._parts.items():
+            for chunk in part.chunks:
+                index = MetadataIndex(name, chunk.offsets)
+                self._views[index] = part, chunk
+                data = TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
+                    properties=TensorProperties(dtype=part.value.dtype),
+                    size=torch.Size(part.shape),
+                )
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        part, chunk = self._views[write_item.index]
+        return part.view(chunk)
+
+
+class _LoadPlanner(LoadPlanner):
+    """Every rank asks for its chunks, which are put together from whatever saved chunks overlap them."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._parts = parts
+        self._metadata: Metadata | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self._metadata is not None
+        items: list[ReadItem] = []
+        for name, part in self._parts.items():
+            if not part.chunks:
+                continue
+            saved = self._metadata.state_dict_metadata.get(name)
+            wanted = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in part.chunks]
+            if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != part.shape:
+                raise CheckpointError(f"there is no tensor of shape {list(part.shape)}", where=name)
+            found = create_read_items_for_chunk_list(name, saved, wanted)
+            if sum(math.prod(item.lengths) for item in found) != sum(math.prod(chunk.sizes) for chunk in part.chunks):
+                raise CheckpointError("the saved chunks do not cover the tensor", where=name)
+            items += found
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("only tensors are written")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        part = self._parts[read_item.dest_index.fqn]
+        assert read_item.dest_index.index is not None
+        value = part.view(part.chunks[read_item.dest_index.index])
+        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            value = value.narrow(dim, start, size)
+        return value
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's files, without the path of the machine that wrote them."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's files, each saved chunk read once, and its index without running any code that it may hold."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata: Metadata = _IndexUnpickler(file).load()
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        requests: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            requests.setdefault(item.storage_index, []).append(item)
+        files: dict[str, list[MetadataIndex]] = {}
+        for index in requests:
+            files.setdefault(self.storage_data[index].relative_path, []).append(index)
+        for name, indices in files.items():
+            with (Path(self.path) / name).open("rb") as file:
+                for index in sorted(indices, key=lambda one: int(self.storage_data[one].offset)):
+                    place = self.storage_data[index]
+                    file.seek(place.offset)
+                    saved = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+                    for item in requests[index]:
+                        source = saved
+                        for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                            source = source.narrow(dim, start, size)
+                        planner.resolve_tensor(item).copy_(source)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """torch writes its index as a pickle: only the classes that an index is made of are let in."""
+
+    ALLOWED = frozenset({
+        *(("torch.distributed.checkpoint.metadata", name) for name in (
+            "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+            "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+    })  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if (module, name) in self.ALLOWED or module == "torch" else None
+        if (module, name) in self.ALLOWED or isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's index")
