@@ -1,1 +1,1 @@
-"""Benchmarks, one module a question; each writes its results, and the command that makes them, to benchmarks/results."""
+"""Benchmarks, one module a question; each writes results, and the command that makes them, to results/."""

@@ -1,4 +1,4 @@
-"""Compares programs side by side: alternating in the same processes, medians over rounds, their ratio and its spread."""
+"""Compares programs side by side: alternating in the same processes, medians over rounds, their ratio, its spread."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Ratio:
 def alternate(sides: Mapping[str, Step], *, rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds a step of every side, one figure a round: the mean over a block of ``steps``, of the slowest rank.
 
-    In each round every side runs one block; the order turns from round to round, so that a drift of the machine falls on
-    all of them. All ranks of the process group call this, with the same sides.
+    In each round every side runs one block; the order turns from round to round, so that a drift of the machine falls
+    on all of them. All ranks of the process group call this, with the same sides.
     """
     for step in sides.values():
         for _ in range(WARMUP_STEPS):

@@ -160,7 +160,7 @@ def _samples(name: str, shape: tuple[int, ...], classes: int, ragged: bool) -> l
 
 
 def _ragged(targets: Tensor) -> Tensor:
-    """Ends of samples ignored, from a random position on: an early one in the first half of the batch, a late one after."""
+    """The ends of samples ignored, from a random position on: an early one in the first half of the batch."""
     batch, sequence = targets.shape
     length = torch.randint(1, 1 + sequence // 3, (batch, 1))
     length[batch // 2 :] += sequence // 2

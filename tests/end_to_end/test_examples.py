@@ -5,11 +5,22 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As many threads as a rank has, so that small models do not wait for threads on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
@@ -65,9 +76,9 @@ def test_exclusive_or_cannot_be_learned_without_training(
 
 
 def test_lenet_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    output = run_here(monkeypatch, capsys, "lenet_digits.py")
+    output = run_here(monkeypatch, capsys, "lenet_digits.py", "--steps", "50", "--goal", "0.8")
     assert split_of(output, "dense.*") == "whole"
-    assert float(re.findall(r"held-out digits right: (\d+\.\d)%", output)[0]) >= 97.0
+    assert float(re.findall(r"held-out digits right: (\d+\.\d)%", output)[0]) >= 80.0
 
 
 def test_lenet_splits_convolutions_by_batch_and_dense_layers_by_features_on_the_same_ranks() -> None:
@@ -88,11 +99,11 @@ def test_lenet_that_learned_too_little_fails(
 def test_resnet_loses_the_same_on_two_ranks_as_in_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So batch norm sees the global batch: with each rank's own statistics the first loss already differs by 1e-2."""
-    serial = run_here(monkeypatch, capsys, "resnet_digits.py", "--steps", "20")
-    parallel = run_on_ranks(2, "resnet_digits.py", "--steps", "20")
+    """So batch norm sees the global batch: with the statistics of each half, the tenth loss differs by 0.04."""
+    serial = run_here(monkeypatch, capsys, "resnet_digits.py", "--steps", "10")
+    parallel = run_on_ranks(2, "resnet_digits.py", "--steps", "10")
     assert "part 1 of 2: 32 digits" in parallel
-    assert len(losses(serial)) == 2
+    assert len(losses(serial)) == 1
     assert losses(parallel) == pytest.approx(losses(serial), abs=2e-3)
 
 
@@ -104,7 +115,7 @@ def test_hugging_face_gpt2_in_one_process(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_hugging_face_gpt2_splits_heads_and_hidden_features_over_two_ranks() -> None:
-    output = run_on_ranks(2, "hugging_face_gpt2.py", "--dp", "1", "--tp", "2", "--steps", "2", "--batch-size", "2")
+    output = run_on_ranks(2, "hugging_face_gpt2.py", "--dp", "1", "--tp", "2", "--steps", "2")
     assert split_of(output, "transformer.h.*.attn.c_attn") == "h@tp"
     assert split_of(output, "transformer.h.*.mlp.c_fc") == "f@tp"
     assert len(losses(output)) == 1

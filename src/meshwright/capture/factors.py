@@ -12,7 +12,7 @@ refines the projection's single factor to ``(3 h d)``, so that splitting heads s
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.ir.rule import Factor, Operand, Pattern, Rule
+from meshwright.ir.rule import Dim, Factor, Operand, Pattern, Rule
 
 PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "p", "q", "j", "m")
 """Letters by how much they say; a class takes the best name that any of its operators gives it."""
@@ -146,9 +146,10 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
     """The refined rule, the class of each of its letters, and what each original letter became.
 
     ``names`` gives the class name of each leaf atom (by id). A letter that needs contiguous parts, or has a
-    decomposition, can only be split at its outermost factor.
+    decomposition, can only be split at its outermost factor. Letters of one class stay apart (the queries and the
+    keys of self-attention are both the sequence): splitting the one does not split the other.
     """
-    letter_of: dict[int, str] = {}
+    letter_of: dict[tuple[str, int], str] = {}
     classes: dict[str, str] = {}
     sizes: dict[str, int] = {}
     became: dict[str, tuple[str, ...]] = {}
@@ -158,16 +159,16 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
     for original, atoms in bound.letters.items():
         mine: list[str] = []
         for position, atom in enumerate(leaves(atoms)):
-            if id(atom) not in letter_of:
+            if (original, id(atom)) not in letter_of:
                 stem = (atom.hint or "x")[:1]
                 letter, count = stem, 0
                 while letter in classes:
                     count += 1
                     letter = f"{stem}{count}"
-                letter_of[id(atom)] = letter
+                letter_of[original, id(atom)] = letter
                 classes[letter] = names[id(atom)]
                 sizes[letter] = atom.size
-            letter = letter_of[id(atom)]
+            letter = letter_of[original, id(atom)]
             mine.append(letter)
             needs_outermost = original in bound.contiguous or original in bound.rule.decompositions
             if position and needs_outermost:
@@ -177,67 +178,33 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
             if original in fixed_originals:
                 fixed.add(letter)
         became[original] = tuple(mine)
-    for atoms in ([atom] for atom in bound.literals.values()):
-        for atom in leaves(atoms):
-            letter_of.setdefault(id(atom), "")
+    # a letter whose parts are one and the same factor (a square that was flattened) cannot be split
+    doubled = {letter for mine in became.values() for letter in mine if mine.count(letter) > 1}
+    fixed |= doubled
     pattern = bound.rule.parsed
 
-    def operand_text(operand: Operand, output: bool, index: int) -> Operand:
-        dims, used = [], set()
-        for atoms in dim_atoms(bound, operand, output, index):
-            factors = []
-            for atom in leaves(atoms):
-                letter = letter_of[id(atom)]
-                if letter in used:
-                    letter = ""
-                used.add(letter)
-                factors.append(Factor(letter, fixed=letter in fixed) if letter else Factor("", size=atom.size))
+    def refined(operand: Operand, output: bool, index: int) -> Operand:
+        dims: list[Dim] = []
+        used: set[str] = set()
+        for dim_index, dim in enumerate(operand.dims):
+            factors: list[Factor] = []
+            for position, factor in enumerate(dim):
+                literal = [] if factor.name else leaves([bound.literals[output, index, dim_index, position]])
+                factors += [Factor("", size=atom.size) for atom in literal]
+                for atom, letter in zip(
+                    leaves(bound.letters.get(factor.name, [])), became.get(factor.name, ()), strict=True
+                ):
+                    factors.append(
+                        Factor("", size=atom.size) if letter in used else Factor(letter, fixed=letter in fixed)
+                    )
+                    used.add(letter)
             dims.append(tuple(factors))
         return Operand(tuple(dims), operand.linear)
 
-    text = str(
-        Pattern(
-            tuple(operand_text(operand, False, index) for index, operand in enumerate(pattern.inputs)),
-            tuple(operand_text(operand, True, index) for index, operand in enumerate(pattern.outputs)),
-        )
+    text = Pattern(
+        tuple(refined(operand, False, index) for index, operand in enumerate(pattern.inputs)),
+        tuple(refined(operand, True, index) for index, operand in enumerate(pattern.outputs)),
     )
-    # a factor that was lost because it stands twice in an operand cannot be split
-    refined = Rule(pattern=text, sizes=sizes, reduction=bound.rule.reduction, decompositions=decompositions)
-    doubled = _doubled(bound, pattern, letter_of)
-    if doubled:
-        fixed |= doubled
-        refined = Rule(
-            pattern=str(_marked(refined.parsed, fixed)), sizes=sizes, reduction=bound.rule.reduction,
-            decompositions={name: value for name, value in decompositions.items() if name not in doubled},
-        )  # fmt: skip
-    return refined, classes, became
-
-
-def _doubled(bound: BoundRule, pattern: Pattern, letter_of: dict[int, str]) -> set[str]:
-    result: set[str] = set()
-    for output, operands in ((False, pattern.inputs), (True, pattern.outputs)):
-        for index, operand in enumerate(operands):
-            seen: set[str] = set()
-            for atoms in dim_atoms(bound, operand, output, index):
-                for atom in leaves(atoms):
-                    letter = letter_of[id(atom)]
-                    if letter and letter in seen:
-                        result.add(letter)
-                    seen.add(letter)
-    return result
-
-
-def _marked(pattern: Pattern, fixed: set[str]) -> Pattern:
-    def mark(operand: Operand) -> Operand:
-        return Operand(
-            tuple(
-                tuple(
-                    Factor(factor.name, factor.size, factor.name in fixed and bool(factor.name), factor.stencil)
-                    for factor in dim
-                )
-                for dim in operand.dims
-            ),
-            operand.linear,
-        )
-
-    return Pattern(tuple(map(mark, pattern.inputs)), tuple(map(mark, pattern.outputs)))
+    kept = {name: value for name, value in decompositions.items() if name not in doubled}
+    rule = Rule(pattern=str(text), sizes=sizes, reduction=bound.rule.reduction, decompositions=kept)
+    return rule, classes, became

@@ -1,7 +1,6 @@
 """Process groups of a mesh, by name: the one place that resolves a name to a group."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -10,25 +9,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements, Shard
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class AxisGroup:
-    """The ranks that differ from this one on one axis only: group name, size, this rank's index."""
-
-    name: str
-    size: int
-    index: int
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum of a small tensor over the group."""
-        value = value.clone()
-        dist.all_reduce(value, group=process_group(self.name))
-        return value
 
 
 def axis_groups(mesh: Mesh, rank: int) -> dict[str, AxisGroup]:
@@ -54,6 +38,13 @@ def axis_groups(mesh: Mesh, rank: int) -> dict[str, AxisGroup]:
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
+    """The sum of a small tensor over the group."""
+    value = value.clone()
+    dist.all_reduce(value, group=process_group(group.name))
+    return value
 
 
 def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> None:

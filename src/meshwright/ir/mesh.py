@@ -15,6 +15,14 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int
 
 
+class AxisGroup(msgspec.Struct, frozen=True):
+    """The ranks that differ from one rank on one axis only: the group's name, its size, that rank's index in it."""
+
+    name: str
+    size: int
+    index: int
+
+
 class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ranks 0 to ``world_size`` - 1 laid out along axes, outermost first: the last axis joins neighbouring ranks.
 

@@ -132,9 +132,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]
         for bucket in self.buckets:
-            lines.append(
-                f"  all-reduce over {bucket.axis}: {len(bucket.parameters)} gradients, {bucket.num_bytes / 2**20:.2f} MiB"
-            )
+            size = f"{len(bucket.parameters)} gradients, {bucket.num_bytes / 2**20:.2f} MiB"
+            lines.append(f"  all-reduce over {bucket.axis}: {size}")
         return "\n".join(lines)
 
     def check(self, graph: Graph, where: str = "plan") -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.comm.backend import OPERATORS as comm
+from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ _IN_PLACE: dict[Any, tuple[Any, str]] = {
 """Operators that can write into their input's memory, and how that memory is passed."""
 _FIRST_ONLY = frozenset({aten.scatter_add.default})
 _ALIASES = VIEWS | {
-    aten.reshape.default, operator.getitem, comm.all_reduce_start.default, comm.wait.default,
+    aten.reshape.default, operator.getitem, collectives.ALL_REDUCE, collectives.WAIT,
 }  # fmt: skip
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.comm.backend import OPERATORS as comm
-from meshwright.comm.groups import AxisGroup
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import is_linear, local_shape, output_placements
 from meshwright.ir.plan import Strategy
+from meshwright.ops import collectives
 from meshwright.ops.base import Target
 from meshwright.ops.library import mix
 
@@ -77,15 +77,15 @@ class LocalCall:
 
     def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
         for axis in self._axes(factor):
-            node = self.call(comm.all_reduce_start.default, node, op, self._groups[axis].name)
-            node = self.call(comm.wait.default, node)
+            node = self.call(collectives.ALL_REDUCE, node, op, self._groups[axis].name)
+            node = self.call(collectives.WAIT, node)
         return node
 
     def all_gather(self, node: fx.Node, factor: str) -> fx.Node:
         for axis in reversed(self._axes(factor)):
             group = self._groups[axis]
-            node = self.call(comm.all_gather_start.default, node, group.name, group.size)
-            node = self.call(comm.wait.default, node)
+            node = self.call(collectives.ALL_GATHER, node, group.name, group.size)
+            node = self.call(collectives.WAIT, node)
         return node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

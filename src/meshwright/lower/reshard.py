@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.comm.backend import OPERATORS as comm
-from meshwright.comm.groups import AxisGroup
+from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import REPLICATE, Partial, Placements, Shard
+from meshwright.ops import collectives
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
@@ -37,16 +37,16 @@ class Resharder:
             if not isinstance(source, Partial) or want.get(axis) == source:
                 continue
             target = want.get(axis, REPLICATE)
-            if isinstance(target, Shard) and source.op == "sum" and not self._nested(axis, target, now):
+            if isinstance(target, Shard) and source.op == "sum" and self._fits(axis, target, now):
                 node, now = yield from self._reduce_scatter(node, axis, source, target, now, shape)
             else:
                 if not owned:
                     node = self._emit(aten.clone.default, node)
                     owned = True
                 group = self._groups[axis]
-                node = self._emit(comm.all_reduce_start.default, node, source.op, group.name)
+                node = self._emit(collectives.ALL_REDUCE, node, source.op, group.name)
                 yield
-                node = self._emit(comm.wait.default, node)
+                node = self._emit(collectives.WAIT, node)
                 del now[axis]
             owned = True
         for axis in reversed(self._order):
@@ -70,9 +70,19 @@ class Resharder:
             for other in outer
         )  # fmt: skip
 
-    def _nested(self, axis: str, target: Shard, now: Placements) -> bool:
-        """Whether another axis already splits the very factor that this one would."""
-        return any(other != axis and placement == target for other, placement in now.items())
+    def _fits(self, axis: str, target: Shard, now: Placements) -> bool:
+        """Whether the axis can cut as ``target`` beside what other axes cut now: on one dim, an inner factor must
+        begin where the parts of an outer one begin."""
+        for other, placement in now.items():
+            if other == axis or not isinstance(placement, Shard) or placement.dim != target.dim:
+                continue
+            if placement.outer <= target.outer:
+                outer, inner, size = placement.outer, target.outer, self._groups[other].size
+            else:
+                outer, inner, size = target.outer, placement.outer, self._groups[axis].size
+            if inner % (outer * size):
+                return False
+        return True
 
     def _blocks(self, axis: str, shard: Shard, now: Placements) -> int:
         """How many equal blocks this rank's dim holds around the cut: ``outer`` over what other axes took of it."""
@@ -98,9 +108,9 @@ class Resharder:
         group = self._groups[axis]
         local = self._local(shape, now)
         blocks = self._blocks(axis, shard, now)
-        node = self._emit(comm.all_gather_start.default, node, group.name, group.size)
+        node = self._emit(collectives.ALL_GATHER, node, group.name, group.size)
         yield
-        node = self._emit(comm.wait.default, node)
+        node = self._emit(collectives.WAIT, node)
         rest = {other: placement for other, placement in now.items() if other != axis}
         lead = 1
         for size in local[: shard.dim]:
@@ -124,9 +134,9 @@ class Resharder:
             lead *= size
         node = self._emit(aten.reshape.default, node, [lead * blocks, group.size, -1])
         node = self._emit(aten.transpose.int, node, 0, 1)
-        node = self._emit(comm.reduce_scatter_start.default, node, source.op, group.name, group.size)
+        node = self._emit(collectives.REDUCE_SCATTER, node, source.op, group.name, group.size)
         yield
-        node = self._emit(comm.wait.default, node)
+        node = self._emit(collectives.WAIT, node)
         after = {**rest, axis: target}
         return self._emit(aten.reshape.default, node, self._local(shape, after)), after
 

@@ -1,6 +1,5 @@
 """Plan + traced graph -> one rank's graph: every operator on its part, collectives where placements differ."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,14 +7,14 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.capture.builder import Capture
-from meshwright.comm.backend import OPERATORS as comm
-from meshwright.comm.groups import AxisGroup
+from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
 from meshwright.ir.plan import Bucket, Plan, Strategy
 from meshwright.lower.fuse import fuse, propagate, reuse_memory
 from meshwright.lower.local import LocalCall
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
+from meshwright.ops import collectives
 from meshwright.ops.base import emit_unchanged
 from meshwright.ops.table import operator_rule
 
@@ -185,7 +184,8 @@ class _Lowering:
         args, kwargs = fx.map_arg((source.args, source.kwargs), replace)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device}
-        assert callable(source.target) and self.random_key is not None
+        assert callable(source.target)
+        assert self.random_key is not None
         local = LocalCall(
             self.ir,
             self.groups,
@@ -241,7 +241,7 @@ class _Lowering:
         nodes = [self.values[self.gradients[parameter] or ""].node for parameter in bucket.parameters]
         flat = self.emit(aten.cat.default, [self.emit(aten.reshape.default, node, [-1]) for node in nodes])
         self.bucket_nodes[id(bucket)] = (
-            self.emit(comm.all_reduce_start.default, flat, "sum", group.name), list(bucket.parameters),
+            self.emit(collectives.ALL_REDUCE, flat, "sum", group.name), list(bucket.parameters),
         )  # fmt: skip
 
     def _want(self, name: str, wanted: Placements) -> fx.Node:
@@ -316,7 +316,7 @@ class _Lowering:
     def _finish_buckets(self) -> dict[str, fx.Node]:
         reduced: dict[str, fx.Node] = {}
         for started, parameters in self.bucket_nodes.values():
-            flat = self.emit(comm.wait.default, started)
+            flat = self.emit(collectives.WAIT, started)
             offset = 0
             for parameter in parameters:
                 shape = self.values[self.gradients[parameter] or ""].node.meta["local_shape"]
@@ -333,7 +333,6 @@ def _getitem(value: Any, index: int) -> Any:
     return value[index]
 
 
-def collectives(graph: fx.Graph) -> Iterable[fx.Node]:
+def started(graph: fx.Graph) -> list[fx.Node]:
     """The collectives that a lowered graph starts, in order."""
-    starts = {comm.all_reduce_start.default, comm.all_gather_start.default, comm.reduce_scatter_start.default}
-    return (node for node in graph.nodes if node.op == "call_function" and node.target in starts)
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in collectives.STARTS]

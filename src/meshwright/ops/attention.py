@@ -1,42 +1,85 @@
-"""Scaled-dot-product attention, forward and backward, split over batch and heads (and queries without a causal mask)."""
+"""Scaled-dot-product attention, forward and backward, split over batch, heads, queries and keys."""
 
+import math
 from typing import Any
 
 import torch
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, Value, make_rule
 
+aten = torch.ops.aten
 ours = torch.ops.meshwright
 
 
-def _mask_pattern(call: Call, mask: torch.Tensor | None, queries: str) -> str:
+def _mask_pattern(mask: torch.Tensor | None, keys: str) -> str:
     if mask is None:
         return ""
-    names = ["b", "h", queries, "!t"][-mask.dim() :]
+    names = ["b", "h", "s", keys][-mask.dim() :]
     return ", " + " ".join("1" if size == 1 else name for size, name in zip(mask.shape, names, strict=True))
 
 
 def attention_rule(call: Call) -> Rule:
-    """``b h s !d, b h !t !d, b h !t !e -> b h s !e, b h s``; with a causal mask ``s`` stays whole."""
-    queries = "!s" if call.args[5] else "s"
-    mask = _mask_pattern(call, call.args[3], queries)
-    return make_rule(call, f"b h {queries} !d, b h !t !d, b h !t !e{mask} -> b h {queries} !e, b h {queries}")
+    """``b h s !d, b h !t !d, b h !t !e -> b h s !e, b h s``; split over the keys, shards' softmaxes are merged."""
+    mask = _mask_pattern(call.args[3], "!t")
+    pattern = f"b h s !d, b h !t !d, b h !t !e{mask} -> b h s !e, b h s"
+    return make_rule(call, pattern, decompositions={"t": ("gather b h s", "sum b h s e")})
 
 
 def attention_backward_rule(call: Call) -> Rule:
-    """Split over ``s``, the gradients of key and value are sums."""
-    queries = "!s" if call.args[8] else "s"
-    mask = _mask_pattern(call, call.args[4], queries)
-    q, k, v, o = f"b h {queries} !d", "b h !t !d", "b h !t !e", f"b h {queries} !e"
-    return make_rule(call, f"{o}, {q}, {k}, {v}{mask}, {o}, b h {queries} -> {q}, {k}, {v}")
+    """Of each part of the weights: split over ``s``, the gradients of key and value are sums; over ``t``, the query's."""
+    mask = _mask_pattern(call.args[4], "t")
+    q, k, v, o = "b h s !d", "b h t !d", "b h t !e", "b h s !e"
+    return make_rule(call, f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}")
 
 
 def attention_local(local: Local) -> Any:
-    dropout = local.args[-5]
-    key = local.key() if dropout else (0, 0)
-    return local.call(local.target, *local.args[:-2], *key)
+    """Each shard attends to its keys; their softmaxes are merged through the log-sum-exp (Milakov, Gimelshein 2018)."""
+    query, key, value, mask, dropout, causal, scale, _, number = local.args
+    mask, causal = _shifted_mask(local, query, mask, causal)
+    call = local.call(local.target, query, key, value, mask, dropout, causal, scale, *_key(local, dropout, number))
+    if not local.is_split("t"):
+        return call
+    output, own = (local.call(_getitem, call, index) for index in (0, 1))
+    shape = [local.coordinate("t")[1], *local.shape(1)]
+    every = local.call(aten.reshape.default, local.all_gather(own, "t"), shape)
+    merged = local.call(aten.logsumexp.default, every, [0])
+    # a query without any key: its output is zero, as is its part of every gradient
+    merged = local.call(aten.masked_fill.Scalar, merged, local.call(aten.eq.Scalar, merged, -math.inf), 0.0)
+    weight = local.call(aten.exp.default, local.call(aten.sub.Tensor, own, merged))
+    part = local.call(aten.mul.Tensor, output, local.call(aten.unsqueeze.default, weight, -1))
+    total = local.all_reduce(part, "t")
+    return local.call(aten._to_copy.default, total, dtype=local.dtype(0)), merged
+
+
+def attention_backward_local(local: Local) -> Any:
+    """Given the whole output and log-sum-exp, every part of the weights has its gradient alone."""
+    grad, query, key, value, mask, output, logsumexp, dropout, causal, scale, _, number = local.args
+    mask, causal = _shifted_mask(local, query, mask, causal)
+    return local.call(
+        local.target, grad, query, key, value, mask, output, logsumexp, dropout, causal, scale,
+        *_key(local, dropout, number),
+    )  # fmt: skip
+
+
+def _key(local: Local, dropout: float, number: int) -> tuple[Value, int]:
+    """Forward and backward of one call carry one number, and draw the same mask."""
+    return local.key(f"attention {number}") if dropout else (0, 0)
+
+
+def _shifted_mask(local: Local, query: Value, mask: Value, causal: bool) -> tuple[Value, bool]:
+    """A causal mask of a part of queries and keys: which of them these are matters."""
+    if not causal or not (local.is_split("s") or local.is_split("t")):
+        return mask, causal
+    (row, rows), (column, columns) = local.coordinate("s"), local.coordinate("t")
+    height, width = local.size("s") // rows, local.size("t") // columns
+    every = local.call(aten.new_ones.default, query, [height, width], dtype=torch.bool)
+    return local.call(aten.tril.default, every, row * height - column * width), False
+
+
+def _getitem(values: Any, index: int) -> Any:
+    return values[index]
 
 
 def _flops(products: int) -> Any:
@@ -49,7 +92,11 @@ def _flops(products: int) -> Any:
     return count
 
 
+_CONTIGUOUS = frozenset("st")
+
 RULES = {
-    ours.attention.default: OperatorRule(attention_rule, attention_local, _flops(2)),
-    ours.attention_backward.default: OperatorRule(attention_backward_rule, attention_local, _flops(5)),
+    ours.attention.default: OperatorRule(attention_rule, attention_local, _flops(2), _CONTIGUOUS),
+    ours.attention_backward.default: OperatorRule(
+        attention_backward_rule, attention_backward_local, _flops(5), _CONTIGUOUS
+    ),
 }

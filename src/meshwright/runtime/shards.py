@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from meshwright.comm.groups import AxisGroup
+from meshwright.ir.mesh import AxisGroup
 from meshwright.errors import CheckpointError
 from meshwright.ir.placement import Placements, Shard
 from meshwright.lower.reshard import local_part
@@ -152,8 +152,12 @@ def _explained(error: CheckpointException, directory: Path, verb: str, remedy: s
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, KeyboardInterrupt):
         return KeyboardInterrupt()
-    problem = (cause.strerror or str(cause)) if isinstance(cause, OSError) else f"{type(cause).__name__}: {cause}"
-    return CheckpointError(f"the tensors could not be {verb} (rank {rank}: {problem})", where=f"{directory}", remedy=remedy)
+    problem = f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, OSError):
+        problem = cause.strerror or problem
+    elif isinstance(cause, CheckpointError):
+        problem = f"{cause.where}: {cause.problem}"
+    return CheckpointError(f"tensors could not be {verb} (rank {rank}: {problem})", where=f"{directory}", remedy=remedy)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

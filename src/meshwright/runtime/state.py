@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.comm.groups import AxisGroup, broadcast_tensors, gather_whole
+from meshwright.comm.groups import broadcast_tensors, gather_whole
 from meshwright.errors import CaptureError
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
 from meshwright.lower.reshard import local_part

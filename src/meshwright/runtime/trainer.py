@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
 from meshwright.capture.builder import Capture, capture
 from meshwright.capture.tracer import LossFunction, batch_size_of
-from meshwright.comm.groups import AxisGroup, axis_groups
+from meshwright.comm.groups import axis_groups, sum_over
 from meshwright.errors import DataError, NonFiniteLossError, OptimizerError
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Plan
 from meshwright.lower.reshard import local_part
@@ -245,7 +247,7 @@ class Trainer:
         for axes, gradients in split.items():
             squares = torch.nn.utils.get_total_norm(gradients).square()
             for axis in axes:
-                squares = self.groups[axis].sum(squares)
+                squares = sum_over(squares, self.groups[axis])
             total = total + squares
         norm = total.sqrt()
         torch.nn.utils.clip_grads_with_norm_(list(self.parameters.trainable.values()), max_norm, norm)

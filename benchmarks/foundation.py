@@ -1,0 +1,304 @@
+"""Does the foundation reach its targets? Parity with one process, speed beside PyTorch's own ways: pass or fail.
+
+Run as ``make bench-foundation``. ``--slow`` also times ``make demo`` and ``make test``. The exit code is 1 if a target
+is missed. What is timed is a whole training step in float32 with one thread a rank: zero_grad, forward, loss, backward,
+SGD with momentum 0.9, no clipping. All sides of a comparison start from the same weights, see the same batches, and
+alternate in the same processes (benchmarks/side_by_side.py). Where a peer can be set up in several ways, all of them
+run, and the fastest is the one that counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import meshwright as mw
+from benchmarks import matrix, peers
+from benchmarks.side_by_side import alternate, machine, num_cores, ratio
+from meshwright.models import GPT, demo_gpt, gpt_s, language_model_loss
+from tests.distributed import oracle
+from tests.distributed.pool import Ranks
+
+RESULTS = Path(__file__).parent / "results"
+COMMAND = "make bench-foundation"
+ROUNDS = 15
+STEPS = 3
+BATCH = 8
+NUM_BATCHES = 4
+OURS = "meshwright"
+MODELS: Mapping[str, Callable[[], GPT]] = {"GPT-S": gpt_s, "demo GPT": demo_gpt}
+LIMITS_S = {"make demo": 300.0, "make test": 600.0}
+
+Batches = list[dict[str, torch.Tensor]]
+Sides = dict[str, Callable[[], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One target of speed: Meshwright's step over the fastest peer's is at most ``limit``."""
+
+    name: str
+    layout: mw.Layout
+    model: str
+    peers: Mapping[str, Mapping[str, bool]]
+    limit: float
+
+    @property
+    def num_ranks(self) -> int:
+        return self.layout.dp * self.layout.tp
+
+
+@dataclass(frozen=True)
+class Result:
+    """A target, what was measured, and the verdict: ``pass``, ``fail`` or ``reported`` (not judged)."""
+
+    target: str
+    verdict: str
+    measured: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+EAGER: dict[str, dict[str, bool]] = {"eager PyTorch": {}}
+DDP = {
+    "DistributedDataParallel": {},
+    "DistributedDataParallel, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+}
+PARALLELIZE_MODULE = {
+    "parallelize_module": {},
+    "parallelize_module, vocabulary split, foreach": {"vocabulary": True, "foreach": True},
+}
+COMPARISONS = [
+    *(Comparison(f"world size 1, {model}", mw.Layout(), model, EAGER, 1.03) for model in MODELS),
+    *(Comparison(f"dp2, {model}", mw.Layout(dp=2), model, DDP, 1.0) for model in MODELS),
+    Comparison("tp2, GPT-S", mw.Layout(tp=2), "GPT-S", PARALLELIZE_MODULE, 0.75),
+]
+
+
+# --- on every rank ---------------------------------------------------------------------------------------------------
+
+
+def measure(comparison: Comparison, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds a step by side and round, and the first loss of every side."""
+    sides = sides_of(comparison)
+    losses = {name: step() for name, step in sides.items()}
+    if comparison.layout.dp > 1:  # DistributedDataParallel gives the loss of its part of the batch
+        for name in comparison.peers:
+            dist.all_reduce(losses[name])
+            losses[name] = losses[name] / comparison.layout.dp
+    return alternate(sides, rounds=rounds, steps=steps), {name: float(loss) for name, loss in losses.items()}
+
+
+def sides_of(comparison: Comparison) -> Sides:
+    """Meshwright and its peers, each with a model and an optimizer of its own."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    model = _model(comparison)
+    batches = _batches(model)
+    trainer = mw.parallelize(model, language_model_loss, batches[0], plan=comparison.layout, optimizer=sgd)
+    sides: Sides = {OURS: _over(trainer.step, batches)}
+    parts = [list(oracle.shards(batch, ranks))[rank] for batch in batches]
+    for name, options in comparison.peers.items():
+        peer = _model(comparison)
+        if comparison.layout.tp > 1:
+            sides[name] = _over(peers.tensor_parallel(peer, ranks, sgd, **options), batches)
+        elif comparison.layout.dp > 1:
+            sides[name] = _over(peers.data_parallel(peer, sgd, **options), parts)
+        else:
+            sides[name] = _over(peers.eager(peer, sgd), batches)
+    return sides
+
+
+def sgd(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    """The optimizer of every side."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, **options)
+
+
+def _model(comparison: Comparison) -> GPT:
+    torch.manual_seed(0)
+    return MODELS[comparison.model]()
+
+
+def _batches(model: GPT) -> Batches:
+    generator = torch.Generator().manual_seed(1)
+    shape = (BATCH, model.config.sequence_length + 1)
+    drawn = [torch.randint(model.config.vocabulary, shape, generator=generator) for _ in range(NUM_BATCHES)]
+    return [{"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()} for text in drawn]
+
+
+def _over(step: Callable[[Any], torch.Tensor], batches: Batches) -> Callable[[], torch.Tensor]:
+    """``step`` on one batch after the other, and again from the first."""
+    count = 0
+
+    def run() -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return step(batches[(count - 1) % len(batches)])
+
+    return run
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+def speed(comparison: Comparison, rounds: int, steps: int) -> Result:
+    """Measure one comparison in fresh processes and judge it."""
+    with Ranks() as ranks:
+        measured = ranks(comparison.num_ranks, measure, comparison, rounds, steps, timeout=1800.0)
+    seconds, losses = measured[0]
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    fastest = min(comparison.peers, key=lambda name: medians[name])
+    found = ratio(seconds[OURS], seconds[fastest])
+    spread = max(losses.values()) - min(losses.values())
+    verdict = "pass" if found.value <= comparison.limit else "fail"
+    if comparison.num_ranks > num_cores():
+        verdict = "reported"
+    if spread > 1e-4:
+        verdict = "fail"
+    text = f"{found}: {_ms(medians[OURS])} against {_ms(medians[fastest])} ({fastest})"
+    if spread > 1e-4:
+        text += f"; the sides do not compute the same: their first losses differ by {spread:.1e}"
+    return Result(
+        target=f"{comparison.name}: at most {comparison.limit:.2f} x {next(iter(comparison.peers))}",
+        verdict=verdict,
+        measured=text,
+        figures={
+            "limit": comparison.limit,
+            "ratio": found.value,
+            "ratio_95_percent": [found.low, found.high],
+            "against": fastest,
+            "ratios": {name: ratio(seconds[OURS], seconds[name]).value for name in comparison.peers},
+            "median_s": medians,
+            "first_loss": losses,
+            "steps_a_round": steps,
+            "seconds_a_step": seconds,
+        },
+    )
+
+
+def parity(console: Console) -> Result:
+    """The pairwise cases of the tests; ``make matrix`` runs the full product."""
+    cases = oracle.pairwise_cases()
+    with Ranks() as ranks, console.status("parity"):
+        rows = matrix.run(ranks, cases)
+        plain = matrix.run(ranks, [case for case in cases if case.model.startswith("HF")], widen_casts=False)
+    return Result(
+        target=f"parity with one process: within {oracle.TOLERANCE:.0e} in float64, "
+        f"{matrix.PLAIN_TOLERANCE:.0e} with casts to float32",
+        verdict="pass" if all(row.passed for row in (*rows, *plain)) else "fail",
+        measured=f"{sum(row.passed for row in rows)} of {len(rows)} pairwise cases, largest error "
+        f"{max(row.error for row in rows):.0e}; with casts {sum(row.passed for row in plain)} of {len(plain)}, "
+        f"{max(row.error for row in plain):.0e}",
+        figures={f"{row.case}, at most {row.tolerance:.0e}": row.failure or row.error for row in (*rows, *plain)},
+    )
+
+
+def duration(command: str, slow: bool) -> Result:
+    """How long a make target takes; run only when asked, for it takes minutes."""
+    target = f"{command}: under {LIMITS_S[command] / 60:g} minutes"
+    if not slow:
+        return Result(target, "reported", f"not run: `time {command}`, or this benchmark with --slow")
+    start = time.monotonic()
+    code = subprocess.run(
+        command.split(), cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL, check=False
+    ).returncode
+    seconds = time.monotonic() - start
+    passed = code == 0 and seconds < LIMITS_S[command]
+    text = f"{seconds:.0f} s" + (f", exit code {code}" if code else "")
+    return Result(target, "pass" if passed else "fail", text, {"seconds": seconds, "exit_code": code})
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def write(results: Sequence[Result], rounds: int, steps: int) -> None:
+    """``results/foundation.json`` and ``.md``."""
+    RESULTS.mkdir(exist_ok=True)
+    sizes = {name: asdict(make().config) | {"batch": BATCH} for name, make in MODELS.items()}
+    how = {"command": COMMAND, "machine": machine(), "rounds": rounds, "steps_a_round": steps, "sizes": sizes}
+    found = msgspec.json.encode(how | {"results": [asdict(result) for result in results]})
+    (RESULTS / "foundation.json").write_bytes(msgspec.json.format(found, indent=1) + b"\n")
+    (RESULTS / "foundation.md").write_text(_report(results, rounds, steps), encoding="utf-8")
+
+
+def _report(results: Sequence[Result], rounds: int, steps: int) -> str:
+    here = machine()
+    lines = [f"| {result.target} | {result.verdict} | {result.measured} |" for result in results]
+    detail = []
+    for result in results:
+        title = result.target.split(":")[0]
+        for name, seconds in result.figures.get("seconds_a_step", {}).items():
+            times = " | ".join(_ms(value) for value in (statistics.median(seconds), min(seconds), max(seconds)))
+            detail.append(f"| {title} | {name} | {times} |")
+    sizes = "; ".join(
+        f"{name}: {config.layers} layers, {config.width} wide, {config.heads} heads, vocabulary {config.vocabulary}, "
+        f"batch {BATCH} x {config.sequence_length}"
+        for name, config in ((name, make().config) for name, make in MODELS.items())
+    )
+    return f"""# The foundation's targets
+
+Made by `{COMMAND}` on {here["cores"]} cores ({here["cpu"]}), torch {here["torch"]}, Python {here["python"]}.
+
+| target | verdict | measured |
+| --- | --- | --- |
+{chr(10).join(lines)}
+
+Speed is the ratio of two medians over {rounds} alternating rounds of {steps} steps in the same processes, gloo, one
+thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad, forward, loss, backward and
+SGD with momentum 0.9, in float32, without clipping. Where a peer has several settings, the fastest counts.
+Sizes: {sizes}.
+
+| comparison | side | median | least | most |
+| --- | --- | ---: | ---: | ---: |
+{chr(10).join(detail)}
+"""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write every target."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.foundation", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--slow", action="store_true", help="also time make demo and make test")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"alternating rounds (default {ROUNDS}, at least 5)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps in a round (default {STEPS})")
+    parser.add_argument("--only", default="", help="run only targets whose name contains this; writes no file")
+    options = parser.parse_args(arguments)
+    if options.rounds < 5:
+        parser.error("a median needs at least 5 rounds")
+    warnings.simplefilter("ignore")  # of the peers' libraries
+    console = Console(highlight=False, soft_wrap=True)
+    planned: list[tuple[str, Callable[[], Result]]] = [("parity", lambda: parity(console))]
+    for one in COMPARISONS:
+        planned.append((one.name, lambda one=one: speed(one, options.rounds, options.steps)))  # type: ignore[misc]
+    for command in LIMITS_S:
+        planned.append((command, lambda command=command: duration(command, options.slow)))  # type: ignore[misc]
+    results = []
+    for name, run in planned:
+        if options.only in name:
+            result = run()
+            results.append(result)
+            console.print(f"{result.verdict:<8}  {result.target}\n          {result.measured}", markup=False)
+    if not options.only:
+        write(results, options.rounds, options.steps)
+        console.print("written to benchmarks/results/foundation.md and .json")
+    return 1 if any(result.verdict == "fail" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""A checkpoint's directory: data under a name of its own, and a manifest whose replacement is the moment of saving.
+
+    ckpt/
+      manifest.json       step, model, plan, and every file of the data with its size and checksum
+      data-9c41d0e2/      the tensors (torch.distributed.checkpoint) and trainer.pt
+      data-77aa01b3/      a save under way: nobody reads it until the manifest names it
+
+A save that fails or is killed at any point leaves the old manifest and the old data as they were; what it had
+written is removed by the next save. No torch here: files only.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from meshwright.errors import CheckpointError, FileFormatError
+from meshwright.ir import files
+
+MANIFEST = "manifest.json"
+_DATA = re.compile(r"data-[0-9a-f]{8}")
+_STEP = re.compile(r"step-\d{8,}")
+_RESTORE = "restore it from a copy, or load another checkpoint"
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that was not written to its end, or whose files have changed since."""
+
+
+class SavedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file as it was written."""
+
+    num_bytes: int
+    sha256: str
+
+
+class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A whole parameter or buffer."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a checkpoint holds. ``plan`` is the plan that ran, for people: a checkpoint loads under any other."""
+
+    VERSION: ClassVar[int] = 1
+    version: int = 1
+    step: int
+    model: str
+    fingerprint: str
+    optimizer: str | None
+    torch: str
+    meshwright: str
+    data: str
+    files: dict[str, SavedFile]
+    tensors: dict[str, SavedTensor]
+    plan: dict[str, Any]
+    checksum: str = ""
+    """Of everything else in the manifest."""
+
+
+def begin(path: Path) -> str:
+    """Make room for a save in ``path``: returns the name of a directory that does not exist there yet.
+
+    Raises:
+        CheckpointError: ``path`` is a file, or a directory of something else.
+    """
+    remedy = "choose another path: a checkpoint is a directory of its own"
+    if path.exists() and not path.is_dir():
+        raise CheckpointError("is a file", where=f"{path}", remedy=remedy)
+    if path.is_dir() and not (path / MANIFEST).is_file():
+        others = sorted(one.name for one in path.iterdir() if not _DATA.fullmatch(one.name))
+        if others:
+            raise CheckpointError(f"the directory holds other files ({others[0]})", where=f"{path}", remedy=remedy)
+    path.mkdir(parents=True, exist_ok=True)
+    return f"data-{secrets.token_hex(4)}"
+
+
+def abandon(path: Path, data: str) -> None:
+    """Remove what a failed save has written (nothing if it failed after its manifest stood)."""
+    manifest = path / MANIFEST
+    if manifest.is_file() and f'"{data}"' in manifest.read_text():
+        return
+    shutil.rmtree(path / data, ignore_errors=True)
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+
+
+def commit(path: Path, manifest: Manifest) -> None:
+    """Make the data that ``manifest`` names the checkpoint, then remove what was there before."""
+    _sync(path / manifest.data)
+    _sync(path)
+    raw = json.loads(files.encode_json(manifest))
+    files.write_atomically(path / MANIFEST, files.encode_json(msgspec.structs.replace(manifest, checksum=_checksum(raw))))
+    _sync(path)
+    _sync(path.parent)
+    for other in path.iterdir():
+        if _DATA.fullmatch(other.name) and other.name != manifest.data:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there, at their sizes.
+
+    Raises:
+        DamagedCheckpointError: no or a changed manifest, a missing file, a file of another size.
+        CheckpointError: nothing there, or a newer version.
+    """
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise _absent(path, error) from None
+    try:
+        raw = json.loads(data)
+        version, checksum = int(raw["version"]), str(raw["checksum"])
+    except (ValueError, KeyError, TypeError):
+        raise DamagedCheckpointError(f"damaged: {MANIFEST} is not a manifest", where=f"{path}", remedy=_RESTORE) from None
+    if version > Manifest.VERSION:
+        raise CheckpointError(
+            f"version is {version}, this Meshwright reads up to version {Manifest.VERSION}",
+            where=f"{path / MANIFEST}",
+            remedy="use the Meshwright that wrote it, or a newer one",
+        )
+    if checksum != _checksum(raw):
+        raise DamagedCheckpointError(f"damaged: {MANIFEST} has changed since", where=f"{path}", remedy=_RESTORE)
+    try:
+        manifest = files.decode(data, Manifest, where=f"{path / MANIFEST}")
+    except FileFormatError as error:
+        raise DamagedCheckpointError(f"damaged: {error.problem}", where=error.where, remedy=_RESTORE) from None
+    for name, saved in manifest.files.items():
+        file = path / manifest.data / name
+        if not file.is_file():
+            raise DamagedCheckpointError("damaged: the file is missing", where=f"{file}", remedy=_RESTORE)
+        if (size := file.stat().st_size) != saved.num_bytes:
+            problem = f"damaged: {size:,} bytes, {saved.num_bytes:,} were written"
+            raise DamagedCheckpointError(problem, where=f"{file}", remedy=_RESTORE)
+    return manifest
+
+
+def written(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
+    """Sizes and checksums of files."""
+    found = {}
+    for name in names:
+        with (directory / name).open("rb") as file:
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            found[name] = SavedFile(num_bytes=file.tell(), sha256=checksum)
+    return found
+
+
+def verify(directory: Path, saved: dict[str, SavedFile]) -> None:
+    """That files are as they were written.
+
+    Raises:
+        DamagedCheckpointError: names the first that is not.
+    """
+    for name, expected in saved.items():
+        if written(directory, [name])[name] != expected:
+            raise DamagedCheckpointError(
+                "damaged: its checksum is not the one that was written", where=f"{directory / name}", remedy=_RESTORE
+            )
+
+
+def steps_in(directory: Path) -> list[str]:
+    """The names of a directory's checkpoints, the latest step first, whole or not."""
+    if not directory.is_dir():
+        return []
+    names = [one.name for one in directory.iterdir() if one.is_dir() and _STEP.fullmatch(one.name)]
+    return sorted(names, key=lambda name: int(name.removeprefix("step-")), reverse=True)
+
+
+def step_name(step: int) -> str:
+    """``step-00000120``."""
+    return f"step-{step:08d}"
+
+
+def prune(directory: Path, newest: str, keep: int) -> list[str]:
+    """Remove all but ``newest`` and the ``keep`` - 1 latest whole checkpoints before it; returns what is later."""
+    names = steps_in(directory)
+    place = names.index(newest)
+    before = names[place + 1 :]
+    whole = [name for name in before if (directory / name / MANIFEST).is_file()]
+    for name in before:
+        if name not in whole[: keep - 1]:
+            (directory / name / MANIFEST).unlink(missing_ok=True)  # first, so that a half removed one is seen as such
+            shutil.rmtree(directory / name, ignore_errors=True)
+    return names[:place]
+
+
+def _absent(path: Path, error: OSError) -> CheckpointError:
+    if not path.exists():
+        near = files.did_you_mean(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
+        return CheckpointError("there is no checkpoint", where=f"{path}", remedy=near or "check the path")
+    if not path.is_dir():
+        return CheckpointError("is a file; a checkpoint is a directory", where=f"{path}", remedy="check the path")
+    if isinstance(error, FileNotFoundError):
+        if steps := steps_in(path):
+            remedy = f"call load_latest, or load {path / steps[0]}"
+            return CheckpointError("is a directory of checkpoints", where=f"{path}", remedy=remedy)
+        problem = f"half-written: there is no {MANIFEST}"
+        return DamagedCheckpointError(problem, where=f"{path}", remedy="load another checkpoint")
+    return CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}", where=f"{path}", remedy="check its permissions")
+
+
+def _checksum(raw: dict[str, Any]) -> str:
+    rest = {key: value for key, value in raw.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    """Have a directory's entries reach the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,87 @@
+"""Any placement becomes any other: what every rank ends with is its part of the same whole tensor."""
+
+import itertools
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
+from meshwright.comm.groups import axis_groups, gather_whole
+from meshwright.ir.mesh import AxisGroup, Mesh
+from meshwright.ir.placement import Partial, Placement, Placements, Replicate, Shard
+from meshwright.lower.reshard import Resharder, local_part
+from tests.distributed.pool import Ranks
+
+SHAPE = (8, 24, 4)
+CHOICES: list[Placement] = [
+    Replicate(),
+    Partial("sum"),
+    Partial("max"),
+    Shard(0),
+    Shard(0, outer=2),
+    Shard(1),
+    Shard(1, outer=3),
+    Shard(1, outer=6),
+    Shard(2),
+]
+
+
+def _legal(placements: Placements) -> bool:
+    """Partials of one kind; two axes split one dim only at different factors, the inner one whole in each part."""
+    operations = {placement.op for placement in placements.values() if isinstance(placement, Partial)}
+    shards = [placement for placement in placements.values() if isinstance(placement, Shard)]
+    nested = all(
+        one.dim != two.dim or max(one.outer, two.outer) % (2 * min(one.outer, two.outer)) == 0
+        for one, two in itertools.combinations(shards, 2)
+    )
+    return len(operations) <= 1 and nested
+
+
+def _terms(seed: int, op: str, groups: dict[str, AxisGroup], partial: list[str]) -> tuple[Tensor, Tensor]:
+    """(this rank's term, the whole): terms that differ along the partial axes."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [groups[axis].size for axis in partial]
+    terms = torch.randn(*sizes, *SHAPE, generator=generator, dtype=torch.float64)
+    mine = terms[tuple(groups[axis].index for axis in partial)]
+    flat = terms.reshape(-1, *SHAPE)
+    return mine, flat.sum(0) if op == "sum" else flat.amax(0)
+
+
+def _reshard(cases: list[tuple[int, Placements, Placements]]) -> list[str]:
+    mesh = Mesh.of(dp=2, tp=2)
+    groups = axis_groups(mesh, torch.distributed.get_rank())
+
+    def emit(target: Any, *args: Any) -> Any:
+        return target(*args)
+
+    wrong = []
+    for seed, have, want in cases:
+        partial = [axis for axis, placement in have.items() if isinstance(placement, Partial)]
+        op = next((p.op for p in have.values() if isinstance(p, Partial)), "sum")
+        term, whole = _terms(seed, op, groups, partial)
+        start = local_part(term, have, groups).clone()
+        steps = Resharder(emit, groups).steps(start, SHAPE, have, want, owned=True)  # type: ignore[arg-type]
+        try:
+            while True:
+                next(steps)
+        except StopIteration as stop:
+            result: Any = stop.value
+        expected = local_part(whole, want, groups)
+        if result.shape != expected.shape or not torch.allclose(result, expected, rtol=0, atol=1e-12):
+            wrong.append(f"{have} -> {want}")
+        elif not torch.equal(gather_whole(expected, SHAPE, want, groups), whole):
+            wrong.append(f"gather_whole from {want}")
+    return wrong
+
+
+def test_every_rank_ends_with_its_part(ranks: Ranks) -> None:
+    chooser = random.Random(0)
+    every = [dict(zip(("dp", "tp"), pair, strict=True)) for pair in itertools.product(CHOICES, CHOICES)]
+    sources = [one for one in every if _legal(one)]
+    targets = [one for one in sources if not any(isinstance(placement, Partial) for placement in one.values())]
+    pairs = list(itertools.product(sources, targets))
+    cases = [(seed, *pair) for seed, pair in enumerate(chooser.sample(pairs, 400))]
+    for wrong in ranks(4, _reshard, cases):
+        assert wrong == []
