@@ -4,6 +4,7 @@ import itertools
 import random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -49,9 +50,9 @@ def _terms(seed: int, op: str, groups: dict[str, AxisGroup], partial: list[str])
     return mine, flat.sum(0) if op == "sum" else flat.amax(0)
 
 
-def _reshard(cases: list[tuple[int, Placements, Placements]]) -> list[str]:
+def _reshard(cases: list[tuple[int, Placements, Placements]], algorithm: str) -> list[str]:
     mesh = Mesh.of(dp=2, tp=2)
-    groups = axis_groups(mesh, torch.distributed.get_rank())
+    groups = axis_groups(mesh, torch.distributed.get_rank(), {"dp": algorithm, "tp": algorithm})
 
     def emit(target: Any, *args: Any) -> Any:
         return target(*args)
@@ -76,12 +77,13 @@ def _reshard(cases: list[tuple[int, Placements, Placements]]) -> list[str]:
     return wrong
 
 
-def test_every_rank_ends_with_its_part(ranks: Ranks) -> None:
+@pytest.mark.parametrize("algorithm", ["native", "exchange"])
+def test_every_rank_ends_with_its_part(ranks: Ranks, algorithm: str) -> None:
     chooser = random.Random(0)
     every = [dict(zip(("dp", "tp"), pair, strict=True)) for pair in itertools.product(CHOICES, CHOICES)]
     sources = [one for one in every if _legal(one)]
     targets = [one for one in sources if not any(isinstance(placement, Partial) for placement in one.values())]
     pairs = list(itertools.product(sources, targets))
-    cases = [(seed, *pair) for seed, pair in enumerate(chooser.sample(pairs, 400))]
-    for wrong in ranks(4, _reshard, cases):
+    cases = [(seed, *pair) for seed, pair in enumerate(chooser.sample(pairs, 250))]
+    for wrong in ranks(4, _reshard, cases, algorithm):
         assert wrong == []

@@ -62,12 +62,14 @@ class _Watch(TorchFunctionMode):
     def __init__(self, provenance: Provenance) -> None:
         super().__init__()
         self._provenance = provenance
+        self._attentions = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._provenance.see()
         if function is F.scaled_dot_product_attention:
-            result = library.attention(*args, **kwargs)
+            self._attentions += 1
+            result = library.attention(*args, **{**kwargs, "number": self._attentions})
             if result is not None:
                 return result
         return function(*args, **kwargs)

@@ -15,7 +15,7 @@ from meshwright.ir.placement import Placements, Shard
 T = TypeVar("T")
 
 
-def axis_groups(mesh: Mesh, rank: int) -> dict[str, AxisGroup]:
+def axis_groups(mesh: Mesh, rank: int, algorithms: dict[str, str] | None = None) -> dict[str, AxisGroup]:
     """Make the process groups of every axis (all ranks must call this), and return this rank's."""
     coordinates = mesh.coordinates(rank)
     result: dict[str, AxisGroup] = {}
@@ -31,7 +31,8 @@ def axis_groups(mesh: Mesh, rank: int) -> dict[str, AxisGroup]:
                 if rank in ranks:
                     group = made
         assert group is not None
-        result[axis.name] = AxisGroup(group.group_name, axis.size, coordinates[axis.name])
+        algorithm = (algorithms or {}).get(axis.name, "native")
+        result[axis.name] = AxisGroup(group.group_name, axis.size, coordinates[axis.name], algorithm)
     return result
 
 

@@ -16,11 +16,13 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AxisGroup(msgspec.Struct, frozen=True):
-    """The ranks that differ from one rank on one axis only: the group's name, its size, that rank's index in it."""
+    """The ranks that differ from one rank on one axis only: the group's name, its size, that rank's index in it, and
+    the algorithm of its collectives."""
 
     name: str
     size: int
     index: int
+    algorithm: str = "native"
 
 
 class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

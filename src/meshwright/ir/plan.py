@@ -59,12 +59,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Gradients (by parameter) that are reduced together over one axis, and with what algorithm."""
+    """Gradients (by parameter) that are reduced together over one axis."""
 
     axis: str
     parameters: tuple[str, ...]
     num_bytes: int
-    algorithm: str = "native"
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,6 +111,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     schedule: str = "none"
     precision: str | None = None
     buckets: tuple[Bucket, ...] = ()
+    algorithms: dict[str, str] = {}
     codec: str | None = None
     consistency: str = "sync"
     notes: tuple[Note, ...] = ()

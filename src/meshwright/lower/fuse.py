@@ -29,9 +29,7 @@ _IN_PLACE: dict[Any, tuple[Any, str]] = {
 }
 """Operators that can write into their input's memory, and how that memory is passed."""
 _FIRST_ONLY = frozenset({aten.scatter_add.default})
-_ALIASES = VIEWS | {
-    aten.reshape.default, operator.getitem, collectives.ALL_REDUCE, collectives.WAIT,
-}  # fmt: skip
+_ALIASES = VIEWS | {aten.reshape.default, collectives.ALL_REDUCE, collectives.WAIT}
 
 
 def fuse(graph: fx.Graph) -> None:
@@ -108,8 +106,8 @@ def reuse_memory(graph: fx.Graph) -> None:
     last: dict[fx.Node, int] = {}
     overlapping: set[fx.Node] = set()
     for node in nodes:
-        source = node.args[0] if node.op == "call_function" and node.target in _ALIASES and node.args else None
-        root[node] = root[source] if isinstance(source, fx.Node) else node
+        source = _aliased(node)
+        root[node] = node if source is None else root[source]
         if node.op == "call_function" and node.target is aten.expand.default:
             overlapping.add(root[node])
         users = [index[user] for user in node.users]
@@ -133,6 +131,16 @@ def reuse_memory(graph: fx.Graph) -> None:
         for other in nodes:
             if root[other] is mine:
                 root[other] = theirs
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one shares, if any."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    if node.target is operator.getitem:  # the outputs of one operator are apart, unless they are views of its input
+        return source if source.target in VIEWS else None
+    return source if node.target in _ALIASES else None
 
 
 def _destination(

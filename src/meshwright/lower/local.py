@@ -48,7 +48,7 @@ class LocalCall:
 
     def _axes(self, factor: str) -> list[str]:
         """The axes that split the factor, outermost first: by its letters, then as in the mesh."""
-        became = self._letters.get(factor, (factor,))
+        became = self._letters.get(factor, ())
         return [axis for letter in became for axis in self._groups if self._strategy.get(axis) == letter]
 
     def is_split(self, factor: str) -> bool:
@@ -65,7 +65,7 @@ class LocalCall:
         rule = self._operator.rule
         assert rule is not None
         total = 1
-        for letter in self._letters.get(factor, (factor,)):
+        for letter in self._letters[factor]:
             total *= rule.sizes[letter]
         return total
 
@@ -77,14 +77,15 @@ class LocalCall:
 
     def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
         for axis in self._axes(factor):
-            node = self.call(collectives.ALL_REDUCE, node, op, self._groups[axis].name)
+            group = self._groups[axis]
+            node = self.call(collectives.ALL_REDUCE, node, op, group.name, group.algorithm)
             node = self.call(collectives.WAIT, node)
         return node
 
     def all_gather(self, node: fx.Node, factor: str) -> fx.Node:
         for axis in reversed(self._axes(factor)):
             group = self._groups[axis]
-            node = self.call(collectives.ALL_GATHER, node, group.name, group.size)
+            node = self.call(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm)
             node = self.call(collectives.WAIT, node)
         return node
 

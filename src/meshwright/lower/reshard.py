@@ -44,7 +44,7 @@ class Resharder:
                     node = self._emit(aten.clone.default, node)
                     owned = True
                 group = self._groups[axis]
-                node = self._emit(collectives.ALL_REDUCE, node, source.op, group.name)
+                node = self._emit(collectives.ALL_REDUCE, node, source.op, group.name, group.algorithm)
                 yield
                 node = self._emit(collectives.WAIT, node)
                 del now[axis]
@@ -108,7 +108,7 @@ class Resharder:
         group = self._groups[axis]
         local = self._local(shape, now)
         blocks = self._blocks(axis, shard, now)
-        node = self._emit(collectives.ALL_GATHER, node, group.name, group.size)
+        node = self._emit(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm)
         yield
         node = self._emit(collectives.WAIT, node)
         rest = {other: placement for other, placement in now.items() if other != axis}
@@ -134,7 +134,7 @@ class Resharder:
             lead *= size
         node = self._emit(aten.reshape.default, node, [lead * blocks, group.size, -1])
         node = self._emit(aten.transpose.int, node, 0, 1)
-        node = self._emit(collectives.REDUCE_SCATTER, node, source.op, group.name, group.size)
+        node = self._emit(collectives.REDUCE_SCATTER, node, source.op, group.name, group.size, group.algorithm)
         yield
         node = self._emit(collectives.WAIT, node)
         after = {**rest, axis: target}

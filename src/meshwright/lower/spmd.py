@@ -1,6 +1,7 @@
 """Plan + traced graph -> one rank's graph: every operator on its part, collectives where placements differ."""
 
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
 import torch
@@ -210,7 +211,7 @@ class _Lowering:
             if several:
                 if name not in self.uses and name not in self.bucket_of:
                     continue
-                node = result[index] if isinstance(result, tuple) else self.emit(_getitem, result, index)
+                node = result[index] if isinstance(result, tuple) else self.emit(getitem, result, index)
             else:
                 node = result
             placements = output_placements(operator.rule, strategy, output) if operator.rule else {}
@@ -241,7 +242,7 @@ class _Lowering:
         nodes = [self.values[self.gradients[parameter] or ""].node for parameter in bucket.parameters]
         flat = self.emit(aten.cat.default, [self.emit(aten.reshape.default, node, [-1]) for node in nodes])
         self.bucket_nodes[id(bucket)] = (
-            self.emit(collectives.ALL_REDUCE, flat, "sum", group.name), list(bucket.parameters),
+            self.emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm), list(bucket.parameters),
         )  # fmt: skip
 
     def _want(self, name: str, wanted: Placements) -> fx.Node:
@@ -327,10 +328,6 @@ class _Lowering:
                 reduced[parameter] = self.emit(aten.view.default, part, list(shape))
                 offset += count
         return reduced
-
-
-def _getitem(value: Any, index: int) -> Any:
-    return value[index]
 
 
 def started(graph: fx.Graph) -> list[fx.Node]:

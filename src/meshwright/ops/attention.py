@@ -1,6 +1,7 @@
 """Scaled-dot-product attention, forward and backward, split over batch, heads, queries and keys."""
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def attention_local(local: Local) -> Any:
     call = local.call(local.target, query, key, value, mask, dropout, causal, scale, *_key(local, dropout, number))
     if not local.is_split("t"):
         return call
-    output, own = (local.call(_getitem, call, index) for index in (0, 1))
+    output, own = (local.call(operator.getitem, call, index) for index in (0, 1))
     shape = [local.coordinate("t")[1], *local.shape(1)]
     every = local.call(aten.reshape.default, local.all_gather(own, "t"), shape)
     merged = local.call(aten.logsumexp.default, every, [0])
@@ -76,10 +77,6 @@ def _shifted_mask(local: Local, query: Value, mask: Value, causal: bool) -> tupl
     height, width = local.size("s") // rows, local.size("t") // columns
     every = local.call(aten.new_ones.default, query, [height, width], dtype=torch.bool)
     return local.call(aten.tril.default, every, row * height - column * width), False
-
-
-def _getitem(values: Any, index: int) -> Any:
-    return values[index]
 
 
 def _flops(products: int) -> Any:

@@ -1,6 +1,7 @@
 """Collectives as operators of two halves, start and wait: lowered graphs call them, compilers see through them.
 
-``comm`` gives them their kernels. A value that has been started must be waited for before it is read.
+``comm`` gives them their kernels; ``algorithm`` is one of ``native`` (torch.distributed's) and ``exchange`` (two ranks
+swap what they have). A value that has been started must be waited for before it is read.
 """
 
 import torch
@@ -8,17 +9,21 @@ from torch.library import Library, register_fake
 
 NAMESPACE = "meshwright_comm"
 LIBRARY = Library(NAMESPACE, "DEF")
-LIBRARY.define("all_reduce_start(Tensor(a!) value, str op, str group) -> Tensor(a!)")
-LIBRARY.define("all_gather_start(Tensor value, str group, int size) -> Tensor")
-LIBRARY.define("reduce_scatter_start(Tensor value, str op, str group, int size) -> Tensor")
+LIBRARY.define("all_reduce_start(Tensor(a!) value, str op, str group, str algorithm) -> Tensor(a!)")
+LIBRARY.define("all_gather_start(Tensor value, str group, int size, str algorithm) -> Tensor")
+LIBRARY.define("reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("wait(Tensor(a!) value) -> Tensor(a!)")
 
-register_fake(f"{NAMESPACE}::all_reduce_start", lambda value, op, group: value, lib=LIBRARY)
+register_fake(f"{NAMESPACE}::all_reduce_start", lambda value, op, group, algorithm: value, lib=LIBRARY)
 register_fake(
-    f"{NAMESPACE}::all_gather_start", lambda value, group, size: value.new_empty(size, *value.shape), lib=LIBRARY
+    f"{NAMESPACE}::all_gather_start",
+    lambda value, group, size, algorithm: value.new_empty(size, *value.shape),
+    lib=LIBRARY,
 )
 register_fake(
-    f"{NAMESPACE}::reduce_scatter_start", lambda value, op, group, size: value.new_empty(value.shape[1:]), lib=LIBRARY
+    f"{NAMESPACE}::reduce_scatter_start",
+    lambda value, op, group, size, algorithm: value.new_empty(value.shape[1:]),
+    lib=LIBRARY,
 )
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)
 

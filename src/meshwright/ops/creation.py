@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule
@@ -12,24 +13,13 @@ aten = torch.ops.aten
 
 def fill_rule(call: Call) -> Rule:
     """``-> b s``: constant everywhere, so any dim can be split."""
-    names = " ".join(
-        name if size != 1 else "1"
-        for name, size in zip(letters(call.outputs[0].dim()), call.outputs[0].shape, strict=True)
-    )
-    left = (
-        " ".join(letters(call.tensors[0].dim(), "s", tuple(range(call.tensors[0].dim())))) or "."
-        if call.tensors
-        else ""
-    )
-    return make_rule(call, f"{left} -> {names or '.'}")
+    shape = call.outputs[0].shape
+    names = [name if size != 1 else "1" for name, size in zip(letters(len(shape)), shape, strict=True)]
+    return make_rule(call, f" -> {' '.join(names) or '.'}")
 
 
 def fill_local(local: Local) -> Any:
     return local.call(local.target, local.shape(), *local.args[1:], **local.kwargs)
-
-
-def new_fill_local(local: Local) -> Any:
-    return local.call(local.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
 
 
 def position_rule(call: Call) -> Rule:
@@ -38,8 +28,23 @@ def position_rule(call: Call) -> Rule:
     return make_rule(call, f" -> {' '.join(letters(rank, fixed=tuple(range(rank)))) or '.'}")
 
 
+def _filled(value: Any) -> Any:
+    """Canonical forms of new_zeros and its like: they take only dtype and device from a tensor, no values."""
+
+    def full(self: Tensor, size: list[int], *rest: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        options = {"dtype": dtype or self.dtype, "device": device or self.device}
+        if value is None and not rest:
+            return aten.empty.memory_format(size, **options)
+        return aten.full.default(size, rest[0] if value is None else value, **options)
+
+    return full
+
+
+def _empty_strided(self: Tensor, size: list[int], stride: list[int], **options: Any) -> Tensor:
+    return _filled(None)(self, size, **options)
+
+
 _FILL = OperatorRule(fill_rule, fill_local)
-_NEW = OperatorRule(fill_rule, new_fill_local)
 _POSITION = OperatorRule(position_rule)
 
 RULES = {
@@ -47,14 +52,21 @@ RULES = {
     aten.zeros.default: _FILL,
     aten.ones.default: _FILL,
     aten.empty.memory_format: _FILL,
-    aten.new_zeros.default: _NEW,
-    aten.new_ones.default: _NEW,
-    aten.new_full.default: _NEW,
-    aten.new_empty.default: _NEW,
     aten.scalar_tensor.default: _POSITION,
     aten.arange.default: _POSITION,
     aten.arange.start: _POSITION,
     aten.arange.start_step: _POSITION,
     aten.linspace.default: _POSITION,
     aten.eye.default: _POSITION,
+    aten.eye.m: _POSITION,
+    aten.tril_indices.default: _POSITION,
+    aten.triu_indices.default: _POSITION,
+}
+
+CANONICAL = {
+    aten.new_zeros.default: _filled(0),
+    aten.new_ones.default: _filled(1),
+    aten.new_full.default: _filled(None),
+    aten.new_empty.default: _filled(None),
+    aten.new_empty_strided.default: _empty_strided,
 }

@@ -73,7 +73,7 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale
 
 
 def _keep(scores: Tensor, dropout: float, random_key: int, salt: int) -> Tensor:
-    return _bernoulli(scores, 1.0 - dropout, random_key, salt).div_(1.0 - dropout)
+    return _bernoulli(scores, 1.0 - dropout, random_key, salt).div_(1.0 - dropout if dropout < 1.0 else 1.0)
 
 
 def _fused(query: Tensor, dropout: float) -> bool:
@@ -91,6 +91,8 @@ def _attention_cpu(
         output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
+        if mask is not None:  # the kernel gives 0 where no key is allowed
+            logsumexp.masked_fill_((mask == -math.inf).all(-1), -math.inf)
         return output, logsumexp
     scores = _scores(query, key, mask, causal, scale)
     logsumexp = scores.logsumexp(-1)
@@ -105,6 +107,8 @@ def _attention_backward_cpu(
     dropout: float, causal: bool, scale: float, random_key: int, salt: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mask = _additive(mask, query)
+    if mask is not None:
+        logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
     if _fused(query, dropout) and query.shape[-1] == value.shape[-1]:
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=mask, scale=scale
@@ -183,28 +187,33 @@ class _Attention(torch.autograd.Function):
         dropout: float,
         causal: bool,
         scale: float,
+        number: int,
     ) -> Tensor:
-        output, logsumexp = torch.ops.meshwright.attention(query, key, value, mask, dropout, causal, scale, 0, 0)
+        settings = (dropout, causal, scale, 0, number)
+        output, logsumexp = torch.ops.meshwright.attention(query, key, value, mask, *settings)
         context.save_for_backward(query, key, value, mask, output, logsumexp)
-        context.settings = (dropout, causal, scale)
+        context.settings = settings
         return output
 
     @staticmethod
-    def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, output, logsumexp = context.saved_tensors
         gradients = torch.ops.meshwright.attention_backward(
-            grad, query, key, value, mask, output, logsumexp, *context.settings, 0, 0
+            grad, query, key, value, mask, output, logsumexp, *context.settings
         )
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, number: int = 0,
 ) -> Tensor | None:  # fmt: skip
     """``F.scaled_dot_product_attention`` as one operator; None where that is not possible (a mask that needs a
-    gradient, other than four dims), and PyTorch's own decomposition must be captured."""
-    if attn_mask is not None and attn_mask.requires_grad:
+    gradient, other than four dims), and PyTorch's own decomposition must be captured.
+
+    ``number`` tells the calls of one step apart: forward and backward of a call draw the same dropout mask by it.
+    """
+    if attn_mask is not None and (attn_mask.requires_grad or is_causal):
         return None
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4 or query.shape[0] != key.shape[0]:
         return None
@@ -217,4 +226,4 @@ def attention(
         return None
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
-    return _Attention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    return _Attention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale, number)

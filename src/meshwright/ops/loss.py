@@ -1,5 +1,6 @@
-"""Negative log-likelihood. Captured as a sum over the global total weight, never as a mean of means."""
+"""Losses. A mean is captured as a sum over the global count or total weight, never as a mean of means."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, Target, make_rule
 from meshwright.ops.embedding import shifted_indices
 
 aten = torch.ops.aten
@@ -16,39 +17,43 @@ ours = torch.ops.meshwright
 NONE, MEAN, SUM = 0, 1, 2
 
 
-def nll_loss_forward(
-    self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Canonical form of a mean: the sum divided by the total weight, both of them sums over shards."""
-    if reduction != MEAN:
-        return NotImplemented
-    total, weights = aten.nll_loss_forward.default(self, target, weight, SUM, ignore_index)
-    if weight is None:  # a count of labels, which no rank need wait for the model to know
-        weights = (target != ignore_index).sum().to(self.dtype)
-    return total / weights, weights
+def _nll(operator: Target) -> Callable[..., Any]:
+    def canonical(self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
+        """Canonical form of a mean: the sum divided by the total weight, both of them sums over shards."""
+        if reduction != MEAN:
+            return NotImplemented
+        total, weights = operator(self, target, weight, SUM, ignore_index)
+        if weight is None:  # a count of labels, which no rank need wait for the model to know
+            weights = (target != ignore_index).sum().to(self.dtype)
+        return total / weights, weights
+
+    return canonical
 
 
-def nll_loss_backward(
-    grad: Tensor, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
-) -> Tensor:
-    """Canonical form: the gradient of the sum, scaled by the global total weight."""
-    if reduction != MEAN:
-        return NotImplemented
-    return aten.nll_loss_backward.default(grad / total, self, target, weight, SUM, ignore_index, total)
+def _nll_backward(operator: Target) -> Callable[..., Any]:
+    def canonical(
+        grad: Tensor, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
+        total: Tensor,
+    ) -> Any:  # fmt: skip
+        """Canonical form: the gradient of the sum, scaled by the global total weight."""
+        if reduction != MEAN:
+            return NotImplemented
+        return operator(grad / total, self, target, weight, SUM, ignore_index, total)
+
+    return canonical
 
 
-def _rows(call: Call, tensor: Tensor) -> str:
-    return "n " if tensor.dim() == 2 else ""
+def _names(source: Tensor) -> tuple[str, str]:
+    """(pattern of the logarithms, pattern of the targets): ``v``, ``n v`` or ``n v y x``."""
+    whole = {1: "v", 2: "n v", 4: "n v y x"}[source.dim()]
+    return whole, whole.replace("v", "").replace("  ", " ").strip() or "."
 
 
 def nll_rule(call: Call) -> Rule:
     """``n v, n -> ., .``: both outputs are sums; each rank counts the targets that it holds."""
-    rows = _rows(call, call.args[0])
+    whole, rows = _names(call.args[0])
     weight = ", v" if call.args[2] is not None else ""
-    out = (rows.strip() or ".") if call.args[3] == NONE else "."
-    mark = "!" if call.args[3] == NONE or weight else ""
-    weight = ", !v" if weight else ""
-    return make_rule(call, f"{rows}{mark}v, {rows.strip() or '.'}{weight} -> {out}, .")
+    return make_rule(call, f"{whole}, {rows}{weight} -> {rows if call.args[3] == NONE else '.'}, .")
 
 
 def nll_local(local: Local) -> Any:
@@ -71,12 +76,10 @@ def _local_target(local: Local, target: Any, ignore: int) -> Any:
 
 def nll_backward_rule(call: Call) -> Rule:
     """``., n v, n, . -> n v``."""
-    grad, source, _, weight, reduction = call.args[:5]
-    rows = _rows(call, source)
-    first = (rows.strip() or ".") if reduction == NONE else "."
-    mark = "!" if weight is not None else ""
-    weights = ", !v" if weight is not None else ""
-    return make_rule(call, f"^{first}, {rows}{mark}v, {rows.strip() or '.'}{weights}, . -> {rows}{mark}v")
+    source, _, weight, reduction = call.args[1:5]
+    whole, rows = _names(source)
+    weights = ", v" if weight is not None else ""
+    return make_rule(call, f"^{rows if reduction == NONE else '.'}, {whole}, {rows}{weights}, . -> {whole}")
 
 
 def nll_backward_local(local: Local) -> Any:
@@ -89,8 +92,8 @@ def nll_backward_local(local: Local) -> Any:
 
 def cross_entropy_backward_rule(call: Call) -> Rule:
     """``., n v, n -> n v``: no reduction, since a row's gradients sum to zero."""
-    rows = _rows(call, call.args[1])
-    return make_rule(call, f"^., {rows}v, {rows.strip() or '.'} -> {rows}v")
+    whole, rows = _names(call.args[1])
+    return make_rule(call, f"^., {whole}, {rows} -> {whole}")
 
 
 def cross_entropy_backward_local(local: Local) -> Any:
@@ -114,32 +117,65 @@ def cross_entropy_backward_local(local: Local) -> Any:
     return local.call(aten.scatter_add.default, scaled, -1, indices, local.call(aten.neg.default, weights))
 
 
-def mse_loss(self: Tensor, target: Tensor, reduction: int = MEAN) -> Tensor:
-    """Canonical squared error."""
-    squares = (self - target) * (self - target)
-    return squares if reduction == NONE else squares.sum() if reduction == SUM else squares.sum() / squares.numel()
+def _elementwise(operator: Target, position: int) -> Callable[..., Any]:
+    """Canonical form of a loss that is element by element before its reduction (argument number ``position``)."""
+
+    def canonical(*args: Any) -> Any:
+        reduction = args[position] if position < len(args) else MEAN
+        if reduction == NONE:
+            return NotImplemented
+        values = operator(*args[:position], NONE, *args[position + 1 :])
+        return values.sum() if reduction == SUM else values.sum() / values.numel()
+
+    return canonical
 
 
-def mse_loss_backward(grad: Tensor, self: Tensor, target: Tensor, reduction: int) -> Tensor:
-    """Canonical gradient of the squared error."""
-    scale = 2.0 / self.numel() if reduction == MEAN else 2.0
-    return (self - target) * grad * scale
+def _elementwise_backward(operator: Target, position: int) -> Callable[..., Any]:
+    """Canonical gradient of such a loss: that of the sum, scaled by the global count."""
 
+    def canonical(grad: Tensor, *args: Any) -> Any:
+        if args[position - 1] != MEAN:
+            return NotImplemented
+        return operator(grad / args[0].numel(), *args[: position - 1], SUM, *args[position:])
+
+    return canonical
+
+
+_NLL = OperatorRule(nll_rule, nll_local, contiguous=frozenset("v"))
+_NLL_BACKWARD = OperatorRule(nll_backward_rule, nll_backward_local, contiguous=frozenset("v"))
 
 RULES = {
-    aten.nll_loss_forward.default: OperatorRule(nll_rule, nll_local, contiguous=frozenset("v")),
+    aten.nll_loss_forward.default: _NLL,
     ours.cross_entropy_backward.default: OperatorRule(
         cross_entropy_backward_rule,
         cross_entropy_backward_local,
         lambda call, rule: 3.0 * call.outputs[0].numel(),
         frozenset("v"),
     ),
-    aten.nll_loss_backward.default: OperatorRule(nll_backward_rule, nll_backward_local, contiguous=frozenset("v")),
+    aten.nll_loss_backward.default: _NLL_BACKWARD,
+    aten.nll_loss2d_forward.default: _NLL,
+    aten.nll_loss2d_backward.default: _NLL_BACKWARD,
 }
 
-CANONICAL = {
-    aten.nll_loss_forward.default: nll_loss_forward,
-    aten.nll_loss_backward.default: nll_loss_backward,
-    aten.mse_loss.default: mse_loss,
-    aten.mse_loss_backward.default: mse_loss_backward,
+_ELEMENTWISE: dict[Target, int] = {
+    aten.binary_cross_entropy.default: 3,
+    aten.huber_loss.default: 2,
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+}
+_ELEMENTWISE_BACKWARD: dict[Target, int] = {
+    aten.binary_cross_entropy_backward.default: 4,
+    aten.huber_loss_backward.default: 3,
+    aten.mse_loss_backward.default: 3,
+    aten.smooth_l1_loss_backward.default: 3,
+    aten.soft_margin_loss_backward.default: 3,
+}
+CANONICAL: dict[Target, Callable[..., Any]] = {
+    aten.nll_loss_forward.default: _nll(aten.nll_loss_forward.default),
+    aten.nll_loss_backward.default: _nll_backward(aten.nll_loss_backward.default),
+    aten.nll_loss2d_forward.default: _nll(aten.nll_loss2d_forward.default),
+    aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default),
+    **{target: _elementwise(target, position) for target, position in _ELEMENTWISE.items()},
+    **{target: _elementwise_backward(target, position) for target, position in _ELEMENTWISE_BACKWARD.items()},
 }

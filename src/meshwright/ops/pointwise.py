@@ -1,8 +1,7 @@
 """Element by element operators, with broadcasting."""
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, elementwise_flops, make_rule
@@ -10,27 +9,32 @@ from meshwright.ops.base import Call, OperatorRule, Target, elementwise_flops, m
 aten = torch.ops.aten
 
 ADDITIVE: frozenset[Target] = frozenset({aten.add.Tensor, aten.sub.Tensor})
-FIRST_LINEAR: frozenset[Target] = frozenset(
+GRADIENTS: frozenset[Target] = frozenset(
     {
-        aten.neg.default, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.clone.default,
-        aten.alias.default, aten.detach.default, aten.gelu_backward.default, aten.tanh_backward.default,
-        aten.threshold_backward.default, aten.sigmoid_backward.default, aten.silu_backward.default,
-        aten.native_dropout_backward.default, aten.hardtanh_backward.default, aten.leaky_relu_backward.default,
-        aten.elu_backward.default, aten.hardswish_backward.default, aten.hardsigmoid_backward.default,
-        aten.softplus_backward.default, aten.mish_backward.default, aten.positive.default,
+        aten._prelu_kernel_backward.default, aten.elu_backward.default, aten.gelu_backward.default,
+        aten.hardshrink_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
+        aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.logit_backward.default,
+        aten.mish_backward.default, aten.native_dropout_backward.default, aten.sigmoid_backward.default,
+        aten.silu_backward.default, aten.softplus_backward.default, aten.softshrink_backward.default,
+        aten.tanh_backward.default, aten.threshold_backward.default,
+        # losses, summed by canonical forms
+        aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
+        aten.smooth_l1_loss_backward.default, aten.soft_margin_loss_backward.default,
     }
 )  # fmt: skip
-EXTRA: frozenset[Target] = frozenset(
-    {
-        aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default, aten.copy.default,
-        aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.lift_fresh_copy.default,
-        aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
-        aten.native_dropout_backward.default, aten.isnan.default, aten.isinf.default, aten.clamp.default,
-    }
-)  # fmt: skip
-FREE: frozenset[Target] = frozenset(
-    {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
-)
+"""Gradients of element by element operators, linear in their first input."""
+FIRST_LINEAR: frozenset[Target] = GRADIENTS | {
+    aten.neg.default, aten.positive.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default,
+}  # fmt: skip
+EXTRA: frozenset[Target] = GRADIENTS | {
+    aten._prelu_kernel.default, aten._to_copy.default, aten.binary_cross_entropy.default, aten.clamp.default,
+    aten.clone.default, aten.copy.default, aten.empty_like.default, aten.fill.Scalar, aten.fill.Tensor,
+    aten.floor_divide.default, aten.full_like.default, aten.hardswish.default, aten.huber_loss.default,
+    aten.isinf.default, aten.isnan.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.mse_loss.default,
+    aten.ones_like.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.where.self,
+    aten.zero.default, aten.zeros_like.default,
+}  # fmt: skip
+"""Element by element, but PyTorch does not tag them so."""
 
 
 def is_pointwise(target: Target) -> bool:
@@ -50,6 +54,8 @@ def carets(call: Call) -> list[int]:
         return [1, 0] if count == 2 else [1] if first_two[0] else [0]
     if call.target is aten.where.self:
         return [0, 1, 1] if count == 3 else [0] * count
+    if call.target is aten.masked_fill.Scalar:
+        return [1 if call.args[2] == 0 else 0, 0]
     if call.target is aten._to_copy.default:
         return [1 if call.tensors[0].is_floating_point() and call.outputs[0].is_floating_point() else 0]
     if call.target in FIRST_LINEAR:
@@ -76,6 +82,33 @@ def pointwise_rule(call: Call) -> Rule:
 POINTWISE = OperatorRule(rule=pointwise_rule, flops=elementwise_flops)
 
 
-def drop(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Canonical form of detach, alias, lift: the value itself."""
-    return self
+def glu(self: Tensor, dim: int = -1) -> Tensor:
+    """Canonical gated linear unit (Dauphin et al. 2017)."""
+    value, gate = self.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+def glu_backward(grad: Tensor, self: Tensor, dim: int) -> Tensor:
+    """Canonical gradient of the gated linear unit."""
+    value, gate = self.chunk(2, dim)
+    opened = gate.sigmoid()
+    return torch.cat([grad * opened, grad * value * opened * (1 - opened)], dim)
+
+
+def log_sigmoid_forward(self: Tensor) -> tuple[Tensor, Tensor]:
+    """Canonical log-sigmoid, without the buffer that only some devices fill."""
+    small = torch.exp(-self.abs())
+    return self.clamp(max=0) - torch.log1p(small), small
+
+
+def log_sigmoid_backward(grad: Tensor, self: Tensor, buffer: Tensor) -> Tensor:
+    """Canonical gradient of the log-sigmoid."""
+    return grad * torch.sigmoid(-self)
+
+
+CANONICAL = {
+    aten.glu.default: glu,
+    aten.glu_backward.default: glu_backward,
+    aten.log_sigmoid_forward.default: log_sigmoid_forward,
+    aten.log_sigmoid_backward.default: log_sigmoid_backward,
+}

@@ -77,8 +77,16 @@ class _Planner:
             stages=(Stage(strategies=grouped(used), storage=storage),),
             layout=self.layout,
             buckets=gradient_buckets(self.graph, placements, storage, self.sizes),
+            algorithms=self._algorithms(),
             notes=self._explained(),
         )
+
+    def _algorithms(self) -> dict[str, str]:
+        """Two CPU ranks swap what they have in one round; elsewhere torch.distributed's own collectives."""
+        if self.base is not None:
+            return self.base.algorithms
+        exchange = self.cluster is None or self.cluster.device.kind == "cpu"
+        return {axis: "exchange" if exchange and size == 2 else "native" for axis, size in self.sizes.items()}
 
     # --- data parallel -------------------------------------------------------------------------------------------
 

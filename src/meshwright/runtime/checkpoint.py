@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright import __version__
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.ir import files
-from meshwright.runtime import manifest, shards
+from meshwright.runtime import manifest, optimizer_state, shards
 from meshwright.runtime.manifest import DamagedCheckpointError, Manifest, SavedTensor
-from meshwright.runtime.shards import Part, chunks_of
+from meshwright.runtime.shards import Part, part_of
 
 if TYPE_CHECKING:
     from meshwright.runtime.trainer import Trainer
@@ -37,8 +36,6 @@ log = logging.getLogger("meshwright")
 T = TypeVar("T")
 Path_ = str | os.PathLike[str]
 TRAINER = "trainer.pt"
-HOW_IT_COMPUTES = ("foreach", "fused", "capturable", "differentiable")
-"""Options of an optimizer that belong to a run and its device, not to what it has learnt."""
 
 
 class Stateful(Protocol):
@@ -77,7 +74,7 @@ def save(
             model=trainer.graph.model,
             fingerprint=trainer.graph.fingerprint,
             optimizer=type(optimizer).__name__ if optimizer is not None else None,
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             meshwright=__version__,
             data=data,
             files={name: saved[name] for name in names},
@@ -113,19 +110,14 @@ def load(
     if loader is not None:
         _everywhere(where, lambda: loader.load_state_dict(state["loader"]))
     parts = _model_parts(trainer)
-    states = _empty_states(trainer, optimizer, state["optimizer"]) if optimizer is not None else {}
-    for name, values in states.items():
-        for key in state["optimizer"]["states"][name]["tensors"]:
-            parts[f"optimizer.{key}.{name}"] = _part(trainer, name, values[key])
-    shards.read(directory, parts)
-    if optimizer is not None:
-        optimizer.state.clear()
-        optimizer.state.update({trainer.parameters.trainable[name]: values for name, values in states.items()})
-        for group, saved in zip(optimizer.param_groups, state["optimizer"]["groups"], strict=True):
-            _set_options(group, saved["options"])
+    if optimizer is None:
+        shards.read(directory, parts)
+    else:
+        states, more = optimizer_state.make_room(trainer.parameters, optimizer, state["optimizer"])
+        shards.read(directory, parts | more)
+        optimizer_state.take(trainer.parameters, optimizer, state["optimizer"], states)
     trainer.step_number, trainer.seed, trainer.metrics = state["step"], state["seed"], {}
-    for name, one in extra.items():
-        _everywhere(f"{where}: extra {name!r}", lambda one=one, name=name: one.load_state_dict(state["extra"][name]))  # type: ignore[misc]
+    _everywhere(where, lambda: _give_back(extra, state["extra"]))
     if optimizer is not None and loader is None and state["loader"] is not None:
         log.warning("%s holds a position in the data that was not asked for (loader=)", where)
     log.info("step %d is loaded from %s", trainer.step_number, where)
@@ -199,28 +191,25 @@ def _state_of(
                 where=f"parameter {name}",
                 remedy="load the last checkpoint, and lower the learning rate or clip gradients (max_grad_norm)",
             )
-    parts = _model_parts(trainer)
+    parts, kept = _model_parts(trainer), None
+    if optimizer is not None:
+        kept, more = optimizer_state.extract(trainer.parameters, optimizer)
+        parts.update(more)
     state = {
         "step": trainer.step_number,
         "seed": trainer.seed,
-        "optimizer": _optimizer_state(trainer, optimizer, parts) if optimizer is not None else None,
+        "optimizer": _plain("the optimizer", kept),
         "loader": _plain("the loader", loader.state_dict()) if loader is not None else None,
         "extra": {name: _plain(f"extra {name!r}", one.state_dict()) for name, one in extra.items()},
     }
     return parts, state
 
 
-def _part(trainer: Trainer, name: str, value: Tensor) -> Part:
-    """A tensor that is split as the parameter of that name."""
-    shape = trainer.parameters.global_shape(name)
-    return Part(value, shape, chunks_of(shape, trainer.parameters.placements(name), trainer.groups))
-
-
 def _model_parts(trainer: Trainer) -> dict[str, Part]:
     """Parameters and the buffers that the model's own state dict has."""
     persistent = trainer.parameters.model.state_dict().keys()
     names = [*trainer.parameters, *(name for name in trainer.parameters.named_buffers if name in persistent)]
-    return {f"model.{name}": _part(trainer, name, trainer.parameters[name]) for name in names}
+    return {f"model.{name}": part_of(trainer.parameters, name, trainer.parameters[name]) for name in names}
 
 
 def _tensors_of(trainer: Trainer) -> dict[str, SavedTensor]:
@@ -228,52 +217,6 @@ def _tensors_of(trainer: Trainer) -> dict[str, SavedTensor]:
         name.removeprefix("model."): SavedTensor(shape=part.shape, dtype=str(part.value.dtype).removeprefix("torch."))
         for name, part in _model_parts(trainer).items()
     }
-
-
-def _optimizer_state(trainer: Trainer, optimizer: Optimizer, parts: dict[str, Part]) -> dict[str, Any]:
-    """Options by group, state by parameter name; tensors that are split as their parameter go to ``parts``."""
-    states = {}
-    for name, parameter in _named(trainer, optimizer).items():
-        tensors: dict[str, torch.dtype] = {}
-        values: dict[str, Any] = {}
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                tensors[key] = value.dtype
-                parts[f"optimizer.{key}.{name}"] = _part(trainer, name, value)
-            elif isinstance(value, Tensor) and value.numel() > 1 and trainer.parameters.is_sharded(name):
-                raise CheckpointError(
-                    f"its state {key!r} has shape {list(value.shape)}, the part of the parameter {list(parameter.shape)}",
-                    where=f"optimizer {type(optimizer).__name__}, parameter {name}",
-                    remedy="use an optimizer whose state has the parameter's shape, or a layout that does not split it",
-                )
-            else:
-                values[key] = _plain(f"optimizer state {key!r} of {name}", value)
-        if tensors or values:
-            states[name] = {"tensors": tensors, "values": values}
-    groups = []
-    for group, names in zip(optimizer.param_groups, _groups(trainer, optimizer), strict=True):
-        left_out = ("params", "param_names", *HOW_IT_COMPUTES)
-        options = {key: value for key, value in group.items() if key not in left_out}
-        groups.append({"parameters": names, "options": _plain("the optimizer's options", options)})
-    return {"name": type(optimizer).__name__, "groups": groups, "states": states}
-
-
-def _groups(trainer: Trainer, optimizer: Optimizer) -> list[list[str]]:
-    """The names of each group's parameters."""
-    names = {id(parameter): name for name, parameter in trainer.parameters.trainable.items()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise CheckpointError(
-                    f"it holds a parameter of shape {list(parameter.shape)} that is not the model's",
-                    where=f"optimizer {type(optimizer).__name__}",
-                    remedy="give it only the parameters that parallelize hands out",
-                )
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _named(trainer: Trainer, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    return {name: trainer.parameters.trainable[name] for names in _groups(trainer, optimizer) for name in names}
 
 
 def _plain(what: str, value: T) -> T:
@@ -341,26 +284,7 @@ def _check_state(
 ) -> None:
     """That the checkpoint has what is asked for."""
     if optimizer is not None:
-        saved, name = state["optimizer"], type(optimizer).__name__
-        remedy = "load(..., optimizer=False) leaves the optimizer as it is"
-        if saved is None:
-            raise CheckpointError("there is no optimizer state", where=where, remedy=remedy)
-        if saved["name"] != name:
-            problem = f"the optimizer state is of {saved['name']}, this trainer has {name}"
-            raise CheckpointError(problem, where=where, remedy=f"train on with {saved['name']}; {remedy}")
-        groups = _groups(trainer, optimizer)
-        theirs = [group["parameters"] for group in saved["groups"]]
-        if [set(names) for names in groups] != [set(names) for names in theirs]:
-            here, there = sum(groups, []), sum(theirs, [])
-            missing = [one for one in here if one not in there] or [one for one in there if one not in here]
-            problem = f"the optimizer has {len(groups)} groups of parameters, {len(theirs)} were saved"
-            if missing:
-                problem = f"there is no optimizer state of {missing[0]}"
-                if missing[0] in there:
-                    problem = f"there is optimizer state of {missing[0]}, which this optimizer does not train"
-            elif len(groups) == len(theirs):
-                problem = "the optimizer's groups hold other parameters than the saved ones"
-            raise CheckpointError(problem, where=where, remedy=remedy)
+        optimizer_state.check(trainer.parameters, optimizer, state["optimizer"], where)
     if loader is not None and state["loader"] is None:
         remedy = "load without loader=: it then starts where it stands"
         raise CheckpointError("there is no position in the data", where=where, remedy=remedy)
@@ -370,39 +294,9 @@ def _check_state(
             raise CheckpointError(f"there is no extra {name!r}", where=where, remedy=f"it has: {known}")
 
 
-def _empty_states(trainer: Trainer, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter name: values as saved, room for the tensors.
-
-    Dtypes stay as saved, and as in ``Optimizer.load_state_dict`` all but the step is on the parameter's device.
-    """
-    result: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            name = next(one for one, value in trainer.parameters.trainable.items() if value is parameter)
-            if name not in saved["states"]:
-                continue
-            state = saved["states"][name]
-            devices = {
-                key: parameter.device if key != "step" or on_device else torch.device("cpu")
-                for key in (*state["tensors"], *state["values"])
-            }
-            result[name] = {
-                key: torch.empty_like(parameter.detach(), dtype=dtype, device=devices[key])
-                for key, dtype in state["tensors"].items()
-            }
-            for key, value in state["values"].items():
-                result[name][key] = value.to(devices[key]) if isinstance(value, Tensor) else value
-    return result
-
-
-def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
-    for key, value in options.items():
-        mine = group.get(key)
-        if isinstance(mine, Tensor) and isinstance(value, Tensor):
-            mine.copy_(value)  # others may hold it
-        else:
-            group[key] = value
+def _give_back(extra: Extra, states: dict[str, Any]) -> None:
+    for name, one in extra.items():
+        _told(f"extra {name!r}", lambda one=one, state=states[name]: one.load_state_dict(state))  # type: ignore[misc]
 
 
 # --- together --------------------------------------------------------------------------------------------------------
@@ -437,9 +331,9 @@ def _everywhere(where: str, action: Callable[[], T]) -> T:
         result = _told(where, action)
     except MeshwrightError as error:
         mine = error
-    for error in from_every_rank(mine):
-        if error is not None:
-            raise error
+    for first in from_every_rank(mine):
+        if first is not None:
+            raise first
     return result  # type: ignore[return-value]
 
 
@@ -450,7 +344,7 @@ def _told(where: str, action: Callable[[], T]) -> T:
     except MeshwrightError:
         raise
     except OSError as error:
-        remedy = "check the disk's space and permissions"
-        raise CheckpointError(error.strerror or f"{error}", where=str(error.filename or where), remedy=remedy) from error
+        problem, place = error.strerror or f"{error}", str(error.filename or where)
+        raise CheckpointError(problem, where=place, remedy="check the disk's space and permissions") from error
     except Exception as error:
         raise CheckpointError(f"{type(error).__name__}: {error}", where=where) from error

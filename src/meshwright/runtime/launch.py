@@ -1,25 +1,155 @@
 """Starting ranks and torch.distributed: under plain python, torchrun, or our own launcher."""
 
+import atexit
+import contextlib
+import errno
 import os
+import socket
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from meshwright.errors import LaunchError
+
+HOST = "127.0.0.1"
 
 
 def start(device: torch.device | str | None = None) -> torch.device:
     """Start torch.distributed where a launcher has set its environment and nobody has started it.
 
+    It is then ended in order when the program ends. ``MESHWRIGHT_TIMEOUT_S`` (600) is how long ranks wait for others.
+
     Returns:
         The device of this rank.
+
+    Raises:
+        LaunchError: the environment is incomplete, the port is taken, or ranks did not come.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = _number("LOCAL_RANK", "0")
     if device is None:
         device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(device)
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        timeout = timedelta(seconds=float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600")))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if not dist.is_initialized() and _number("WORLD_SIZE", "1") > 1:
+        _join("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_finish_at_exit)
     return device
+
+
+def finish() -> None:
+    """End torch.distributed in order: nobody leaves while another rank still needs it."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def launched() -> bool:
+    """Whether this process is a rank that a launcher (torchrun, our own) has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_rank() -> int:
+    """This process's rank, 0 without a launcher."""
+    return _number("RANK", "0")
+
+
+def launched_ranks() -> int:
+    """How many ranks the launcher has started, 1 without one."""
+    return _number("WORLD_SIZE", "1")
+
+
+def num_cores() -> int:
+    """Cores that this process may use: by affinity, and by the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
+
+
+def num_devices() -> int:
+    """Ranks that this machine holds well: its CUDA devices, else its cores."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else num_cores()
+
+
+def share_cores(num_ranks: int) -> int:
+    """Give this rank its part of the cores, unless ``OMP_NUM_THREADS`` says otherwise; returns its threads."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, num_cores() // num_ranks))
+    return torch.get_num_threads()
+
+
+def check_port(port: int) -> None:
+    """A LaunchError if another program listens on the port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise _port_error(port, error.strerror or str(error)) from None
+
+
+def _port_error(port: int, problem: str) -> LaunchError:
+    return LaunchError(
+        f"port {port} cannot be used: {problem}",
+        where="train.port" if not launched() else "MASTER_PORT",
+        remedy="choose another port, or none: then a free one is taken",
+    )
+
+
+def _number(name: str, default: str) -> int:
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise LaunchError(f"{text!r} is not a number", where=f"environment variable {name}", remedy="use torchrun")
+    return int(text)
+
+
+def _join(backend: str) -> None:
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise LaunchError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} is not set",
+            where="environment",
+            remedy="start the ranks with torchrun or meshwright train, or unset WORLD_SIZE",
+        )
+    rank, world_size, port = _number("RANK", ""), _number("WORLD_SIZE", ""), _number("MASTER_PORT", "")
+    if rank >= world_size:
+        raise LaunchError(
+            f"RANK is {rank}, but WORLD_SIZE is {world_size}",
+            where="environment",
+            remedy=f"ranks are 0 to {world_size - 1}",
+        )
+    if os.environ["MASTER_ADDR"] in (HOST, "localhost"):
+        # Else gloo asks for the address of this machine's name, which not every machine knows.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    timeout_s = float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600"))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except dist.DistNetworkError as error:
+        text = str(error)
+        if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:
+            raise _port_error(port, "another program uses it") from error
+        raise _absent(rank, world_size, timeout_s, text) from error
+    except dist.DistStoreError as error:
+        raise _absent(rank, world_size, timeout_s, str(error)) from error
+
+
+def _absent(rank: int, world_size: int, timeout_s: float, text: str) -> LaunchError:
+    return LaunchError(
+        f"not all {world_size} ranks met within {timeout_s:g} s ({text.splitlines()[0]})",
+        where=f"rank {rank}, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+        remedy="look for a rank that failed to start; MASTER_ADDR and MASTER_PORT must be the same everywhere",
+    )
+
+
+def _finish_at_exit() -> None:
+    # After an error the others may never come to a barrier.
+    if getattr(sys, "last_value", None) is None and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            finish()
+

@@ -101,8 +101,8 @@ def commit(path: Path, manifest: Manifest) -> None:
     """Make the data that ``manifest`` names the checkpoint, then remove what was there before."""
     _sync(path / manifest.data)
     _sync(path)
-    raw = json.loads(files.encode_json(manifest))
-    files.write_atomically(path / MANIFEST, files.encode_json(msgspec.structs.replace(manifest, checksum=_checksum(raw))))
+    checksum = _checksum(json.loads(files.encode_json(manifest)))
+    files.write_atomically(path / MANIFEST, files.encode_json(msgspec.structs.replace(manifest, checksum=checksum)))
     _sync(path)
     _sync(path.parent)
     for other in path.iterdir():
@@ -125,7 +125,8 @@ def read(path: Path) -> Manifest:
         raw = json.loads(data)
         version, checksum = int(raw["version"]), str(raw["checksum"])
     except (ValueError, KeyError, TypeError):
-        raise DamagedCheckpointError(f"damaged: {MANIFEST} is not a manifest", where=f"{path}", remedy=_RESTORE) from None
+        problem = f"damaged: {MANIFEST} is not a manifest"
+        raise DamagedCheckpointError(problem, where=f"{path}", remedy=_RESTORE) from None
     if version > Manifest.VERSION:
         raise CheckpointError(
             f"version is {version}, this Meshwright reads up to version {Manifest.VERSION}",
@@ -199,7 +200,8 @@ def prune(directory: Path, newest: str, keep: int) -> list[str]:
 
 def _absent(path: Path, error: OSError) -> CheckpointError:
     if not path.exists():
-        near = files.did_you_mean(path.name, [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else [])
+        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = files.did_you_mean(path.name, beside)
         return CheckpointError("there is no checkpoint", where=f"{path}", remedy=near or "check the path")
     if not path.is_dir():
         return CheckpointError("is a file; a checkpoint is a directory", where=f"{path}", remedy="check the path")
@@ -209,7 +211,8 @@ def _absent(path: Path, error: OSError) -> CheckpointError:
             return CheckpointError("is a directory of checkpoints", where=f"{path}", remedy=remedy)
         problem = f"half-written: there is no {MANIFEST}"
         return DamagedCheckpointError(problem, where=f"{path}", remedy="load another checkpoint")
-    return CheckpointError(f"{MANIFEST} cannot be read: {error.strerror}", where=f"{path}", remedy="check its permissions")
+    problem = f"{MANIFEST} cannot be read: {error.strerror}"
+    return CheckpointError(problem, where=f"{path}", remedy="check its permissions")
 
 
 def _checksum(raw: dict[str, Any]) -> str:

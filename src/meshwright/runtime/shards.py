@@ -44,10 +44,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from meshwright.ir.mesh import AxisGroup
 from meshwright.errors import CheckpointError
+from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard
 from meshwright.lower.reshard import local_part
+from meshwright.runtime.state import LocalParameters
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
         )
         for box in itertools.product(*ranges)
     ]
+
+
+def part_of(parameters: LocalParameters, name: str, value: Tensor) -> Part:
+    """``value``, split as the parameter (or buffer) of that name."""
+    shape = parameters.global_shape(name)
+    return Part(value, shape, chunks_of(shape, parameters.placements(name), parameters.groups))
 
 
 def _whole(size: int) -> list[tuple[int, int, int]]:

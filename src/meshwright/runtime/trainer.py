@@ -1,8 +1,10 @@
 """The trainer: runs a plan on this rank, step by step, on parameters that the user's optimizer owns."""
 
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from meshwright.ir.plan import Plan
 from meshwright.lower.reshard import local_part
 from meshwright.lower.spmd import Lowered, lower
 from meshwright.ops.base import OperatorRule, Target
+from meshwright.runtime import checkpoint
+from meshwright.runtime.checkpoint import Stateful
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.state import LocalParameters, full_state_dict
 
@@ -65,7 +69,9 @@ class Trainer:
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
-        self.groups: dict[str, AxisGroup] = axis_groups(plan.mesh, self.rank) if plan.mesh.world_size > 1 else {}
+        self.groups: dict[str, AxisGroup] = (
+            axis_groups(plan.mesh, self.rank, plan.algorithms) if plan.mesh.world_size > 1 else {}
+        )
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
         self._optimizer = self._make_optimizer(optimizer)
         self._lowered: OrderedDict[Any, tuple[Lowered, Graph]] = OrderedDict()
@@ -141,6 +147,63 @@ class Trainer:
         Every rank must call it; it loads into the plain model with ``load_state_dict``.
         """
         return full_state_dict(self.parameters, all_ranks=all_ranks)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        """Write a checkpoint: model, optimizer, step, seed, the loader's position, and ``extra`` (such as
+        ``{"scheduler": scheduler}``). Every rank must call it, with a directory that all share; what was there
+        before stays until the new checkpoint is whole.
+
+        Raises:
+            CheckpointError: on every rank; what was at ``path`` has not changed.
+        """
+        checkpoint.save(self, self._optimizer, path, loader, extra)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        optimizer: bool = True,
+    ) -> None:
+        """Continue from a checkpoint, saved under this or any other layout and number of ranks; with the same
+        layout training goes on bit by bit. ``optimizer=False`` leaves the optimizer as it is. Every rank must call it.
+
+        Raises:
+            CheckpointError: on every rank: missing, half-written, damaged, newer, or of another model or optimizer.
+            DataError: the loader's data are not those of the saved position.
+        """
+        checkpoint.load(self, self._optimizer if optimizer else None, path, loader, extra)
+
+    def save_in(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> Path:
+        """``save`` as ``directory/step-00000120``, then remove all but the latest ``keep``; returns the path."""
+        return checkpoint.save_in(self, self._optimizer, directory, keep, loader, extra)
+
+    def load_latest(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> Path | None:
+        """``load`` the latest whole checkpoint of ``save_in``, and return its path; None where there is none at all.
+
+        A damaged one is named in a warning, and the one before it is taken.
+        """
+        return checkpoint.load_latest(self, self._optimizer, directory, loader, extra)
 
     # --- inside --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,115 @@
+"""Dotted options of the command line, such as ``--optimizer.lr 3e-4``, put into the tables of a RUN.toml."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from meshwright.config import completed, structs
+from meshwright.errors import FileFormatError
+from meshwright.ir import files
+from meshwright.ir.run import Run
+
+
+def overridden(raw: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """The tables changed by ``arguments`` (``--section.key value`` or ``--section.key=value``).
+
+    Raises:
+        FileFormatError: there is no such key, or it cannot have that value; names the option.
+    """
+    raw = completed(raw)
+    # Names decide which other keys there are, so they come first.
+    for option, text in sorted(_options(arguments), key=lambda item: item[0].rpartition(".")[2] not in ("name", "kind")):
+        _override(raw, option, text)
+    return raw
+
+
+def keys() -> Iterator[tuple[str, str, str]]:
+    """Every key of RUN.toml with dots, its default as text, and the name of the table (empty: there is only one)."""
+    for section in msgspec.structs.fields(Run):
+        found = structs(inspect.type_info(section.type))
+        for struct in found:
+            for field in struct.fields:
+                default = "" if field.default is msgspec.NODEFAULT else msgspec.json.encode(field.default).decode()
+                yield f"{section.name}.{field.encode_name}", default, str(struct.tag) if struct.tag_field else ""
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """``--a.b value`` and ``--a.b=value`` as (``a.b``, value)."""
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise FileFormatError(
+                f"unexpected argument {word!r}", where="command line", remedy="write keys as --section.key value"
+            )
+        name, has_value, value = word[2:].partition("=")
+        if not has_value:
+            if not rest:
+                raise FileFormatError("has no value", where=word, remedy=f"write {word} VALUE")
+            value = rest.pop(0)
+        yield name, value
+
+
+def _override(raw: dict[str, Any], option: str, text: str) -> None:
+    here, node, steps = raw, inspect.type_info(Run), option.split(".")
+    while True:
+        tables = structs(node, here) or structs(node)
+        if not tables:  # a table of the user's own keys, which may have dots: layout.pin.blocks.*
+            here[".".join(steps)] = _value(text, Any, option)
+            return
+        key = steps.pop(0)
+        if any(key == table.tag_field for table in tables) and not steps:
+            here[key] = text
+            return
+        kinds = [field.type for table in tables for field in msgspec.structs.fields(table.cls) if field.name == key]
+        if not kinds:
+            prefix = option[: len(option) - len(".".join([key, *steps]))]
+            raise _unknown_option(option, [f"{prefix}{field.name}" for table in tables for field in table.fields])
+        node = inspect.type_info(kinds[0])
+        is_table = bool(structs(node)) or isinstance(node, inspect.DictType)
+        if not steps and is_table:
+            raise FileFormatError("is a table", where=f"--{option}", remedy=f"give one of its keys: --{option}.KEY VALUE")
+        if not steps:
+            here[key] = _value(text, kinds[0], option)
+            return
+        below = here.setdefault(key, {})
+        if not is_table or not isinstance(below, dict):
+            raise _unknown_option(option)
+        below = here[key] = dict(below)
+        here = below
+
+
+def _value(text: str, kind: Any, option: str) -> Any:
+    """The text as the type that the key has: TOML where it is, else the text itself."""
+    candidates: list[Any] = [text]
+    try:
+        candidates.insert(0, msgspec.toml.decode(f"value = {text}".encode())["value"])
+    except msgspec.DecodeError:
+        pass
+    problem = ""
+    for candidate in candidates:
+        try:
+            msgspec.convert(candidate, kind, strict=False)
+        except msgspec.ValidationError as error:
+            problem = problem or str(error)
+            continue
+        return candidate
+    raise FileFormatError(f"{text!r}: {problem}", where=f"--{option}", remedy="correct the value")
+
+
+def _unknown_option(option: str, beside: Sequence[str] = ()) -> FileFormatError:
+    known = list(dict.fromkeys(name for name, _, _ in keys()))
+    last = option.rpartition(".")[2]
+    near = [name for name in known if name.rpartition(".")[2] == last]
+    hint = f"did you mean {' or '.join(f'`--{name}`' for name in near)}?" if near and option not in near else ""
+    if option in known:
+        hint = f"only another {option.partition('.')[0]} has it"
+    return FileFormatError(
+        "there is no such key in RUN.toml",
+        where=f"--{option}",
+        remedy=hint
+        or files.did_you_mean(f"--{option}", [f"--{name}" for name in beside or known])
+        or "`meshwright train --help` lists the keys",
+    )

@@ -1,0 +1,321 @@
+"""A run as data: what is trained, on which data, how and where. Its file is RUN.toml."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from meshwright.ir import files
+from meshwright.ir.plan import Layout, Plan
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Rate = Annotated[float, Meta(ge=0.0)]
+Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
+
+STANDARD_LIBRARY = "standard-library"
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of RUN.toml: values that cannot be changed, no unknown keys."""
+
+
+# --- [model] ---------------------------------------------------------------------------------------------------------
+
+
+class _Model(_Section, frozen=True, kw_only=True, tag_field="name"):
+    loss: str = ""
+    """``language_model``, ``classification``, or ``package.module:function``; empty: the one that the model has."""
+
+
+class GPTModel(_Model, frozen=True, kw_only=True, tag="gpt"):
+    """``meshwright.models.GPT``: a decoder-only language model."""
+
+    layers: Positive = 4
+    """Number of transformer blocks."""
+    width: Positive = 256
+    """Size of the hidden state; a multiple of ``heads``."""
+    heads: Positive = 4
+    """Attention heads per block."""
+    vocabulary: Positive = 256
+    """Number of different tokens; text is bytes: 256."""
+    sequence_length: Count = 0
+    """Positions the model has; 0: as many as ``data.sequence_length``."""
+    dropout: Fraction = 0.0
+    """Probability of dropping an activation."""
+    tied_head: bool = True
+    """Whether the output head shares the token embedding's weight."""
+
+
+class MLPModel(_Model, frozen=True, kw_only=True, tag="mlp"):
+    """``meshwright.models.MLP``: linear layers with ReLU between them."""
+
+    sizes: Annotated[tuple[Positive, ...], Meta(min_length=2)] = (64, 64, 10)
+    """Values per sample, then outputs of each layer; the last is the number of classes."""
+    bias: bool = True
+    """Whether the layers have a bias."""
+
+
+class LeNetModel(_Model, frozen=True, kw_only=True, tag="lenet"):
+    """``meshwright.models.LeNet``: convolutions with pooling, then dense layers."""
+
+    image_size: Positive = 28
+    """Height and width of the images, in pixels."""
+    image_channels: Positive = 1
+    """Colours: 1 or 3."""
+    classes: Positive = 10
+    """Number of classes."""
+    channels: tuple[Positive, ...] = (6, 16)
+    """Output channels of each convolution."""
+    dense: tuple[Positive, ...] = (120, 84)
+    """Sizes of the hidden dense layers."""
+    kernel: Positive = 5
+    """Height and width of the convolutions, in pixels."""
+
+
+class ResNetModel(_Model, frozen=True, kw_only=True, tag="resnet"):
+    """``meshwright.models.ResNet``: a small residual network with batch normalization."""
+
+    depth: Positive = 8
+    """Layers with weights on the main path: 8, 14, 20, ..."""
+    width: Positive = 16
+    """Channels of the first stage."""
+    image_channels: Positive = 3
+    """Colours: 1 or 3."""
+    classes: Positive = 10
+    """Number of classes."""
+
+
+class FactoryModel(_Model, frozen=True, kw_only=True, tag="factory"):
+    """Any model: ``factory(**arguments)`` returns it. ``name`` may be left out; ``loss`` must be given."""
+
+    factory: str
+    """``package.module:function`` (or a class); the current folder is searched first."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the factory."""
+
+
+Model = GPTModel | MLPModel | LeNetModel | ResNetModel | FactoryModel
+
+
+# --- [data] ----------------------------------------------------------------------------------------------------------
+
+
+class _Data(_Section, frozen=True, kw_only=True, tag_field="kind"):
+    batch_size: Positive = 16
+    """Samples in a global batch, over all ranks."""
+    held_out: Fraction = 0.05
+    """Part of the data that is not trained on, for evaluation; 0: none."""
+
+
+class TextData(_Data, frozen=True, kw_only=True, tag="text"):
+    """Text as bytes (a byte is a token), in windows; the last part is held out."""
+
+    paths: str | tuple[str, ...] = STANDARD_LIBRARY
+    """Files or globs, joined in order; or ``standard-library``: Python's own documentation and sources."""
+    sequence_length: Positive = 256
+    """Tokens in a window."""
+    max_bytes: Count = 0
+    """Use no more than so many bytes; 0: all (of the standard library: 8,000,000)."""
+
+
+class DigitsData(_Data, frozen=True, kw_only=True, tag="digits"):
+    """scikit-learn's handwritten digits: ``image`` [n, 1, 8, 8] from 0 to 1 and ``label`` [n]; needs ``meshwright[demo]``."""
+
+
+class TensorsData(_Data, frozen=True, kw_only=True, tag="tensors"):
+    """Named tensors with one row per sample; the names are those that the loss reads."""
+
+    path: str
+    """A ``.npz``, ``.safetensors`` or ``.pt`` file (a dict of tensors)."""
+
+
+class RandomData(_Data, frozen=True, kw_only=True, tag="random"):
+    """Random ``inputs`` and ``label``: for planning, verifying and timing, not for learning."""
+
+    shape: tuple[Positive, ...] = (64,)
+    """Shape of one sample."""
+    classes: Positive = 10
+    """Number of classes."""
+    samples: Positive = 1024
+    """Number of samples."""
+
+
+Data = TextData | DigitsData | TensorsData | RandomData
+
+
+# --- [layout], [optimizer], [schedule], [train], [sample] ------------------------------------------------------------
+
+
+class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the step is divided: the sizes of a layout, or a plan file. By default the batch is divided over all ranks."""
+
+    dp: int = -1
+    """Data-parallel size; -1: what is left of the ranks."""
+    plan: str = ""
+    """A plan file (``meshwright plan --output``), in place of sizes."""
+
+    def chosen(self) -> Layout:
+        """The layout without ``plan``."""
+        return Layout(**{name: getattr(self, name) for name in Layout.__struct_fields__})
+
+
+class _Optimizer(_Section, frozen=True, kw_only=True, tag_field="name"):
+    lr: Rate = 1e-3
+    """Learning rate (the highest, where a schedule changes it)."""
+    weight_decay: Rate = 0.0
+    """Weight decay."""
+
+
+class SGD(_Optimizer, frozen=True, kw_only=True, tag="sgd"):
+    """``torch.optim.SGD``."""
+
+    momentum: Rate = 0.0
+    """Momentum."""
+    dampening: Rate = 0.0
+    """Dampening of the momentum."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+
+
+class Adam(_Optimizer, frozen=True, kw_only=True, tag="adam"):
+    """``torch.optim.Adam``."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Rate = 1e-8
+    """Added to the denominator."""
+    amsgrad: bool = False
+    """The AMSGrad variant."""
+
+
+class AdamW(_Optimizer, frozen=True, kw_only=True, tag="adamw"):
+    """``torch.optim.AdamW``."""
+
+    weight_decay: Rate = 0.01
+    """Weight decay, apart from the gradient."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Rate = 1e-8
+    """Added to the denominator."""
+    amsgrad: bool = False
+    """The AMSGrad variant."""
+
+
+class RMSprop(_Optimizer, frozen=True, kw_only=True, tag="rmsprop"):
+    """``torch.optim.RMSprop``."""
+
+    alpha: Rate = 0.99
+    """Decay of the running mean of the squared gradient."""
+    momentum: Rate = 0.0
+    """Momentum."""
+    eps: Rate = 1e-8
+    """Added to the denominator."""
+
+
+class Adagrad(_Optimizer, frozen=True, kw_only=True, tag="adagrad"):
+    """``torch.optim.Adagrad``."""
+
+    lr_decay: Rate = 0.0
+    """Decay of the learning rate."""
+    eps: Rate = 1e-10
+    """Added to the denominator."""
+
+
+Optimizer = SGD | Adam | AdamW | RMSprop | Adagrad
+
+
+class LearningRate(_Section, frozen=True, kw_only=True):
+    """How the learning rate goes: a linear warm-up, then down to ``final`` times the highest."""
+
+    name: Literal["none", "linear", "cosine"] = "none"
+    """The way down: ``none`` stays at the highest."""
+    warmup_steps: Count = 0
+    """Steps until the highest."""
+    final: Fraction = 0.1
+    """The last learning rate, as a part of the highest."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """What the learning rate is multiplied by at ``step`` (from 0) of ``steps``."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        done = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
+        if self.name == "linear":
+            return 1 - (1 - self.final) * done
+        if self.name == "cosine":
+            return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
+        return 1.0
+
+
+class Train(_Section, frozen=True, kw_only=True):
+    """The run itself."""
+
+    steps: Positive = 1000
+    """Training steps."""
+    max_grad_norm: Rate = 0.0
+    """Clip gradients to this norm over the whole model; 0: do not."""
+    seed: int = 0
+    """Seed of initial values, data order and dropout."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Of parameters and of floating-point data."""
+    log_every: Positive = 10
+    """Steps between log lines."""
+    evaluate_every: Count = 0
+    """Steps between evaluations on held-out data; 0: only before the first step and after the last."""
+    checkpoint_every: Count = 100
+    """Steps between checkpoints; 0: only after the last step."""
+    keep: Positive = 2
+    """Checkpoints that are kept."""
+    directory: str = ""
+    """Where the run lies; empty: ``runs/`` and the name of the RUN file. A run that stopped there is continued."""
+    ranks: Positive | Literal["auto"] = "auto"
+    """Processes; ``auto``: one a core, at most as many as the layout and the batch can use."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """The port through which ranks meet; 0: a free one."""
+
+
+class Sample(_Section, frozen=True, kw_only=True):
+    """Text that a language model of bytes writes after training."""
+
+    prompt: str = "\n"
+    """What it goes on from."""
+    length: Count = 400
+    """Bytes to write."""
+    temperature: Rate = 0.8
+    """0: always the likeliest byte."""
+
+
+class Run(_Section, frozen=True, kw_only=True):
+    """A whole RUN.toml."""
+
+    model: Model
+    """What is trained."""
+    data: Data
+    """What it is trained on."""
+    layout: RunLayout = RunLayout()
+    """How the step is divided over the ranks."""
+    optimizer: Optimizer = AdamW()
+    """The optimizer."""
+    schedule: LearningRate = LearningRate()
+    """The course of the learning rate."""
+    train: Train = Train()
+    """Steps, seed, checkpoints, ranks."""
+    sample: Sample | None = None
+    """Text to write at the end."""
+
+    def num_ranks(self, num_cores: int) -> int:
+        """Processes to start on a machine of ``num_cores`` cores: one a core, as far as layout and batch can use them."""
+        if self.layout.plan:
+            return files.load(Path(self.layout.plan), Plan).mesh.world_size
+        if self.train.ranks != "auto":
+            return self.train.ranks
+        sizes = (self.layout.dp, self.layout.tp)
+        fixed = math.prod(size for size in sizes if size > 0)
+        if min(sizes) > 0:
+            return fixed
+        for parts in range(num_cores // fixed, 1, -1):
+            if self.layout.dp > 0 or self.data.batch_size % parts == 0:
+                return parts * fixed
+        return fixed

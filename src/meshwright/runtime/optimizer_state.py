@@ -1,0 +1,163 @@
+"""An optimizer's state by parameter names, so that another layout's optimizer can take it.
+
+    {"name": "AdamW",
+     "groups": [{"parameters": ["wte.weight", ...], "options": {"lr": 3e-4, "betas": (0.9, 0.999), ...}}],
+     "states": {"wte.weight": {"tensors": {"exp_avg": torch.float32, ...}, "values": {"step": tensor(120.)}}}}
+
+State tensors of a parameter's shape are split as the parameter; here stand their dtypes, and the tensors are handed
+to ``runtime/shards.py``. Everything else (``step``) is the same on every rank and stands here itself.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.errors import CheckpointError
+from meshwright.runtime.shards import Part, part_of
+from meshwright.runtime.state import LocalParameters
+
+HOW_IT_COMPUTES = ("foreach", "fused", "capturable", "differentiable")
+"""Options that belong to a run and its device, not to what was learnt: they are not saved."""
+
+LEAVE = "load(..., optimizer=False) leaves the optimizer as it is"
+
+States = dict[str, dict[str, Any]]
+
+
+def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Part]]:
+    """The state, and its split tensors by their names in a checkpoint.
+
+    Raises:
+        CheckpointError: it holds a parameter that is not the model's, or state that is split in an unknown way.
+    """
+    states: States = {}
+    parts: dict[str, Part] = {}
+    for name, (parameter, _) in _named(parameters, optimizer).items():
+        tensors: dict[str, torch.dtype] = {}
+        values: dict[str, Any] = {}
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                tensors[key] = value.dtype
+                parts[_entry(name, key)] = part_of(parameters, name, value)
+            elif isinstance(value, Tensor) and value.numel() > 1 and parameters.is_sharded(name):
+                raise CheckpointError(
+                    f"its state {key!r} of {name} has shape {list(value.shape)}, "
+                    f"this rank's part of the parameter {list(parameter.shape)}",
+                    where=_where(optimizer),
+                    remedy="use an optimizer whose state has the parameter's shape, or a layout that does not split it",
+                )
+            else:
+                values[key] = value
+        if tensors or values:
+            states[name] = {"tensors": tensors, "values": values}
+    groups = [
+        {
+            "parameters": [_name_of(parameters, optimizer)[id(parameter)] for parameter in group["params"]],
+            "options": {
+                key: value for key, value in group.items() if key not in ("params", "param_names", *HOW_IT_COMPUTES)
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"name": type(optimizer).__name__, "groups": groups, "states": states}, parts
+
+
+def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any] | None, where: str) -> None:
+    """That a saved state (None: there is none) is one that ``optimizer`` can take.
+
+    Raises:
+        CheckpointError: there is none, or it is of another optimizer, of other parameters or of other groups.
+    """
+    if saved is None:
+        raise CheckpointError("there is no optimizer state", where=where, remedy=LEAVE)
+    name = type(optimizer).__name__
+    if saved["name"] != name:
+        problem = f"the optimizer state is of {saved['name']}, this trainer has {name}"
+        raise CheckpointError(problem, where=where, remedy=f"train on with {saved['name']}; {LEAVE}")
+    names = _name_of(parameters, optimizer)
+    here = [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
+    there = [set(group["parameters"]) for group in saved["groups"]]
+    if here == there:
+        return
+    mine, theirs = set().union(*here), set().union(*there)
+    problem = "the optimizer's parameters are in other groups than the saved ones"
+    for one in parameters:
+        if one in mine - theirs:
+            problem = f"there is no optimizer state of {one}"
+            break
+        if one in theirs - mine:
+            problem = f"there is optimizer state of {one}, which this trainer's optimizer does not hold"
+            break
+    raise CheckpointError(problem, where=where, remedy=LEAVE)
+
+
+def make_room(
+    parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any]
+) -> tuple[States, dict[str, Part]]:
+    """The state by parameter name with its values as saved and its tensors to be filled, and these by their names.
+
+    Dtypes stay as saved; as with ``Optimizer.load_state_dict`` everything but the step is on the parameter's device.
+    """
+    result: States = {}
+    parts: dict[str, Part] = {}
+    for name, (parameter, group) in _named(parameters, optimizer).items():
+        if name not in saved["states"]:
+            continue
+        state: dict[str, Any] = {}
+        for key, dtype in saved["states"][name]["tensors"].items():
+            state[key] = torch.empty_like(parameter.detach(), dtype=dtype, device=_device(key, parameter, group))
+            parts[_entry(name, key)] = part_of(parameters, name, state[key])
+        for key, value in saved["states"][name]["values"].items():
+            state[key] = value.to(_device(key, parameter, group)) if isinstance(value, Tensor) else value
+        result[name] = state
+    return result, parts
+
+
+def take(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any], states: States) -> None:
+    """Put filled states and saved options into the optimizer."""
+    optimizer.state.clear()
+    for name, (parameter, _) in _named(parameters, optimizer).items():
+        if name in states:
+            optimizer.state[parameter] = states[name]
+    for group, other in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in other["options"].items():
+            mine = group.get(key)
+            if isinstance(mine, Tensor) and isinstance(value, Tensor):
+                mine.copy_(value)  # a learning rate that others hold too
+            else:
+                group[key] = value
+
+
+def _entry(name: str, key: str) -> str:
+    return f"optimizer.{key}.{name}"
+
+
+def _where(optimizer: Optimizer) -> str:
+    return f"optimizer {type(optimizer).__name__}"
+
+
+def _device(key: str, parameter: nn.Parameter, group: dict[str, Any]) -> torch.device:
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.device("cpu") if on_host else parameter.device
+
+
+def _name_of(parameters: LocalParameters, optimizer: Optimizer) -> dict[int, str]:
+    """Names by the identity of parameters, whether or not the optimizer was given names."""
+    names = {id(parameter): name for name, parameter in parameters.trainable.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"it holds a parameter of shape {list(parameter.shape)} that is not the model's",
+                    where=_where(optimizer),
+                    remedy="give it only the parameters that parallelize hands out",
+                )
+    return names
+
+
+def _named(parameters: LocalParameters, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
+    """Each parameter that the optimizer holds, with its group."""
+    names = _name_of(parameters, optimizer)
+    return {names[id(one)]: (one, group) for group in optimizer.param_groups for one in group["params"]}
