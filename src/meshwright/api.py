@@ -11,9 +11,9 @@ from torch import nn
 
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
-from meshwright.catalog import load_cluster
+from meshwright.catalog import device_names, load_cluster
 from meshwright.comm.groups import from_every_rank, from_rank_0
-from meshwright.errors import LayoutError, RankError
+from meshwright.errors import ClusterError, LayoutError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -96,7 +96,7 @@ def parallelize(
     captured = builder.capture(model, loss_fn, batch, rules=rules)
     graph = captured.graph
     _agree(graph)
-    made = from_rank_0(lambda: files.encode_json(_choose(plan, graph, world_size, cluster)))
+    made = from_rank_0(lambda: files.encode_json(_choose(plan, graph, world_size, cluster, target)))
     chosen = files.decode(made, Plan, where="plan of rank 0")
     return Trainer(
         model,
@@ -112,11 +112,25 @@ def parallelize(
     )
 
 
-def _choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | None) -> Plan:
+def _known(cluster: Cluster | str | None, device: torch.device) -> Cluster:
+    """The cluster; where none is given, this machine: ``cpu-local``, or one box of the CUDA device at hand."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is not None or device.type == "cpu":
+        return load_cluster(cluster or "cpu-local")
+    found = torch.cuda.get_device_name(device)
+    name = next((name for name in device_names() if name.split("-")[0] in found.lower().split()[-1]), None)
+    if name is None:
+        raise ClusterError(
+            f"no cluster is known for {found!r}", where="cluster", remedy="pass cluster= by name or file"
+        )
+    return load_cluster(f"{name}-dgx")
+
+
+def _choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | None, device: torch.device) -> Plan:
     if isinstance(plan, Layout) or plan == "auto":
         layout = plan if isinstance(plan, Layout) else Layout(dp=-1)
-        known = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or "cpu-local")
-        return plan_layout(graph, layout, world_size=world_size, cluster=known)
+        return plan_layout(graph, layout, world_size=world_size, cluster=_known(cluster, device))
     where = "plan" if isinstance(plan, Plan) else str(plan)
     chosen = plan if isinstance(plan, Plan) else files.load(Path(plan), Plan)
     chosen.check(graph, where)

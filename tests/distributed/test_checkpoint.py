@@ -83,7 +83,9 @@ def trained(trainer: mw.Trainer, loader: Loader, scheduler: Any, steps: int) -> 
     run.state = trainer.full_state_dict(all_ranks=True)
     run.step_number = trainer.step_number
     run.num_split = sum(trainer.parameters.is_sharded(name) for name in trainer.parameters)
-    run.blocks = max(len(shards.part_of(trainer.parameters, name, trainer.parameters[name]).chunks) for name in trainer.parameters)
+    run.blocks = max(
+        len(shards.part_of(trainer.parameters, name, trainer.parameters[name]).chunks) for name in trainer.parameters
+    )
     return run
 
 
@@ -107,7 +109,11 @@ def mlp_trainer(
 ) -> tuple[mw.Trainer, dict[str, Tensor]]:
     batch = {"inputs": torch.randn(8, sizes[0], dtype=torch.float64), "label": torch.randint(sizes[-1], (8,))}
     trainer = mw.parallelize(
-        MLP(sizes).double(), classification_loss, batch, plan=layout or mw.Layout(tp=-1), optimizer=OPTIMIZERS[optimizer]
+        MLP(sizes).double(),
+        classification_loss,
+        batch,
+        plan=layout or mw.Layout(tp=-1),
+        optimizer=OPTIMIZERS[optimizer],
     )
     return trainer, batch
 
@@ -275,16 +281,15 @@ def save_mlp(path: str, layout: mw.Layout) -> None:
 def test_every_rank_refuses_a_bad_checkpoint_alike(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(2, refuse_everything, str(tmp_path))
     assert first == second
-    assert first["missing"] == (
-        f"CheckpointError: {tmp_path}/god: there is no checkpoint\n  -> did you mean `good`?"
-    )
+    assert first["missing"] == (f"CheckpointError: {tmp_path}/god: there is no checkpoint\n  -> did you mean `good`?")
     assert first["half"] == (
-        f"DamagedCheckpointError: {tmp_path}/half: half-written: there is no manifest.json\n  -> load another checkpoint"
+        f"DamagedCheckpointError: {tmp_path}/half: half-written: there is no manifest.json\n"
+        "  -> load another checkpoint"
     )
     data = next((tmp_path / "good").glob("data-*")).name
     assert first["damaged"] == (
-        f"DamagedCheckpointError: {tmp_path}/damaged/{data}/__0_0.distcp: damaged: its checksum is not the one that was "
-        "written\n  -> restore it from a copy, or load another checkpoint"
+        f"DamagedCheckpointError: {tmp_path}/damaged/{data}/__0_0.distcp: damaged: its checksum is not the one "
+        "that was written\n  -> restore it from a copy, or load another checkpoint"
     )
     size = (tmp_path / "good" / data / "__1_0.distcp").stat().st_size
     assert first["cut"] == (
@@ -292,7 +297,7 @@ def test_every_rank_refuses_a_bad_checkpoint_alike(ranks: Ranks, tmp_path: Path)
         "  -> restore it from a copy, or load another checkpoint"
     )
     assert first["paths"] == (
-        f"CheckpointError: {tmp_path}/of rank 0: the path is {tmp_path}/of rank 1 on rank 1, {tmp_path}/of rank 0 on "
+        f"CheckpointError: checkpoint: the path is {tmp_path}/of rank 1 on rank 1, {tmp_path}/of rank 0 on "
         "rank 0\n  -> call save and load with the same on every rank"
     )
     assert "the loader's position is {'epoch': 0, 'position': 2, " in first["positions"]
@@ -322,7 +327,7 @@ def test_the_last_whole_checkpoint_is_taken_on_every_rank(ranks: Ranks, tmp_path
 def test_split_state_of_an_unknown_shape_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     for text in ranks(2, save_state_of_an_unknown_shape, str(tmp_path)):
         assert text == (
-            "CheckpointError: optimizer Factored: its state 'row' of layers.0.weight has shape [4], this rank's part of "
-            "the parameter [4, 6]\n  -> use an optimizer whose state has the parameter's shape, or a layout that does "
+            "CheckpointError: optimizer Factored: its state 'row' of layers.0.weight has shape [4], this rank's part "
+            "of the parameter [4, 6]\n  -> use an optimizer whose state has the parameter's shape, or a layout that does "
             "not split it"
         )

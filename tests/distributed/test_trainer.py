@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.catalog import load_cluster
-from meshwright.errors import DataError, OptimizerError
 from meshwright.ir import files
-from meshwright.models import GPT, MLP, GPTConfig, LeNet, classification_loss, language_model_loss
+from meshwright.models import GPT, MLP, classification_loss
 from meshwright.models.losses import IGNORED
 from meshwright.planner.explicit import plan_layout
 from tests.distributed import oracle

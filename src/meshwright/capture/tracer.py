@@ -141,14 +141,15 @@ def trace(
             gradients = torch.autograd.grad(loss, [weights[name] for name in wanted], allow_unused=True)
         return loss.detach(), [value.detach() for value in extra.values()], list(gradients), states
 
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     arguments = (
         [fake(value) for value in parameters.values()],
         [fake(value) for value in buffers.values()],
         [fake(leaves[index], resize=True) for index in tensors],
     )
     try:
-        model.train(training)
+        if model.training != training:  # modules that the user has set apart from the model stay as they are
+            model.train(training)
         with ExitStack() as stack:
             stack.enter_context(mode)
             stack.enter_context(fx_traceback.preserve_node_meta())
@@ -169,7 +170,8 @@ def trace(
         raise _not_traceable(error, provenance) from error
     finally:
         fx_traceback.current_meta.pop("custom", None)
-        _restore(model, was_training)
+        for module, was_training in modes:
+            module.training = was_training
     constants = {node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"}
     return Traced(
         module=module,
@@ -196,10 +198,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         else:
             first[id(value)] = name
     return tied
-
-
-def _restore(model: nn.Module, training: bool) -> None:
-    model.train(training)
 
 
 def _key(path: Any) -> str:

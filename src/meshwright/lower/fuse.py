@@ -97,8 +97,8 @@ def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) 
 def reuse_memory(graph: fx.Graph) -> None:
     """Let element-wise operators write into an input that nobody reads again: less memory, fewer page faults.
 
-    Needs :func:`propagate`. An input is dead when no alias of its memory (view, collective in flight) is read later,
-    and it is neither a placeholder nor returned.
+    Needs :func:`propagate`. An input is dead when no alias of its memory is read later (by a view's reader, or by a
+    collective in flight), and it is neither a placeholder nor returned.
     """
     nodes = list(graph.nodes)
     index = {node: position for position, node in enumerate(nodes)}
@@ -112,6 +112,12 @@ def reuse_memory(graph: fx.Graph) -> None:
             overlapping.add(root[node])
         users = [index[user] for user in node.users]
         last[root[node]] = max([last.get(root[node], -1), *users])
+    for node in nodes:  # what a collective in flight reads must stay until it is awaited
+        if node.op == "call_function" and node.target in collectives.STARTS:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            waits = [index[user] for user in node.users if user.target is collectives.WAIT]
+            last[root[source]] = max([last[root[source]], *waits])
     kept = {root[node] for node in nodes[-1].all_input_nodes} | {
         node for node in nodes if node.op in ("placeholder", "get_attr")
     }

@@ -9,7 +9,7 @@ from torch import fx
 
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import is_linear, local_shape, output_placements
+from meshwright.ir.placement import input_placements, is_linear, local_shape, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ops import collectives
 from meshwright.ops.base import Target
@@ -41,6 +41,12 @@ class LocalCall:
         placements = output_placements(self._operator.rule, self._strategy, output)
         sizes = {axis: group.size for axis, group in self._groups.items()}
         return list(local_shape(self._graph.tensors[name].shape, placements, sizes))
+
+    def input_shape(self, position: int) -> list[int]:
+        assert self._operator.rule is not None
+        placements = input_placements(self._operator.rule, self._strategy, position)
+        sizes = {axis: group.size for axis, group in self._groups.items()}
+        return list(local_shape(self._graph.tensors[self._operator.inputs[position]].shape, placements, sizes))
 
     def dtype(self, output: int = 0) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._graph.tensors[self._operator.outputs[output]].dtype)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.errors import RuleError
 from meshwright.ir.rule import Rule, parse_pattern
 
+aten = torch.ops.aten
 Target = Callable[..., Any]
 
 
@@ -50,6 +51,9 @@ class Local(Protocol):
     def shape(self, output: int = 0) -> list[int]:
         """This rank's shape of an output."""
 
+    def input_shape(self, position: int) -> list[int]:
+        """This rank's shape of a tensor input."""
+
     def dtype(self, output: int = 0) -> torch.dtype:
         """The dtype of an output."""
 
@@ -74,6 +78,19 @@ class Local(Protocol):
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
         """Run an operator (emit it into the per-rank graph)."""
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def widened(local: Local, value: Value) -> Value:
+    """``value`` in float32 where the operator works in half precision: statistics and sums need it."""
+    return local.call(aten._to_copy.default, value, dtype=torch.float32) if local.dtype() in HALVES else value
+
+
+def narrowed(local: Local, value: Value, output: int = 0) -> Value:
+    """A value that was computed from widened ones, in the dtype of the output."""
+    return local.call(aten._to_copy.default, value, dtype=local.dtype(output)) if local.dtype() in HALVES else value
 
 
 def emit_unchanged(local: Local) -> Any:

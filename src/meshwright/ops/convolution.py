@@ -1,12 +1,13 @@
 """Convolution and pooling, split over samples, channels and filters (space follows with halo exchange)."""
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, OperatorRule, letters, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule
 
 aten = torch.ops.aten
 
@@ -71,31 +72,39 @@ def convolution_backward_rule(call: Call) -> Rule:
     return make_rule(call, f"^{gradient}, ^^{image}, {filters} -> {filters}")
 
 
+_SPACE = re.compile(r"([123])d")
+
+
+def _space_rank(call: Call) -> int:
+    """Over how many dims a pooling, padding or resizing works: max_pool2d over 2."""
+    found = _SPACE.search(str(call.target))
+    assert found is not None
+    return int(found[1])
+
+
 def pool_rule(call: Call) -> Rule:
-    """Pooling works inside each sample and channel: ``n c !y !x -> n c !v !u``."""
-    parts = []
-    for position, tensor in enumerate(call.tensors):
-        rank = tensor.dim()
-        lead = letters(rank - 2, "n")
-        parts.append(" ".join(lead) + " " + _tail(position))
-    rank = call.outputs[0].dim()
-    lead_out = " ".join(letters(rank - 2, "n"))
-    tail = "!o0 !o1"
-    for position, tensor in enumerate(call.tensors):
-        if tensor.shape[-2:] == call.outputs[0].shape[-2:]:
-            tail = _tail(position)
-    right = f"{lead_out} {tail}"
-    return make_rule(call, f"{', '.join(parts)} -> {', '.join([right] * len(call.outputs))}")
+    """Pooling, padding and resizing work inside each sample and channel: ``n c !y !x -> n c !v !u``."""
+    space = _space_rank(call)
+    tails: dict[tuple[int, ...], str] = {}
 
+    def names(tensor: Tensor) -> str:
+        size = tuple(tensor.shape[-space:])
+        tail = tails.setdefault(size, " ".join(f"!y{len(tails)}{index}" for index in range(space)))
+        return " ".join([*letters(tensor.dim() - space, "n"), tail])
 
-def _tail(position: int) -> str:
-    return f"!y{position} !x{position}"
+    left, right = [names(tensor) for tensor in call.tensors], [names(tensor) for tensor in call.outputs]
+    return make_rule(call, f"{', '.join(left)} -> {', '.join(right)}")
 
 
 def pool_linear_rule(call: Call) -> Rule:
-    """Average pooling and pooling gradients are linear in their first input."""
-    rule = pool_rule(call)
-    return make_rule(call, "^" + rule.pattern)
+    """Average pooling, padding, resizing and all of their gradients are linear in their first input."""
+    return make_rule(call, "^" + pool_rule(call).pattern)
+
+
+def resize_backward_local(local: Local) -> Any:
+    """The size that a gradient of resizing has to come back to counts samples and channels."""
+    grad, output_size, _, *rest = local.args
+    return local.call(local.target, grad, output_size, local.shape(), *rest, **local.kwargs)
 
 
 def _convolution_flops(call: Call, rule: Rule | None) -> float:
@@ -118,15 +127,35 @@ def _pool_flops(call: Call, rule: Rule | None) -> float:
 _POOL = OperatorRule(pool_rule, flops=_pool_flops)
 _LINEAR_POOL = OperatorRule(pool_linear_rule, flops=_pool_flops)
 
+_RESIZE_BACKWARD = OperatorRule(pool_linear_rule, resize_backward_local, _pool_flops)
+
 RULES = {
     aten.convolution.default: OperatorRule(convolution_rule, flops=_convolution_flops),
     aten.convolution_backward.default: OperatorRule(convolution_backward_rule, flops=_convolution_backward_flops),
     aten.max_pool2d_with_indices.default: _POOL,
     aten.max_pool2d_with_indices_backward.default: _LINEAR_POOL,
+    aten.max_pool3d_with_indices.default: _POOL,
+    aten.max_pool3d_with_indices_backward.default: _LINEAR_POOL,
+    aten.adaptive_max_pool2d.default: _POOL,
+    aten.adaptive_max_pool2d_backward.default: _LINEAR_POOL,
     aten.avg_pool2d.default: _LINEAR_POOL,
     aten.avg_pool2d_backward.default: _LINEAR_POOL,
+    aten.avg_pool3d.default: _LINEAR_POOL,
+    aten.avg_pool3d_backward.default: _LINEAR_POOL,
     aten._adaptive_avg_pool2d.default: _LINEAR_POOL,
     aten._adaptive_avg_pool2d_backward.default: _LINEAR_POOL,
+    aten.reflection_pad1d.default: _LINEAR_POOL,
+    aten.reflection_pad1d_backward.default: _LINEAR_POOL,
+    aten.reflection_pad2d.default: _LINEAR_POOL,
+    aten.reflection_pad2d_backward.default: _LINEAR_POOL,
+    aten.replication_pad1d.default: _LINEAR_POOL,
+    aten.replication_pad1d_backward.default: _LINEAR_POOL,
+    aten.replication_pad2d.default: _LINEAR_POOL,
+    aten.replication_pad2d_backward.default: _LINEAR_POOL,
+    aten.upsample_nearest2d.default: _LINEAR_POOL,
+    aten.upsample_nearest2d_backward.default: _RESIZE_BACKWARD,
+    aten.upsample_bilinear2d.default: _LINEAR_POOL,
+    aten.upsample_bilinear2d_backward.default: _RESIZE_BACKWARD,
 }
 
 CANONICAL = {

@@ -3,15 +3,14 @@
 from typing import Any
 
 import torch
-from torch import fx
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule
 
 aten = torch.ops.aten
 
 
-def shifted_indices(local: Local, indices: fx.Node, factor: str, elsewhere: int) -> tuple[fx.Node, fx.Node]:
+def shifted_indices(local: Local, indices: Value, factor: str, elsewhere: int) -> tuple[Value, Value]:
     """(indices into this rank's part of ``factor``, whether each lies in that part); others become ``elsewhere``."""
     index, count = local.coordinate(factor)
     part = local.size(factor) // count
@@ -26,7 +25,7 @@ def shifted_indices(local: Local, indices: fx.Node, factor: str, elsewhere: int)
 def embedding_rule(call: Call) -> Rule:
     """``v k, b s -> b s k``: a split ``v`` leaves the output Partial."""
     index = " ".join(letters(call.tensors[1].dim())) or "."
-    return make_rule(call, f"v k, {index} -> {'' if index == '.' else index} k")
+    return make_rule(call, f"^v k, {index} -> {'' if index == '.' else index} k")
 
 
 def embedding_local(local: Local) -> Any:
@@ -39,9 +38,10 @@ def embedding_local(local: Local) -> Any:
 
 
 def embedding_backward_rule(call: Call) -> Rule:
-    """``b s k, b s -> v k``."""
-    index = " ".join(letters(call.tensors[1].dim()))
-    return make_rule(call, f"^{index} k, {index} -> v k")
+    """``b s k, b s -> v k``; where gradients are divided by how often a row is used, all indices must be there."""
+    rank = call.tensors[1].dim()
+    index = " ".join(letters(rank, fixed=tuple(range(rank)) if call.args[4] else ()))
+    return make_rule(call, f"^{index} k, {index or '.'} -> v k")
 
 
 def embedding_backward_local(local: Local) -> Any:

@@ -14,12 +14,19 @@ def addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any
     """Canonical addmm."""
     product = aten.mm.default(mat1, mat2)
     product = product if alpha == 1 else product * alpha
-    return product + (self if beta == 1 else self * beta)
+    return product if beta == 0 else product + (self if beta == 1 else self * beta)
 
 
 def baddbmm(self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """Canonical baddbmm."""
     product = aten.bmm.default(batch1, batch2)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (self if beta == 1 else self * beta)
+
+
+def addmv(self: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """Canonical addmv."""
+    product = aten.mv.default(mat, vec)
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (self if beta == 1 else self * beta)
 
@@ -31,4 +38,4 @@ RULES = {
     aten.dot.default: OperatorRule(lambda call: make_rule(call, "^k, ^^k -> ."), flops=contraction_flops),
 }
 
-CANONICAL = {aten.addmm.default: addmm, aten.baddbmm.default: baddbmm}
+CANONICAL = {aten.addmm.default: addmm, aten.addmv.default: addmv, aten.baddbmm.default: baddbmm}

@@ -1,5 +1,6 @@
 """Reductions over dims; a mean is a sum over a global count, so that unequal shards stay right."""
 
+import math
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -8,22 +9,25 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, OperatorRule, letters, make_rule, normalize_dim
+from meshwright.ops.base import Call, Local, OperatorRule, Target, letters, make_rule, normalize_dim
 
 aten = torch.ops.aten
 
-SUMS = {aten.sum.dim_IntList, aten.sum.default}
-MAXIMA = {aten.amax.default: "max", aten.max.default: "max", aten.amin.default: "min", aten.min.default: "min"}
+SUMS: frozenset[Target] = frozenset({aten.sum.dim_IntList, aten.sum.default})
+MAXIMA: dict[Target, str] = {
+    aten.amax.default: "max", aten.max.default: "max", aten.amin.default: "min", aten.min.default: "min",
+}  # fmt: skip
+_WHOLE: frozenset[Target] = frozenset({aten.sum.default, aten.max.default, aten.min.default, aten.prod.default})
 
 
 def _reduced_dims(call: Call) -> list[int]:
     rank = call.tensors[0].dim()
-    if call.target in (aten.sum.default, aten.max.default, aten.min.default):
+    if call.target in _WHOLE:
         return list(range(rank))
     dims = call.argument(1, "dim")
     if dims is None or (isinstance(dims, Sequence) and not dims):
         return list(range(rank))
-    return [normalize_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)]
+    return [normalize_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)] if rank else []
 
 
 def _pattern(call: Call, fixed: bool, caret: str) -> str:
@@ -49,33 +53,115 @@ def fixed_reduction_rule(call: Call) -> Rule:
     return make_rule(call, _pattern(call, fixed=True, caret=""))
 
 
+_COUNTED: frozenset[Target] = frozenset({aten.topk.default, aten.kthvalue.default})
+"""Scans that take a count before their dim."""
+_LINEAR_SCANS: frozenset[Target] = frozenset({aten.cumsum.default})
+
+
 def scan_rule(call: Call) -> Rule:
-    """Same shape in and out, one dim worked along (cumsum, sort): that dim cannot be split."""
+    """One dim is worked along (cumsum, sort, topk): it cannot be split, and may be shorter or gone in the output."""
     rank = call.tensors[0].dim()
-    dim = normalize_dim(call.argument(1, "dim", -1), rank) if rank else 0
-    names = " ".join(letters(rank, fixed=(dim,))) or "."
-    return make_rule(call, f"{names} -> {', '.join([names] * len(call.outputs))}")
+    if not rank:
+        return make_rule(call, f". -> {', '.join('.' for _ in call.outputs)}")
+    dim = normalize_dim(call.argument(2 if call.target in _COUNTED else 1, "dim", -1), rank)
+    names = letters(rank, fixed=(dim,))
+    right = list(names)
+    if call.outputs[0].dim() < rank:
+        del right[dim]
+    elif call.outputs[0].shape[dim] != call.tensors[0].shape[dim]:
+        right[dim] = "!w"
+    caret = "^" if call.target in _LINEAR_SCANS else ""
+    return make_rule(call, f"{caret}{' '.join(names)} -> {', '.join([' '.join(right) or '.'] * len(call.outputs))}")
+
+
+def logsumexp_rule(call: Call) -> Rule:
+    """``b s !v -> b s``; split over ``v`` the shards' results are gathered, and merged in the same way."""
+    dims = _reduced_dims(call)
+    if len(dims) != 1:
+        return fixed_reduction_rule(call)
+    rank = call.tensors[0].dim()
+    left = letters(rank)
+    left[dims[0]] = "!v"
+    rest = [name for index, name in enumerate(left) if index != dims[0]]
+    keep = call.outputs[0].dim() == rank
+    right = ["1" if name == "!v" else name for name in left] if keep else rest
+    decompositions = {"v": (f"gather {' '.join(rest) or '.'}",)}
+    return make_rule(call, f"{' '.join(left)} -> {' '.join(right) or '.'}", decompositions=decompositions)
+
+
+def logsumexp_local(local: Local) -> Any:
+    part = local.call(local.target, *local.args, **local.kwargs)
+    if not local.is_split("v"):
+        return part
+    shape = [local.coordinate("v")[1], *local.shape()]
+    return local.call(local.target, local.call(aten.reshape.default, local.all_gather(part, "v"), shape), [0])
+
+
+def argmax_rule(call: Call) -> Rule:
+    """``b !v -> b``; split over ``v`` each shard's extreme and where it stands are gathered."""
+    dim, rank = call.argument(1, "dim"), call.tensors[0].dim()
+    if dim is None or not rank:
+        return fixed_reduction_rule(call)
+    dim = normalize_dim(dim, rank)
+    left = letters(rank)
+    left[dim] = "!v"
+    rest = [name for index, name in enumerate(left) if index != dim]
+    keep = call.outputs[0].dim() == rank
+    right = ["1" if name == "!v" else name for name in left] if keep else rest
+    decompositions = {"v": (f"gather 2 {' '.join(rest) or '.'}",)}
+    return make_rule(call, f"{' '.join(left)} -> {' '.join(right) or '.'}", decompositions=decompositions)
+
+
+def argmax_local(local: Local) -> Any:
+    if not local.is_split("v"):
+        return local.call(local.target, *local.args, **local.kwargs)
+    source, dim = local.args[:2]
+    extreme = aten.amax.default if local.target is aten.argmax.default else aten.amin.default
+    index, parts = local.coordinate("v")
+    shape = [parts, *local.shape()]
+    keep = len(local.shape()) == len(local.input_shape(0))
+    found = local.call(local.target, source, dim, keep)
+    where = local.call(aten.add.Tensor, found, index * (local.size("v") // parts))
+    values, places = (
+        local.call(aten.reshape.default, local.all_gather(one, "v"), shape)
+        for one in (local.call(extreme, source, [dim], keep), where)
+    )
+    best = local.call(local.target, values, 0, True)
+    return local.call(aten.squeeze.dim, local.call(aten.gather.default, places, 0, best), 0)
 
 
 def mean_dim(self: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Canonical mean: a sum times the reciprocal of the global count."""
-    dims = list(range(self.dim())) if not dim else dim
-    return self.sum(dims, keepdim, dtype=dtype) / prod(self.shape[index] for index in dims)
+    return _average(self, dim, keepdim, dtype or self.dtype)
 
 
 def mean(self: Tensor, *, dtype: Any = None) -> Tensor:
     """Canonical mean of all elements."""
-    return self.sum(dtype=dtype) / self.numel()
+    return _average(self, None, False, dtype or self.dtype)
+
+
+def _average(self: Tensor, dim: list[int] | None, keepdim: bool, dtype: torch.dtype) -> Tensor:
+    dims = list(dim) if dim else list(range(self.dim()))
+    # a sum that is not yet divided could leave the range of float16
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    return (self.sum(dims, keepdim, dtype=wide) / prod(self.shape[index] for index in dims)).to(dtype)
 
 
 def var_correction(
     self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
     """Canonical variance: two passes of sums over global counts."""
-    dims = list(range(self.dim())) if not dim else dim
+    dims = list(dim) if dim else list(range(self.dim()))
     count = prod(self.shape[index] for index in dims)
-    centered = self - self.sum(dims, True) / count
-    return (centered * centered).sum(dims, keepdim) / (count - (1 if correction is None else correction))
+    centered = self - _average(self, dims, True, self.dtype)
+    return (centered * centered).sum(dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+
+
+def std_correction(
+    self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False
+) -> Tensor:
+    """Canonical standard deviation."""
+    return var_correction(self, dim, correction=correction, keepdim=keepdim).sqrt()
 
 
 def var_mean_correction(
@@ -85,6 +171,35 @@ def var_mean_correction(
     return var_correction(self, dim, correction=correction, keepdim=keepdim), mean_dim(self, dim, keepdim)
 
 
+def std_mean_correction(
+    self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Canonical standard deviation and mean."""
+    return std_correction(self, dim, correction=correction, keepdim=keepdim), mean_dim(self, dim, keepdim)
+
+
+def vector_norm(
+    self: Tensor, ord: Any = 2, dim: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    """Canonical norm: a sum (or maximum) of powers."""
+    values = self.to(dtype) if dtype is not None else self
+    dims = [dim] if isinstance(dim, int) else list(dim) if dim else list(range(self.dim()))
+    if ord == 2:
+        return (values * values).sum(dims, keepdim).sqrt()
+    if ord == 0:
+        return (values != 0).sum(dims, keepdim).to(values.dtype)
+    if abs(ord) == math.inf:
+        sizes = values.abs()
+        return sizes.amax(dims, keepdim) if ord > 0 else sizes.amin(dims, keepdim)
+    sizes = values.abs() if ord == 1 else values.abs().pow(ord)
+    return sizes.sum(dims, keepdim) if ord == 1 else sizes.sum(dims, keepdim).pow(1.0 / ord)
+
+
+def norm(self: Tensor, p: Any = 2, dim: list[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Canonical form of the older norm."""
+    return vector_norm(self, 2 if p is None else p, dim, keepdim)
+
+
 def _flops(call: Call, rule: Rule | None) -> float:
     return float(call.tensors[0].numel())
 
@@ -92,6 +207,7 @@ def _flops(call: Call, rule: Rule | None) -> float:
 _REDUCE = OperatorRule(rule=reduction_rule, flops=_flops)
 _FIXED = OperatorRule(rule=fixed_reduction_rule, flops=_flops)
 _SCAN = OperatorRule(rule=scan_rule, flops=_flops)
+_ARGMAX = OperatorRule(rule=argmax_rule, local=argmax_local, flops=_flops, contiguous=frozenset("v"))
 
 RULES = {
     aten.sum.dim_IntList: _REDUCE,
@@ -100,21 +216,38 @@ RULES = {
     aten.amin.default: _REDUCE,
     aten.max.default: _REDUCE,
     aten.min.default: _REDUCE,
-    aten.argmax.default: _FIXED,
-    aten.argmin.default: _FIXED,
+    aten.argmax.default: _ARGMAX,
+    aten.argmin.default: _ARGMAX,
+    aten.any.default: _FIXED,
     aten.any.dim: _FIXED,
+    aten.any.dims: _FIXED,
+    aten.all.default: _FIXED,
     aten.all.dim: _FIXED,
+    aten.all.dims: _FIXED,
     aten.max.dim: _FIXED,
     aten.min.dim: _FIXED,
+    aten.prod.default: _FIXED,
     aten.prod.dim_int: _FIXED,
-    aten.logsumexp.default: _FIXED,
+    aten.logsumexp.default: OperatorRule(rule=logsumexp_rule, local=logsumexp_local, flops=_flops),
+    aten.cummax.default: _SCAN,
+    aten.cumprod.default: _SCAN,
     aten.cumsum.default: _SCAN,
+    aten.kthvalue.default: _SCAN,
+    aten.logcumsumexp.default: _SCAN,
+    aten.median.dim: _SCAN,
     aten.sort.default: _SCAN,
+    aten.sort.stable: _SCAN,
+    aten.topk.default: _SCAN,
 }
 
 CANONICAL = {
     aten.mean.dim: mean_dim,
+    aten.linalg_vector_norm.default: vector_norm,
     aten.mean.default: mean,
+    aten.norm.Scalar: norm,
+    aten.norm.ScalarOpt_dim: norm,
+    aten.std.correction: std_correction,
+    aten.std_mean.correction: std_mean_correction,
     aten.var.correction: var_correction,
     aten.var_mean.correction: var_mean_correction,
 }

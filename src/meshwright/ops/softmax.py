@@ -3,41 +3,53 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule, normalize_dim
+from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule, narrowed, normalize_dim, widened
 
 aten = torch.ops.aten
 
 
-def _names(call: Call) -> tuple[str, str, str]:
-    """(pattern of the tensor, the softmax letter, the remaining letters)."""
+def safe_softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    """Canonical softmax that is zero, not NaN, where everything is masked."""
+    weights = torch.softmax(self, dim, dtype=dtype)
+    return weights.masked_fill((self == -torch.inf).all(dim, keepdim=True), 0.0)
+
+
+def _names(call: Call) -> tuple[str, str]:
+    """(pattern of the tensor, the letters beside ``v``)."""
     rank = call.outputs[0].dim()
+    if not rank:
+        return ".", "."
     position = 1 if call.target in (aten._softmax.default, aten._log_softmax.default) else 2
     dim = normalize_dim(call.args[position], rank)
     names = letters(rank)
     names[dim] = "!v"
-    return " ".join(names), "v", " ".join(name for index, name in enumerate(names) if index != dim) or "."
+    return " ".join(names), " ".join(name for index, name in enumerate(names) if index != dim) or "."
 
 
 def softmax_rule(call: Call) -> Rule:
     """``b s !v -> b s !v``; split over ``v`` it gathers a maximum and a sum."""
-    names, letter, rest = _names(call)
-    return make_rule(call, f"{names} -> {names}", decompositions={letter: (f"gather 2 {rest}",)})
+    names, rest = _names(call)
+    return make_rule(call, f"{names} -> {names}", decompositions={"v": (f"gather 2 {rest}",)})
 
 
 def softmax_backward_rule(call: Call) -> Rule:
     """``b s !v, b s !v -> b s !v``; split over ``v`` it reduces one sum."""
-    names, letter, rest = _names(call)
-    return make_rule(call, f"^{names}, {names} -> {names}", decompositions={letter: (f"sum {rest}",)})
+    names, rest = _names(call)
+    return make_rule(call, f"^{names}, {names} -> {names}", decompositions={"v": (f"sum {rest}",)})
 
 
 def softmax_local(local: Local) -> Any:
     """x - log-sum-exp, or its exponential: each shard's maximum and sum are gathered once and merged."""
     if not local.is_split("v"):
         return local.call(local.target, *local.args, **local.kwargs)
-    source, dim = local.args[0], local.args[1]
-    maximum = local.call(aten.amax.default, source, [dim], True)
+    source, dim, half_to_float = local.args
+    source = local.call(aten._to_copy.default, source, dtype=torch.float32) if half_to_float else widened(local, source)
+    # a shard whose values are all -inf has a finite "maximum", so that its powers are 0 and not NaN
+    least = torch.finfo(local.dtype()).min
+    maximum = local.call(aten.clamp_min.default, local.call(aten.amax.default, source, [dim], True), least)
     powers = local.call(aten.exp.default, local.call(aten.sub.Tensor, source, maximum))
     total = local.call(aten.sum.dim_IntList, powers, [dim], True)
     pair = local.call(aten.stack.default, [maximum, total])
@@ -51,11 +63,10 @@ def softmax_local(local: Local) -> Any:
     )
     merged = local.call(aten.sum.dim_IntList, weights, [0])
     if local.target is aten._log_softmax.default:
-        return local.call(
-            aten.sub.Tensor, source, local.call(aten.add.Tensor, highest, local.call(aten.log.default, merged))
-        )
+        logarithm = local.call(aten.add.Tensor, highest, local.call(aten.log.default, merged))
+        return narrowed(local, local.call(aten.sub.Tensor, source, logarithm))
     scale = local.call(aten.exp.default, local.call(aten.sub.Tensor, maximum, highest))
-    return local.call(aten.mul.Tensor, powers, local.call(aten.div.Tensor, scale, merged))
+    return narrowed(local, local.call(aten.mul.Tensor, powers, local.call(aten.div.Tensor, scale, merged)))
 
 
 def softmax_backward_local(local: Local) -> Any:
@@ -63,13 +74,13 @@ def softmax_backward_local(local: Local) -> Any:
     if not local.is_split("v"):
         return local.call(local.target, *local.args, **local.kwargs)
     grad, output, dim = local.args[:3]
-    if local.target is aten._log_softmax_backward_data.default:
-        total = local.all_reduce(local.call(aten.sum.dim_IntList, grad, [dim], True), "v")
-        powers = local.call(aten.exp.default, output)
-        return local.call(aten.sub.Tensor, grad, local.call(aten.mul.Tensor, powers, total))
-    product = local.call(aten.mul.Tensor, grad, output)
-    total = local.all_reduce(local.call(aten.sum.dim_IntList, product, [dim], True), "v")
-    return local.call(aten.sub.Tensor, product, local.call(aten.mul.Tensor, output, total))
+    grad, output = widened(local, grad), widened(local, output)
+    logarithmic = local.target is aten._log_softmax_backward_data.default
+    terms = grad if logarithmic else local.call(aten.mul.Tensor, grad, output)
+    weights = local.call(aten.exp.default, output) if logarithmic else output
+    total = local.all_reduce(local.call(aten.sum.dim_IntList, terms, [dim], True), "v")
+    result = local.call(aten.sub.Tensor, terms, local.call(aten.mul.Tensor, weights, total))
+    return narrowed(local, result)
 
 
 def _flops(call: Call, rule: Rule | None) -> float:
@@ -85,3 +96,5 @@ RULES = {
     aten._softmax_backward_data.default: _BACKWARD,
     aten._log_softmax_backward_data.default: _BACKWARD,
 }
+
+CANONICAL = {aten._safe_softmax.default: safe_softmax}

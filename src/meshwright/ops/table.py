@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import RuleError
 from meshwright.ir.rule import Rule
 from meshwright.ops import (
     attention,
@@ -31,7 +32,7 @@ _FILES = (
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in _FILES for target, rule in file.RULES.items()}
 CANONICAL: Mapping[Target, Callable[..., Any]] = {
     target: function
-    for file in (convolution, loss, matmul, normalization, reduction, view)
+    for file in (convolution, creation, loss, matmul, normalization, pointwise, reduction, softmax, view)
     for target, function in file.CANONICAL.items()
 }
 """Rewrites made at capture, as a make_fx decomposition table."""
@@ -50,7 +51,15 @@ def rule_of(call: Call, own: Mapping[Target, OperatorRule] | None = None) -> Rul
     """The rule of one call.
 
     Raises:
-        RuleError: the rule's pattern does not fit the call.
+        RuleError: the rule's pattern does not fit the call, or the call draws random numbers without a key.
     """
     found = operator_rule(call.target, own)
-    return found.rule(call) if found is not None else Unsplit(f"no rule for {call.target}")
+    if found is not None:
+        return found.rule(call)
+    if torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
+        raise RuleError(
+            "this random operator has no form with a key, so that ranks would draw different numbers",
+            where=str(call.target),
+            remedy="draw with torch.rand, randn, randint, bernoulli or dropout, or pass a rule of your own (rules=)",
+        )
+    return Unsplit(f"no rule for {call.target}")

@@ -87,7 +87,8 @@ def view_rule(call: Call) -> Rule:
     """A reshape: both sides are written in their common factors."""
     left, right = list(call.tensors[0].shape), list(call.outputs[0].shape)
     names_left, names_right, sizes = common_factors(left, right)
-    return make_rule(call, f"^{_dims_text(names_left, left)} -> {_dims_text(names_right, right)}", **sizes)
+    pattern = f"^{_dims_text(names_left, left)} -> {_dims_text(names_right, right)}"
+    return Rule(pattern=pattern, sizes=sizes)
 
 
 def view_local(local: Local) -> Any:
@@ -170,6 +171,21 @@ def scatter_back_rule(call: Call) -> Rule:
     return make_rule(call, f"^{' '.join(left) or '.'} -> {' '.join(right)}")
 
 
+def scatter_into_rule(call: Call) -> Rule:
+    """slice_scatter and select_scatter: the dim that a part of is overwritten stays whole."""
+    target, source = call.tensors
+    dim = normalize_dim(call.argument(2, "dim", 0), target.dim())
+    left = letters(target.dim())
+    right = list(left)
+    if source.dim() < target.dim():
+        left[dim] = f"!{left[dim]}"
+        del right[dim]
+    elif source.shape[dim] != target.shape[dim]:
+        left[dim], right[dim] = "!x", "!y"
+    one = " ".join(left)
+    return make_rule(call, f"^{one}, ^{' '.join(right) or '.'} -> {one}")
+
+
 def scatter_back_local(local: Local) -> Any:
     return local.call(local.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
 
@@ -243,6 +259,24 @@ def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return aten.cat.default([aten.unsqueeze.default(tensor, dim) for tensor in tensors], dim)
 
 
+def pixel_shuffle(self: Tensor, upscale_factor: int) -> Tensor:
+    """Canonical form: channels become pixels by a permutation."""
+    *lead, channels, height, width = self.shape
+    times, count = upscale_factor, len(lead)
+    whole = self.reshape(*lead, channels // times**2, times, times, height, width)
+    order = [*range(count), *(count + index for index in (0, 3, 1, 4, 2))]
+    return whole.permute(order).reshape(*lead, channels // times**2, height * times, width * times)
+
+
+def pixel_unshuffle(self: Tensor, downscale_factor: int) -> Tensor:
+    """Canonical form: pixels become channels by a permutation."""
+    *lead, channels, height, width = self.shape
+    times, count = downscale_factor, len(lead)
+    whole = self.reshape(*lead, channels, height // times, times, width // times, times)
+    order = [*range(count), *(count + index for index in (0, 2, 4, 1, 3))]
+    return whole.permute(order).reshape(*lead, channels * times**2, height // times, width // times)
+
+
 def pad_rule(call: Call) -> Rule:
     """Padded dims stay whole."""
     source, output = call.tensors[0], call.outputs[0]
@@ -252,7 +286,8 @@ def pad_rule(call: Call) -> Rule:
         if any(padding[2 * index : 2 * index + 2]):
             dim = source.dim() - 1 - index
             left[dim], right[dim] = f"!x{dim}", f"!y{dim}"
-    return make_rule(call, f"{' '.join(left)} -> {' '.join(right)}")
+    linear = "^" if call.argument(2, "value", 0) == 0 else ""
+    return make_rule(call, f"{linear}{' '.join(left)} -> {' '.join(right)}")
 
 
 def repeat_rule(call: Call) -> Rule:
@@ -310,6 +345,10 @@ RULES = {
     aten.select_backward.default: _SCATTER_BACK,
     aten.split.Tensor: _SPLIT,
     aten.split_with_sizes.default: _SPLIT,
+    aten.unsafe_split.Tensor: _SPLIT,
+    aten.unsafe_split_with_sizes.default: _SPLIT,
+    aten.slice_scatter.default: OperatorRule(scatter_into_rule),
+    aten.select_scatter.default: OperatorRule(scatter_into_rule),
     aten.unbind.int: OperatorRule(unbind_rule),
     aten.cat.default: OperatorRule(cat_rule),
     aten.constant_pad_nd.default: OperatorRule(pad_rule),
@@ -320,13 +359,20 @@ RULES = {
     aten.roll.default: OperatorRule(flip_rule),
 }
 
-CANONICAL = {aten.cat.default: cat, aten.stack.default: stack}
+CANONICAL = {
+    aten.cat.default: cat,
+    aten.pixel_shuffle.default: pixel_shuffle,
+    aten.pixel_unshuffle.default: pixel_unshuffle,
+    aten.stack.default: stack,
+}
 VIEWS = frozenset(
     {
         aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
         aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
         aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
-        aten.alias.default, aten.detach.default,
+        aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.alias.default, aten.detach.default,
+        aten.as_strided.default, aten.diagonal.default, aten.unfold.default, aten.view.dtype, aten.view_as_real.default,
+        aten.view_as_complex.default,
     }
 )  # fmt: skip
 """Targets whose outputs share memory with their first input."""

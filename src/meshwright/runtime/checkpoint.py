@@ -82,7 +82,10 @@ def save(
             plan=json.loads(files.encode_json(trainer.plan)),
         )
         from_rank_0(lambda: _told(where, lambda: manifest.commit(path, made)))
-    except BaseException:
+    except MeshwrightError:  # every rank is here, and none leaves before the remains are gone
+        from_rank_0(lambda: manifest.abandon(path, data))
+        raise
+    except BaseException:  # this rank alone
         if trainer.rank == 0:
             manifest.abandon(path, data)
         raise
@@ -309,7 +312,7 @@ def _share(names: list[str]) -> list[str]:
 
 def _same_path(path: Path_) -> tuple[Path, str]:
     where = os.fspath(path)
-    _check_same(where, "the path", where)
+    _check_same("checkpoint", "the path", where)
     return Path(path), where
 
 

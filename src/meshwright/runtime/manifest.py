@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,12 +90,13 @@ def begin(path: Path) -> str:
 
 def abandon(path: Path, data: str) -> None:
     """Remove what a failed save has written (nothing if it failed after its manifest stood)."""
-    manifest = path / MANIFEST
-    if manifest.is_file() and f'"{data}"' in manifest.read_text():
-        return
-    shutil.rmtree(path / data, ignore_errors=True)
-    if path.is_dir() and not any(path.iterdir()):
-        path.rmdir()
+    with suppress(OSError):  # the next save removes what could not be removed now
+        manifest = path / MANIFEST
+        if manifest.is_file() and f'"{data}"' in manifest.read_text():
+            return
+        shutil.rmtree(path / data, ignore_errors=True)
+        if not any(path.iterdir()):
+            path.rmdir()
 
 
 def commit(path: Path, manifest: Manifest) -> None:

@@ -36,6 +36,7 @@ class LocalParameters:
             for name in graph.parameters
         }
         self._parameters: dict[str, nn.Parameter] = {}
+        self._given: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
         materialize(model, device, seed)
         names = {id(value): name for name, value in model.named_parameters()}
@@ -51,11 +52,10 @@ class LocalParameters:
                 part = local_part(parameter.detach(), self._placements[name], groups).clone().contiguous().to(device)
                 self._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 meta.append(name)
-                _replace(
-                    model,
-                    parameter,
-                    nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad),
+                self._given[name] = nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
                 )
+                _replace(model, parameter, self._given[name])
             else:
                 if parameter.device != device:
                     parameter.data = parameter.data.to(device)
@@ -75,6 +75,17 @@ class LocalParameters:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._parameters[name] if name in self._parameters else self._buffers[name]
+
+    def follow(self) -> tuple[str, ...]:
+        """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own).
+
+        Returns:
+            The names of the parameters that are trained now.
+        """
+        for name, given in self._given.items():
+            if self._parameters[name].requires_grad != given.requires_grad:
+                self._parameters[name].requires_grad_(given.requires_grad)
+        return tuple(name for name, value in self._parameters.items() if value.requires_grad)
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

@@ -74,11 +74,13 @@ class Trainer:
         )
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
         self._optimizer = self._make_optimizer(optimizer)
+        self._names_trained = tuple(self.parameters.trainable)
         self._lowered: OrderedDict[Any, tuple[Lowered, Graph]] = OrderedDict()
         traced, tensors = captured.traced, captured.graph.tensors
         shapes = tuple((tensors[name].shape, tensors[name].dtype) for name in captured.graph.inputs)
         others = tuple(repr(leaf) for leaf in traced.constant_leaves.values())
-        first = (True, traced.batch_spec, shapes, others)
+        self._batch_spec = traced.batch_spec
+        first = (tuple(traced.differentiable), traced.batch_spec, shapes, others)
         self._lowered[first] = (lower(captured, plan, self.groups, device), captured.graph)
         self.graph = captured.graph
 
@@ -122,8 +124,10 @@ class Trainer:
         loss = self._finish(lowered, result)
         parameters = self.parameters.trainable
         offset = 1 + len(lowered.metrics)
-        for parameter, gradient in zip(parameters.values(), result[offset : offset + len(parameters)], strict=True):
-            parameter.grad = gradient
+        gradients = result[offset : offset + len(lowered.differentiable)]
+        for name, gradient in zip(lowered.differentiable, gradients, strict=True):
+            parameters[name].grad = gradient
+        del gradients
         del result
         if self.max_grad_norm is not None:
             self.metrics["grad_norm"] = self._clip(self.max_grad_norm)
@@ -233,7 +237,7 @@ class Trainer:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shapes = tuple((self._whole_shape(value, batch, local), _dtype(value)) for value in tensors)
         others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
-        key = (training, spec, shapes, others)
+        key = (self._trained() if training else None, spec, shapes, others)
         entry = self._lowered.get(key)
         if entry is None:
             entry = self._capture_again(key, batch, leaves, spec, shapes, training)
@@ -247,14 +251,32 @@ class Trainer:
         random_key = step_key(self.seed, self.step_number)
         return lowered, [*self.parameters.values(), *self.parameters.buffers(), *inputs, random_key]
 
+    def _trained(self) -> tuple[str, ...]:
+        """The names of the parameters that are not frozen (any more).
+
+        Raises:
+            OptimizerError: one was frozen when the optimizer was made, which therefore does not have it.
+        """
+        names = self.parameters.follow()
+        if self._names_trained != names:
+            known = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
+            for name, value in self.parameters.trainable.items():
+                if id(value) not in known:
+                    raise OptimizerError(
+                        "it needs a gradient now, but was frozen when the optimizer was made",
+                        where=f"parameter {name}",
+                        remedy="freeze it after parallelize, or add it with trainer.optimizer.add_param_group",
+                    )
+            self._names_trained = names
+        return names
+
     def _capture_again(
         self, key: Any, batch: Any, leaves: list[Any], spec: Any, shapes: tuple[Any, ...], training: bool
     ) -> tuple[Lowered, Graph]:
-        """The same plan for another batch shape, or for evaluation."""
-        known = next(iter(self._lowered))[1]
-        if training and spec != known:
+        """The same plan for another batch shape, for evaluation, or with other parameters frozen."""
+        if training and spec != self._batch_spec:
             raise DataError(
-                f"the batch has the structure {spec}, the captured one has {known}",
+                f"the batch holds {_described(spec)}, the captured one holds {_described(self._batch_spec)}",
                 where="batch", remedy="pass batches of one structure",
             )  # fmt: skip
         iterator = iter(shapes)
@@ -319,3 +341,9 @@ class Trainer:
 
 def _dtype(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
+
+
+def _described(spec: pytree.TreeSpec) -> str:
+    """The paths of a batch's leaves."""
+    leaves = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    return ", ".join(f"batch{pytree.keystr(path)}" for path, _ in pytree.tree_flatten_with_path(leaves)[0])

@@ -1,0 +1,101 @@
+"""Passes over lowered graphs change no value, and never write into memory that is still read."""
+
+import operator
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from meshwright.lower.fuse import fuse, propagate, reuse_memory
+from meshwright.lower.stage import boxed_function
+from meshwright.ops import collectives
+
+aten = torch.ops.aten
+SHAPE = (4, 4)
+UNARY = [aten.exp.default, aten.neg.default, aten.t.default, aten.clone.default]
+BINARY = [aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.mm.default, aten.tanh_backward.default]
+
+
+def _targets(graph: fx.Graph) -> list[Any]:
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_random_graphs_give_the_same_values(data: st.DataObject) -> None:
+    graph = fx.Graph()
+    nodes = [graph.placeholder("a"), graph.placeholder("b")]
+    for _ in range(data.draw(st.integers(1, 14))):
+        pick = st.sampled_from(nodes)
+        if data.draw(st.booleans()):
+            nodes.append(graph.call_function(data.draw(st.sampled_from(UNARY)), (data.draw(pick),)))
+        else:
+            nodes.append(graph.call_function(data.draw(st.sampled_from(BINARY)), (data.draw(pick), data.draw(pick))))
+    graph.output([nodes[-1], data.draw(st.sampled_from(nodes))])
+    values = [torch.rand(SHAPE, dtype=torch.float64) * 0.1 for _ in range(2)]
+    plain = boxed_function(_copy(graph), {})([value.clone() for value in values])
+    fuse(graph)
+    propagate(graph, [(SHAPE, torch.float64)] * 2, {})
+    reuse_memory(graph)
+    given_values = [value.clone() for value in values]
+    result = boxed_function(graph, {})(list(given_values))
+    for one, two in zip(plain, result, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12, equal_nan=True)
+    for before, after in zip(values, given_values, strict=True):
+        assert torch.equal(before, after), "an input of the step was written"
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def _traced(build: Any) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output(build(graph, graph.placeholder("a")))
+    propagate(graph, [(SHAPE, torch.float64)], {})
+    reuse_memory(graph)
+    return graph
+
+
+def test_a_dead_input_is_written_into() -> None:
+    def build(graph: fx.Graph, a: fx.Node) -> list[fx.Node]:
+        return [graph.call_function(aten.exp.default, (graph.call_function(aten.neg.default, (a,)),))]
+
+    assert _targets(_traced(build)) == [aten.neg.default, aten.exp.out]
+
+
+def test_memory_that_a_collective_still_reads_is_left_alone() -> None:
+    def build(graph: fx.Graph, a: fx.Node) -> list[fx.Node]:
+        fresh = graph.call_function(aten.neg.default, (a,))
+        started = graph.call_function(collectives.ALL_GATHER, (fresh, "0", 2, "native"))
+        other = graph.call_function(aten.exp.default, (fresh,))
+        waited = graph.call_function(collectives.WAIT, (started,))
+        return [other, waited]
+
+    assert aten.exp.out not in _targets(_traced(build))
+
+
+def test_views_keep_their_memory_alive() -> None:
+    def build(graph: fx.Graph, a: fx.Node) -> list[fx.Node]:
+        fresh = graph.call_function(aten.neg.default, (a,))
+        parts = graph.call_function(aten.split.Tensor, (fresh, 2))
+        changed = graph.call_function(aten.exp.default, (fresh,))
+        return [changed, graph.call_function(operator.getitem, (parts, 0))]
+
+    assert aten.exp.out not in _targets(_traced(build))
+
+
+def test_a_product_and_its_bias_become_one_operator() -> None:
+    graph = fx.Graph()
+    a, b, bias = (graph.placeholder(name) for name in "abc")
+    bias.meta["local_shape"] = (4,)
+    graph.output([graph.call_function(aten.add.Tensor, (graph.call_function(aten.mm.default, (a, b)), bias))])
+    fuse(graph)
+    assert _targets(graph) == [aten.addmm.default]
+    values: list[Tensor] = [torch.rand(4, 4), torch.rand(4, 4), torch.rand(4)]
+    (result,) = boxed_function(graph, {})(list(values))
+    torch.testing.assert_close(result, torch.addmm(values[2], values[0], values[1]))
