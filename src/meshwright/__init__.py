@@ -1,5 +1,7 @@
 """Meshwright: plans, predicts and runs the parallel training of unmodified PyTorch models."""
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError
@@ -32,3 +34,14 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(_TORCH_SIDE[name]), name)
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Keeps ``meshwright.capture`` the function, when the import system binds the subpackage of that name here."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _TORCH_SIDE or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language
 from meshwright.runtime import checkpoint, shards
 from meshwright.runtime.data import Loader, TensorLoader
 from tests.distributed.oracle import TOLERANCE, largest_error
-from tests.distributed.pool import Ranks
+from tests.distributed.pool import Ranks, RanksFailedError
 
+T = TypeVar("T")
 BATCH, SEQUENCE, VOCABULARY = 4, 8, 128
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 LAYOUTS: Mapping[str, mw.Layout] = {
@@ -206,6 +209,26 @@ def save_several_and_damage_the_last(directory: str) -> tuple[list[str], str, in
     return names, taken.name, trainer.step_number
 
 
+def die_while_saving(path: str) -> None:
+    """Rank 0 dies when everything is written and only the manifest is not replaced yet."""
+    trainer, batch = mlp_trainer()
+    trainer.load(path)
+    trainer.step(batch)
+
+    def die(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", die)
+        trainer.save(path)
+
+
+def step_in(path: str) -> int:
+    trainer, _ = mlp_trainer()
+    trainer.load(path)
+    return trainer.step_number
+
+
 class Factored(torch.optim.SGD):
     """An optimizer whose state is a row of the parameter."""
 
@@ -225,6 +248,12 @@ def save_state_of_an_unknown_shape(directory: str) -> str:
     return refused(lambda: trainer.save(Path(directory, "ckpt")))
 
 
+def under(ranks: Ranks, layout: str, action: Callable[..., T], *args: object) -> list[T]:
+    """Run on as many ranks as the layout has; one rank is this process, without torch.distributed."""
+    count = num_ranks(layout)
+    return [action(*args)] if count == 1 else ranks(count, action, *args)
+
+
 # --- the tests -------------------------------------------------------------------------------------------------------
 
 SAVED_AND_LOADED = [
@@ -240,10 +269,10 @@ def test_training_goes_on_under_another_layout(
     ranks: Ranks, tmp_path: Path, saved: str, optimizer: str, loaded: list[str]
 ) -> None:
     path = str(tmp_path / "ckpt")
-    expected = ranks(num_ranks(saved), train_and_save, path, saved, optimizer)[0]
+    expected = under(ranks, saved, train_and_save, path, saved, optimizer)[0]
     assert expected.num_split == 0 or "tp2" in saved
     for layout in loaded:
-        for found in ranks(num_ranks(layout), load_and_train, path, layout, optimizer):
+        for found in under(ranks, layout, load_and_train, path, layout, optimizer):
             assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
             assert largest_error(found.state, expected.state) <= TOLERANCE
             assert found.lrs == expected.lrs
@@ -257,8 +286,8 @@ def test_training_goes_on_bit_by_bit_under_the_same_layout(
     ranks: Ranks, tmp_path: Path, layout: str, optimizer: str, dropout: float
 ) -> None:
     path = str(tmp_path / "ckpt")
-    expected = ranks(num_ranks(layout), train_and_save, path, layout, optimizer, dropout)
-    found = ranks(num_ranks(layout), load_and_train, path, layout, optimizer, dropout)
+    expected = under(ranks, layout, train_and_save, path, layout, optimizer, dropout)
+    found = under(ranks, layout, load_and_train, path, layout, optimizer, dropout)
     for one, other in zip(found, expected, strict=True):
         assert one.losses == other.losses
         assert all(torch.equal(one.state[name], other.state[name]) for name in other.state)
@@ -268,14 +297,14 @@ def test_replicated_tensors_are_written_once(ranks: Ranks, tmp_path: Path) -> No
     sizes = {}
     for layout in ("one rank", "dp2"):
         path = tmp_path / layout
-        ranks(num_ranks(layout), save_mlp, str(path), LAYOUTS[layout])
+        under(ranks, layout, save_mlp, str(path), LAYOUTS[layout])
         sizes[layout] = [one.stat().st_size for one in path.glob("data-*/*.distcp")]
     assert len(sizes["dp2"]) == 2, "both ranks write"
     assert sum(sizes["dp2"]) == pytest.approx(sum(sizes["one rank"]), rel=0.01)
 
 
 def save_mlp(path: str, layout: mw.Layout) -> None:
-    mlp_trainer((32, 64, 4), layout)[0].save(path)
+    mlp_trainer((6, 8, 4), layout)[0].save(path)
 
 
 def test_every_rank_refuses_a_bad_checkpoint_alike(ranks: Ranks, tmp_path: Path) -> None:
@@ -318,6 +347,15 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(ranks: Ranks
     assert first["left"] == "data, manifest.json", "what the failed saves wrote is gone"
 
 
+def test_a_rank_that_is_killed_while_it_saves_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    ranks(2, save_mlp, str(path), mw.Layout(tp=2))
+    with pytest.raises(RanksFailedError, match="exit code -9"):
+        ranks(2, die_while_saving, str(path))
+    assert len(list(path.glob("data-*"))) == 2, "it was in the middle"
+    assert ranks(2, step_in, str(path)) == [0, 0]
+
+
 def test_the_last_whole_checkpoint_is_taken_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     for names, taken, step in ranks(2, save_several_and_damage_the_last, str(tmp_path)):
         assert names == ["step-00000002", "step-00000003", "step-00000004"]
@@ -328,6 +366,6 @@ def test_split_state_of_an_unknown_shape_is_refused(ranks: Ranks, tmp_path: Path
     for text in ranks(2, save_state_of_an_unknown_shape, str(tmp_path)):
         assert text == (
             "CheckpointError: optimizer Factored: its state 'row' of layers.0.weight has shape [4], this rank's part "
-            "of the parameter [4, 6]\n  -> use an optimizer whose state has the parameter's shape, or a layout that does "
-            "not split it"
+            "of the parameter [4, 6]\n"
+            "  -> use an optimizer whose state has the parameter's shape, or a layout that does not split it"
         )

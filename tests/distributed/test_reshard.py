@@ -50,6 +50,14 @@ def _terms(seed: int, op: str, groups: dict[str, AxisGroup], partial: list[str])
     return mine, flat.sum(0) if op == "sum" else flat.amax(0)
 
 
+def _finished(steps: Any) -> Any:
+    try:
+        while True:
+            next(steps)
+    except StopIteration as stop:
+        return stop.value
+
+
 def _reshard(cases: list[tuple[int, Placements, Placements]], algorithm: str) -> list[str]:
     mesh = Mesh.of(dp=2, tp=2)
     groups = axis_groups(mesh, torch.distributed.get_rank(), {"dp": algorithm, "tp": algorithm})
@@ -64,11 +72,7 @@ def _reshard(cases: list[tuple[int, Placements, Placements]], algorithm: str) ->
         term, whole = _terms(seed, op, groups, partial)
         start = local_part(term, have, groups).clone()
         steps = Resharder(emit, groups).steps(start, SHAPE, have, want, owned=True)  # type: ignore[arg-type]
-        try:
-            while True:
-                next(steps)
-        except StopIteration as stop:
-            result: Any = stop.value
+        result = _finished(steps)
         expected = local_part(whole, want, groups)
         if result.shape != expected.shape or not torch.allclose(result, expected, rtol=0, atol=1e-12):
             wrong.append(f"{have} -> {want}")

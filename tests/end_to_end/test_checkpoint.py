@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -67,13 +68,26 @@ def same(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A good checkpoint of ``a_trainer`` after one step."""
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of ``a_trainer`` after one step."""
+    path = tmp_path_factory.mktemp("good") / "ckpt"
     trainer = a_trainer()
     trainer.step(a_batch())
-    trainer.save(tmp_path / "ckpt")
-    return tmp_path / "ckpt"
+    trainer.save(path)
+    return path
+
+
+@pytest.fixture
+def saved(good: Path, tmp_path: Path) -> Path:
+    """A copy of the good checkpoint, to be spoilt."""
+    return Path(shutil.copytree(good, tmp_path / "ckpt"))
+
+
+@functools.cache
+def unchanged() -> mw.Trainer:
+    """A trainer for loads that are refused."""
+    return a_trainer()
 
 
 def data_of(path: Path) -> Path:
@@ -339,7 +353,7 @@ def test_state_that_is_not_plain_data_is_refused_when_it_is_saved(tmp_path: Path
 
 def refusal(path: Path, trainer: mw.Trainer | None = None, **options: Any) -> tuple[type, str]:
     """The error of a load, which must not have changed the trainer."""
-    trainer = trainer or a_trainer()
+    trainer = trainer or unchanged()
     before, step = weights(trainer), trainer.step_number
     with pytest.raises((CheckpointError, DataError)) as caught:
         trainer.load(path, **options)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from meshwright.lower.fuse import fuse, propagate, reuse_memory
+from meshwright.lower.fuse import fuse, propagate, reuse_memory, write_into_buckets
 from meshwright.lower.stage import boxed_function
 from meshwright.ops import collectives
 
@@ -99,3 +99,32 @@ def test_a_product_and_its_bias_become_one_operator() -> None:
     values: list[Tensor] = [torch.rand(4, 4), torch.rand(4, 4), torch.rand(4)]
     (result,) = boxed_function(graph, {})(list(values))
     torch.testing.assert_close(result, torch.addmm(values[2], values[0], values[1]))
+
+
+def test_gradients_are_computed_into_their_bucket() -> None:
+    def bucket() -> fx.Graph:
+        graph = fx.Graph()
+        a, b = graph.placeholder("a"), graph.placeholder("b")
+        product = graph.call_function(aten.mm.default, (a, b))
+        other = graph.call_function(aten.exp.default, (a,))
+        flat = [graph.call_function(aten.reshape.default, (node, [-1])) for node in (product, other)]
+        joined = graph.call_function(aten.cat.default, (flat,))
+        joined.meta["device"] = torch.device("cpu")
+        started = graph.call_function(collectives.ALL_REDUCE, (joined, "sum", "0", "native"))
+        graph.output([started])
+        propagate(graph, [(SHAPE, torch.float64)] * 2, {})
+        return graph
+
+    graph = bucket()
+    write_into_buckets(graph)
+    reuse_memory(graph)
+    graph.lint()
+    targets = _targets(graph)
+    assert aten.mm.out in targets
+    assert aten.cat.default not in targets
+    started = next(node for node in graph.nodes if node.target is collectives.ALL_REDUCE)
+    started.replace_all_uses_with(started.args[0])
+    graph.erase_node(started)
+    a, b = torch.rand(SHAPE, dtype=torch.float64), torch.rand(SHAPE, dtype=torch.float64)
+    (flat,) = boxed_function(graph, {})([a, b])
+    assert torch.equal(flat, torch.cat([(a @ b).flatten(), a.exp().flatten()]))

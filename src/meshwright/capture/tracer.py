@@ -141,7 +141,7 @@ def trace(
             gradients = torch.autograd.grad(loss, [weights[name] for name in wanted], allow_unused=True)
         return loss.detach(), [value.detach() for value in extra.values()], list(gradients), states
 
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(part, part.training) for part in model.modules()]
     arguments = (
         [fake(value) for value in parameters.values()],
         [fake(value) for value in buffers.values()],
@@ -170,8 +170,8 @@ def trace(
         raise _not_traceable(error, provenance) from error
     finally:
         fx_traceback.current_meta.pop("custom", None)
-        for module, was_training in modes:
-            module.training = was_training
+        for part, was_training in modes:
+            part.training = was_training
     constants = {node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"}
     return Traced(
         module=module,

@@ -28,6 +28,12 @@ _IN_PLACE: dict[Any, tuple[Any, str]] = {
     aten.scatter_add.default: (aten.scatter_add.out, "out"),
 }
 """Operators that can write into their input's memory, and how that memory is passed."""
+_INTO: dict[Any, tuple[Any, str]] = {
+    aten.mm.default: (aten.mm.out, "out"),
+    aten.add.Tensor: (aten.add.out, "out"),
+    aten.sum.dim_IntList: (aten.sum.IntList_out, "out"),
+}
+"""Operators that gradients end with, and how they write into given memory."""
 _FIRST_ONLY = frozenset({aten.scatter_add.default})
 _ALIASES = VIEWS | {aten.reshape.default, collectives.ALL_REDUCE, collectives.WAIT}
 
@@ -94,6 +100,58 @@ def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) 
             node.meta["val"] = values.get(node)
 
 
+def write_into_buckets(graph: fx.Graph) -> None:
+    """Let gradients be computed into their bucket, instead of being copied into it.
+
+        g0 = mm(a, b)                            flat = empty(n)
+        g1 = layer_norm_backward(...)            g0 = mm(a, b, out=flat[:k])
+        flat = cat(g0, g1)            becomes    g1 = layer_norm_backward(...)
+        all_reduce_start(flat)                   flat[k:].copy_(g1)
+                                                 all_reduce_start(flat)
+
+    Needs :func:`propagate`. The pass looks at what is concatenated for a collective.
+    """
+    for node in list(graph.nodes):
+        joined = node.op == "call_function" and node.target is aten.cat.default and len(node.users) == 1
+        if joined and next(iter(node.users)).target is collectives.ALL_REDUCE:
+            _write_into(graph, node)
+
+
+def _write_into(graph: fx.Graph, joined: fx.Node) -> None:
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    parts = [_gradient(part) for part in joined.args[0]]  # type: ignore[union-attr]
+    writers = [part for part in parts if part is not None]
+    if not writers:
+        return
+    sizes = [part.meta["val"].numel() for part in joined.args[0]]  # type: ignore[union-attr]
+    value = joined.meta["val"]
+    with graph.inserting_before(min(writers, key=order.__getitem__)):
+        flat = graph.call_function(
+            aten.empty.memory_format, ([value.numel()],), {"dtype": value.dtype, "device": joined.meta["device"]}
+        )
+    offset = 0
+    for part, writer, size in zip(joined.args[0], parts, sizes, strict=True):  # type: ignore[arg-type]
+        with graph.inserting_before(writer if writer is not None else joined):
+            view = graph.call_function(aten.slice.Tensor, (flat, 0, offset, offset + size))
+            if writer is None:
+                graph.call_function(aten.copy_.default, (view, part))
+            else:
+                view = graph.call_function(aten.view.default, (view, list(writer.meta["val"].shape)))
+                writer.target, keyword = _INTO[writer.target]
+                writer.kwargs = {**writer.kwargs, keyword: view}
+        offset += size
+    joined.replace_all_uses_with(flat)
+    graph.erase_node(joined)
+
+
+def _gradient(part: Any) -> fx.Node | None:
+    """The operator that may compute ``part`` (a flattened gradient) in place, where nobody else reads its result."""
+    source = part.args[0] if part.target is aten.reshape.default else part
+    value = source.meta.get("val")
+    ours = isinstance(value, Tensor) and value.is_contiguous() and len(source.users) == 1
+    return source if ours and source.target in _INTO and "out" not in source.kwargs else None
+
+
 def reuse_memory(graph: fx.Graph) -> None:
     """Let element-wise operators write into an input that nobody reads again: less memory, fewer page faults.
 
@@ -143,6 +201,9 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     """The node whose memory this one shares, if any."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
+    given = node.kwargs.get("out")
+    if isinstance(given, fx.Node):
+        return given
     source = node.args[0]
     if node.target is operator.getitem:  # the outputs of one operator are apart, unless they are views of its input
         return source if source.target in VIEWS else None

@@ -11,7 +11,7 @@ from meshwright.capture.builder import Capture
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
 from meshwright.ir.plan import Bucket, Plan, Strategy
-from meshwright.lower.fuse import fuse, propagate, reuse_memory
+from meshwright.lower.fuse import fuse, propagate, reuse_memory, write_into_buckets
 from meshwright.lower.local import LocalCall
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
@@ -241,6 +241,7 @@ class _Lowering:
         group = self.groups[bucket.axis]
         nodes = [self.values[self.gradients[parameter] or ""].node for parameter in bucket.parameters]
         flat = self.emit(aten.cat.default, [self.emit(aten.reshape.default, node, [-1]) for node in nodes])
+        flat.meta["device"] = self.device
         self.bucket_nodes[id(bucket)] = (
             self.emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm), list(bucket.parameters),
         )  # fmt: skip
@@ -299,6 +300,7 @@ class _Lowering:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         shapes: list[Any] = [(node.meta["local_shape"], node.meta["dtype"]) for node in placeholders[:-1]]
         propagate(self.graph, [*shapes, 0], traced.constants)
+        write_into_buckets(self.graph)
         reuse_memory(self.graph)
         self.graph.lint()
         return Lowered(

@@ -29,7 +29,7 @@ def attention_rule(call: Call) -> Rule:
 
 
 def attention_backward_rule(call: Call) -> Rule:
-    """Of each part of the weights: split over ``s``, the gradients of key and value are sums; over ``t``, the query's."""
+    """Split over ``s``, the gradients of key and value are sums; split over ``t``, that of the query is."""
     mask = _mask_pattern(call.args[4], "t")
     q, k, v, o = "b h s !d", "b h t !d", "b h t !e", "b h s !e"
     return make_rule(call, f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}")

@@ -37,7 +37,7 @@ class Call:
 
 
 Value = Any
-"""What a local rewrite computes with: a node of the per-rank graph, or a tensor where the rewrite is executed at once."""
+"""What a local rewrite computes with: a node of the per-rank graph."""
 
 
 class Local(Protocol):

@@ -61,7 +61,7 @@ def convolution_rule(call: Call) -> Rule:
 
 
 def convolution_backward_rule(call: Call) -> Rule:
-    """``n f !v !u, n c !y !x, f c !p !q`` to the input's gradient, or to the weight's (the other only lends its shape)."""
+    """``n f !v !u, n c !y !x, f c !p !q`` to the gradient of the input or of the weight, the other lends its shape."""
     grad, source, kernel = call.args[:3]
     transposed, groups, mask = call.args[7], call.args[9], call.args[10]
     v, y, p = _space(call, grad, "v"), _space(call, source, "y"), _space(call, kernel, "p")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
@@ -117,26 +118,31 @@ def cross_entropy_backward_local(local: Local) -> Any:
     return local.call(aten.scatter_add.default, scaled, -1, indices, local.call(aten.neg.default, weights))
 
 
-def _elementwise(operator: Target, position: int) -> Callable[..., Any]:
-    """Canonical form of a loss that is element by element before its reduction (argument number ``position``)."""
+def _elementwise(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
+    """Canonical form of a loss that is element by element before its reduction."""
+    names = [argument.name for argument in operator._schema.arguments]
 
-    def canonical(*args: Any) -> Any:
-        reduction = args[position] if position < len(args) else MEAN
+    def canonical(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        reduction = given.get("reduction", MEAN)
         if reduction == NONE:
             return NotImplemented
-        values = operator(*args[:position], NONE, *args[position + 1 :])
+        values = operator(**{**given, "reduction": NONE})
         return values.sum() if reduction == SUM else values.sum() / values.numel()
 
     return canonical
 
 
-def _elementwise_backward(operator: Target, position: int) -> Callable[..., Any]:
+def _elementwise_backward(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
     """Canonical gradient of such a loss: that of the sum, scaled by the global count."""
+    names = [argument.name for argument in operator._schema.arguments]
 
-    def canonical(grad: Tensor, *args: Any) -> Any:
-        if args[position - 1] != MEAN:
+    def canonical(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("reduction", MEAN) != MEAN:
             return NotImplemented
-        return operator(grad / args[0].numel(), *args[: position - 1], SUM, *args[position:])
+        grad = given["grad_output"] / given["self"].numel()
+        return operator(**{**given, "grad_output": grad, "reduction": SUM})
 
     return canonical
 
@@ -157,25 +163,19 @@ RULES = {
     aten.nll_loss2d_backward.default: _NLL_BACKWARD,
 }
 
-_ELEMENTWISE: dict[Target, int] = {
-    aten.binary_cross_entropy.default: 3,
-    aten.huber_loss.default: 2,
-    aten.mse_loss.default: 2,
-    aten.smooth_l1_loss.default: 2,
-    aten.soft_margin_loss.default: 2,
-}
-_ELEMENTWISE_BACKWARD: dict[Target, int] = {
-    aten.binary_cross_entropy_backward.default: 4,
-    aten.huber_loss_backward.default: 3,
-    aten.mse_loss_backward.default: 3,
-    aten.smooth_l1_loss_backward.default: 3,
-    aten.soft_margin_loss_backward.default: 3,
-}
+_ELEMENTWISE = (
+    aten.binary_cross_entropy.default, aten.huber_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+)  # fmt: skip
+_ELEMENTWISE_BACKWARD = (
+    aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default, aten.soft_margin_loss_backward.default,
+)  # fmt: skip
 CANONICAL: dict[Target, Callable[..., Any]] = {
     aten.nll_loss_forward.default: _nll(aten.nll_loss_forward.default),
     aten.nll_loss_backward.default: _nll_backward(aten.nll_loss_backward.default),
     aten.nll_loss2d_forward.default: _nll(aten.nll_loss2d_forward.default),
     aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default),
-    **{target: _elementwise(target, position) for target, position in _ELEMENTWISE.items()},
-    **{target: _elementwise_backward(target, position) for target, position in _ELEMENTWISE_BACKWARD.items()},
+    **{target: _elementwise(target) for target in _ELEMENTWISE},
+    **{target: _elementwise_backward(target) for target in _ELEMENTWISE_BACKWARD},
 }

@@ -26,7 +26,7 @@ def _layer_names(source: Tensor, shape: list[int]) -> tuple[str, str, str, dict[
     lead = letters(source.dim() - len(shape), "_")
     tail = [f"!k{index}" for index in range(len(shape))]
     rest = " ".join(lead) or "."
-    decompositions = {"k0": (f"sum {rest}", f"sum {rest}")} if len(tail) == 1 else {}
+    decompositions: dict[str, tuple[str, ...]] = {"k0": (f"sum 2 {rest}",)} if len(tail) == 1 else {}
     return " ".join([*lead, *tail]), " ".join(tail), " ".join([*lead, *["1"] * len(tail)]), decompositions
 
 

@@ -179,10 +179,10 @@ def std_mean_correction(
 
 
 def vector_norm(
-    self: Tensor, ord: Any = 2, dim: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None
+    self: Tensor, ord: Any = 2, dim: int | list[int] | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     """Canonical norm: a sum (or maximum) of powers."""
-    values = self.to(dtype) if dtype is not None else self
+    values = self if dtype is None else self.to(dtype)
     dims = [dim] if isinstance(dim, int) else list(dim) if dim else list(range(self.dim()))
     if ord == 2:
         return (values * values).sum(dims, keepdim).sqrt()

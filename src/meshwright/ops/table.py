@@ -27,7 +27,8 @@ from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 aten = torch.ops.aten
 
 _FILES = (
-    attention, convolution, creation, embedding, indexing, loss, matmul, normalization, random, reduction, softmax, view,
+    attention, convolution, creation, embedding, indexing, loss, matmul, normalization, random, reduction, softmax,
+    view,
 )  # fmt: skip
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in _FILES for target, rule in file.RULES.items()}
 CANONICAL: Mapping[Target, Callable[..., Any]] = {

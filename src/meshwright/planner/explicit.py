@@ -358,7 +358,7 @@ class _Planner:
                 )
 
     def _explained(self) -> tuple[Note, ...]:
-        """One line a module with weights (repeated blocks once), then what could not be split."""
+        """One line a module with weights (repeated ones once, if all agree), then what could not be split."""
         if self.base is not None:
             return self.base.notes
         owners: dict[str, None] = {}
@@ -366,7 +366,8 @@ class _Planner:
         for operator in self.graph.operators:
             if not operator.backward and (parameters & set(operator.inputs) or operator.module in self.notes):
                 owners.setdefault(operator.module)
-        lines: dict[tuple[str, str, str], None] = {}
+        lines: dict[str, tuple[str, str]] = {}
+        groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
         for module in owners:
             splits, reasons = [], []
             if "dp" in self.sizes and "dp" not in self.notes.get(module, {}):
@@ -375,7 +376,8 @@ class _Planner:
                 split, reason = text.split("\0")
                 splits.append(split)
                 reasons.append(reason)
-            lines.setdefault((starred(module) or "(model)", " ".join(splits) or "whole", "; ".join(reasons)))
-        notes = [Note(module=module, split=split, reason=reason) for module, split, reason in lines]
-        unique = dict.fromkeys((note.module, note.split, note.reason) for note in self.axis_notes)
-        return (*notes, *(Note(module=a, split=b, reason=c) for a, b, c in unique))
+            lines[module] = " ".join(splits) or "whole", "; ".join(reasons)
+            groups[starred(module)].add(lines[module])
+        named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
+        named += [(note.module, note.split, note.reason) for note in self.axis_notes]
+        return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))

@@ -1,0 +1,357 @@
+"""Runs one operator as the ranks of a mesh would, in threads of one process: cut, rewritten, executed, put together.
+
+The rules of ``ops`` and the per-rank rewrites are the real ones; only the wires are replaced. Cutting and joining are
+written here in the simplest way, index by index, so that they are an oracle and not the code under test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.capture.factors import Atom, bind, rendered, unify
+from meshwright.ir import graph as ir
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.placement import (
+    Partial,
+    Placements,
+    Shard,
+    input_placements,
+    is_linear,
+    local_shape,
+    output_placements,
+)
+from meshwright.ir.rule import Rule
+from meshwright.lower.local import LocalCall
+from meshwright.ops import collectives
+from meshwright.ops.base import Call, OperatorRule, Unsplit
+from meshwright.ops.table import operator_rule
+
+TOLERANCE = 1e-9
+"""|found - expected| <= TOLERANCE * max(1, max|expected|), in float64."""
+RANDOM_KEY = 1234
+
+Coordinates = dict[str, int]
+Mesh = dict[str, int]
+"""Axis -> size, outermost first."""
+
+
+class WrongRuleError(AssertionError):
+    """The ranks' results, put together, are not the whole operator's."""
+
+
+# --- cutting and joining, index by index -------------------------------------------------------------------------------
+
+
+def owned(length: int, dim: int, placements: Placements, mesh: Mesh, at: Coordinates) -> list[int]:
+    """Which indices of a dim of that length a rank holds."""
+    cuts: dict[int, tuple[int, int]] = {}
+    for axis, size in mesh.items():
+        placement = placements.get(axis)
+        if isinstance(placement, Shard) and placement.dim == dim:
+            index, count = cuts.get(placement.outer, (0, 1))
+            cuts[placement.outer] = index * size + at[axis], count * size
+    result = []
+    for position in range(length):
+        mine = True
+        for outer, (index, count) in cuts.items():
+            block = length // outer
+            mine = mine and position % block // (block // count) == index
+        if mine:
+            result.append(position)
+    return result
+
+
+def cut(value: Tensor, placements: Placements, mesh: Mesh, at: Coordinates) -> Tensor:
+    """A rank's shard."""
+    for dim in range(value.dim()):
+        indices = owned(value.shape[dim], dim, placements, mesh, at)
+        if len(indices) != value.shape[dim]:
+            value = value.index_select(dim, torch.tensor(indices))
+    return value
+
+
+def join(parts: Mapping[tuple[int, ...], Tensor], shape: Sequence[int], placements: Placements, mesh: Mesh) -> Tensor:
+    """The whole tensor from all ranks' parts; replicas must be equal."""
+    axes = list(mesh)
+    partial = [axis for axis in axes if isinstance(placements.get(axis), Partial)]
+    kinds = {placements[axis] for axis in partial}
+    assert len(kinds) <= 1, "terms of two kinds do not commute"
+    first = next(iter(parts.values()))
+    whole = torch.zeros(tuple(shape), dtype=first.dtype)
+    filled = torch.zeros(tuple(shape), dtype=torch.int64)
+    rest = [axis for axis in axes if axis not in partial]
+    for indices in itertools.product(*(range(mesh[axis]) for axis in rest)):
+        at = dict(zip(rest, indices, strict=True))
+        terms = [value for key, value in parts.items() if all(key[axes.index(axis)] == at[axis] for axis in rest)]
+        value = terms[0]
+        for term in terms[1:]:
+            operation = next(iter(kinds)).op  # type: ignore[union-attr]
+            value = value + term if operation == "sum" else getattr(torch, f"{operation}imum")(value, term)
+        expected = local_shape(tuple(shape), placements, mesh)
+        if tuple(value.shape) != expected:
+            raise WrongRuleError(f"a rank's part has shape {tuple(value.shape)}, its placement says {expected}")
+        where = [owned(shape[dim], dim, placements, mesh, {**dict.fromkeys(axes, 0), **at}) for dim in range(len(shape))]
+        grid = torch.meshgrid(*map(torch.tensor, where), indexing="ij") if where else ()
+        if int(filled[grid].sum()):
+            compare(value, whole[grid], "replicas")
+        whole[grid] = value
+        filled[grid] += 1
+    assert filled.all()
+    return whole
+
+
+def compare(found: Tensor, expected: Tensor, what: str) -> None:
+    """Raise unless equal (exactly, where not floating)."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise WrongRuleError(f"{what}: {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}")
+    if not expected.is_floating_point():
+        if not torch.equal(found, expected):
+            raise WrongRuleError(f"{what}: {found.tolist()}, not {expected.tolist()}")
+        return
+    special = ~torch.isfinite(expected)
+    same = torch.equal(special, ~torch.isfinite(found)) and torch.equal(
+        found[special].nan_to_num(nan=math.pi), expected[special].nan_to_num(nan=math.pi)
+    )
+    finite = expected[~special]
+    scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+    error = float((found[~special] - finite).abs().max()) / scale if same and finite.numel() else 0.0
+    if not same or error > TOLERANCE:
+        raise WrongRuleError(f"{what}: off by {error:.2g}" if same else f"{what}: NaN or infinity in other places")
+
+
+# --- the wires ---------------------------------------------------------------------------------------------------------
+
+
+class Wires:
+    """What the ranks exchange values over, group by group."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[str, int], tuple[threading.Barrier, dict[int, Tensor]]] = {}
+        self._lock = threading.Lock()
+        self._barriers: list[threading.Barrier] = []
+
+    def swap(self, group: AxisGroup, turn: int, value: Tensor) -> list[Tensor]:
+        """Every rank's value, by index in the group."""
+        with self._lock:
+            if (group.name, turn) not in self._slots:
+                barrier = threading.Barrier(group.size)
+                self._slots[group.name, turn] = barrier, {}
+                self._barriers.append(barrier)
+            barrier, slots = self._slots[group.name, turn]
+        slots[group.index] = value.clone()
+        barrier.wait(timeout=20)
+        return [slots[index] for index in range(group.size)]
+
+    def abort(self) -> None:
+        """Let nobody wait for a rank that failed."""
+        with self._lock:
+            for barrier in self._barriers:
+                barrier.abort()
+
+
+def execute(graph: fx.Graph, values: list[Any], groups: Mapping[str, AxisGroup], wires: Wires) -> Any:
+    """Run a rank's graph; collectives go over the wires, and reduce in place as the real ones do."""
+    by_name = {group.name: group for group in groups.values()}
+    turns = dict.fromkeys(by_name, 0)
+    known: dict[fx.Node, Any] = {}
+    given = iter(values)
+
+    def swapped(name: str, value: Tensor) -> list[Tensor]:
+        turns[name] += 1
+        return wires.swap(by_name[name], turns[name], value)
+
+    for node in graph.nodes:
+        lookup: Callable[[fx.Node], Any] = known.__getitem__
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
+        if node.op == "placeholder":
+            known[node] = next(given)
+        elif node.op == "output":
+            return args[0]
+        elif node.target is collectives.ALL_REDUCE:
+            value, operation, name = args
+            stacked = torch.stack(swapped(name, value))
+            known[node] = value.copy_(stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0))
+        elif node.target is collectives.ALL_GATHER:
+            known[node] = torch.stack(swapped(args[1], args[0]))
+        elif node.target is collectives.WAIT:
+            known[node] = args[0]
+        else:
+            known[node] = node.target(*args, **kwargs)
+    raise AssertionError("the graph has no output")
+
+
+# --- one operator on a mesh --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Subject:
+    """A call with its rule and whole result; ``letters`` tells what the rule's letters were refined to."""
+
+    call: Call
+    operator: OperatorRule
+    rule: Rule
+    letters: dict[str, tuple[str, ...]]
+    outputs: list[Tensor]
+
+    @property
+    def factors(self) -> list[str]:
+        """Every factor that may be split."""
+        return [name for name in self.rule.sizes if self.rule.splittable(name)]
+
+    @property
+    def linear_groups(self) -> list[int]:
+        """The groups of operands in which the operator is linear."""
+        return sorted({operand.linear for operand in self.rule.parsed.inputs if operand.linear})
+
+
+def present(result: Any) -> list[Tensor]:
+    """The tensors that an operator returned."""
+    return [item for item in tree_leaves(result) if isinstance(item, Tensor)]
+
+
+def subject(
+    target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], own: Mapping[Any, OperatorRule] | None = None
+) -> Subject | Unsplit:
+    """Run the whole operator and derive its rule."""
+    outputs = [value.clone() for value in present(target(*args, **kwargs))]
+    call = Call(target, args, kwargs, tuple(outputs))
+    operator = operator_rule(target, own)
+    assert operator is not None, f"no rule for {target}"
+    rule = operator.rule(call)
+    if isinstance(rule, Unsplit):
+        return rule
+    bound = bind(rule, operator.contiguous)
+    rule, _, letters = rendered(bound, _AnyName())
+    return Subject(call, operator, rule, letters, outputs)
+
+
+def refined(subject: Subject, cuts: Mapping[str, int]) -> Subject:
+    """The same call with letters (of the operator's own rule) taken as products: ``{"f": 3}`` is ``f = (3 rest)``."""
+    original = subject.operator.rule(subject.call)
+    assert isinstance(original, Rule)
+    bound = bind(original, subject.operator.contiguous)
+    for letter, outer in cuts.items():
+        size = original.sizes[letter]
+        assert unify(bound.letters[letter], [Atom(outer), Atom(size // outer)])
+    rule, _, letters = rendered(bound, _AnyName())
+    return Subject(subject.call, subject.operator, rule, letters, subject.outputs)
+
+
+class _AnyName(dict[int, str]):
+    def __missing__(self, key: int) -> str:
+        return "class"
+
+
+def check(subject: Subject, strategy: Mapping[str, str], mesh: Mesh, generator: torch.Generator) -> None:
+    """Run the operator on every rank of the mesh under ``strategy`` and compare what comes together with the whole.
+
+    Raises:
+        WrongRuleError: replicas differ, or the joined outputs differ from the operator's own.
+    """
+    rule, chosen = subject.rule, dict(strategy)
+    inputs = subject.call.tensors
+    wanted = [input_placements(rule, chosen, index) for index in range(len(inputs))]
+    ranks = list(_coordinates(mesh))
+    terms = [_terms(value, placements, mesh, generator) for value, placements in zip(inputs, wanted, strict=True)]
+    wires = Wires()
+
+    def run(at: Coordinates) -> list[Tensor]:
+        try:
+            mine = [
+                cut(summands[tuple(at[axis] for axis in axes)], placements, mesh, at).clone()
+                for (axes, summands), placements in zip(terms, wanted, strict=True)
+            ]
+            return _on_rank(subject, chosen, mesh, at, mine, wires)
+        except BaseException:
+            wires.abort()
+            raise
+
+    if len(ranks) == 1:
+        results = [run(ranks[0])]
+    else:
+        results = list(_POOL.map(run, ranks))
+    for index, expected in enumerate(subject.outputs):
+        parts = {tuple(at.values()): result[index] for at, result in zip(ranks, results, strict=True)}
+        found = join(parts, expected.shape, output_placements(rule, chosen, index), mesh)
+        compare(found, expected, f"{subject.call.target} {rule.pattern!r} split {chosen} on {mesh}, output {index}")
+
+
+_POOL = ThreadPoolExecutor(max_workers=16)
+
+
+def _coordinates(mesh: Mesh) -> Iterator[Coordinates]:
+    for indices in itertools.product(*map(range, mesh.values())):
+        yield dict(zip(mesh, indices, strict=True))
+
+
+def _terms(
+    value: Tensor, placements: Placements, mesh: Mesh, generator: torch.Generator
+) -> tuple[list[str], dict[tuple[int, ...], Tensor]]:
+    """(the axes on which the value is Partial, random summands by coordinates there)."""
+    axes = [axis for axis in mesh if isinstance(placements.get(axis), Partial)]
+    keys = list(itertools.product(*(range(mesh[axis]) for axis in axes)))
+    summands = {key: torch.randn(value.shape, generator=generator, dtype=value.dtype) for key in keys[1:]}
+    summands[keys[0]] = value - sum(summands.values()) if len(keys) > 1 else value
+    return axes, summands
+
+
+def _on_rank(
+    subject: Subject, strategy: dict[str, str], mesh: Mesh, at: Coordinates, inputs: list[Tensor], wires: Wires
+) -> list[Tensor]:
+    graph, groups = rank_graph(subject, strategy, mesh, at)
+    result = execute(graph, [*inputs, RANDOM_KEY], groups, wires)
+    return present(result)
+
+
+def rank_graph(
+    subject: Subject, strategy: dict[str, str], mesh: Mesh, at: Coordinates, name: str = "operator"
+) -> tuple[fx.Graph, dict[str, AxisGroup]]:
+    """The operator's rewrite for one rank, and the groups that the rank is in."""
+    call = subject.call
+    groups = {}
+    for axis, size in mesh.items():
+        others = ",".join(f"{other}{index}" for other, index in at.items() if other != axis)
+        groups[axis] = AxisGroup(f"{axis}({others})", size, at[axis])
+    graph = fx.Graph()
+    placeholders = iter([graph.placeholder(f"value_{index}") for index in range(len(call.tensors))])
+    args, kwargs = tree_map(
+        lambda item: next(placeholders) if isinstance(item, Tensor) else item, (call.args, dict(call.kwargs))
+    )
+    key = graph.placeholder("random_key")
+    tensors = {}
+    for kind, values in (("input", call.tensors), ("output", subject.outputs)):
+        for index, value in enumerate(values):
+            dtype = str(value.dtype).removeprefix("torch.")
+            tensors[f"{kind}{index}"] = ir.Tensor(
+                name=f"{kind}{index}", shape=tuple(value.shape), dtype=dtype, kind="activation", storage=""
+            )
+    operator = ir.Operator(
+        name=name,
+        target=str(call.target),
+        inputs=tuple(name for name in tensors if name.startswith("input")),
+        outputs=tuple(name for name in tensors if name.startswith("output")),
+        rule=subject.rule,
+    )
+    empty = ir.Graph(
+        model="", batch_size=1, tensors=tensors, operators=(operator,), factor_classes={}, inputs=(), parameters=(),
+        buffers=(), loss="",
+    )  # fmt: skip
+    chosen = {axis: choice for axis, choice in strategy.items() if axis in groups}
+    assert all(is_linear(choice) or choice in subject.rule.sizes for choice in chosen.values())
+    emit = graph.call_function
+    local = LocalCall(
+        empty, groups, operator, subject.letters, chosen, (call.target, tuple(args), kwargs),
+        lambda target, *args, **kwargs: emit(target, args, kwargs), key,
+    )  # fmt: skip
+    graph.output(subject.operator.local(local))
+    return graph, groups
