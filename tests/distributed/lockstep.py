@@ -76,7 +76,7 @@ def cut(value: Tensor, placements: Placements, mesh: Mesh, at: Coordinates) -> T
     for dim in range(value.dim()):
         indices = owned(value.shape[dim], dim, placements, mesh, at)
         if len(indices) != value.shape[dim]:
-            value = value.index_select(dim, torch.tensor(indices))
+            value = value.index_select(dim, torch.tensor(indices, dtype=torch.int64))
     return value
 
 
@@ -100,8 +100,11 @@ def join(parts: Mapping[tuple[int, ...], Tensor], shape: Sequence[int], placemen
         expected = local_shape(tuple(shape), placements, mesh)
         if tuple(value.shape) != expected:
             raise WrongRuleError(f"a rank's part has shape {tuple(value.shape)}, its placement says {expected}")
-        where = [owned(shape[dim], dim, placements, mesh, {**dict.fromkeys(axes, 0), **at}) for dim in range(len(shape))]
-        grid = torch.meshgrid(*map(torch.tensor, where), indexing="ij") if where else ()
+        where = [
+            owned(shape[dim], dim, placements, mesh, {**dict.fromkeys(axes, 0), **at}) for dim in range(len(shape))
+        ]
+        indices_of = [torch.tensor(positions, dtype=torch.int64) for positions in where]
+        grid = torch.meshgrid(*indices_of, indexing="ij") if where else ()
         if int(filled[grid].sum()):
             compare(value, whole[grid], "replicas")
         whole[grid] = value
@@ -113,7 +116,9 @@ def join(parts: Mapping[tuple[int, ...], Tensor], shape: Sequence[int], placemen
 def compare(found: Tensor, expected: Tensor, what: str) -> None:
     """Raise unless equal (exactly, where not floating)."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        raise WrongRuleError(f"{what}: {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}")
+        raise WrongRuleError(
+            f"{what}: {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+        )
     if not expected.is_floating_point():
         if not torch.equal(found, expected):
             raise WrongRuleError(f"{what}: {found.tolist()}, not {expected.tolist()}")
@@ -178,7 +183,7 @@ def execute(graph: fx.Graph, values: list[Any], groups: Mapping[str, AxisGroup],
         elif node.op == "output":
             return args[0]
         elif node.target is collectives.ALL_REDUCE:
-            value, operation, name = args
+            value, operation, name = args[0].contiguous(), *args[1:3]
             stacked = torch.stack(swapped(name, value))
             known[node] = value.copy_(stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0))
         elif node.target is collectives.ALL_GATHER:
@@ -279,7 +284,11 @@ def check(subject: Subject, strategy: Mapping[str, str], mesh: Mesh, generator: 
     if len(ranks) == 1:
         results = [run(ranks[0])]
     else:
-        results = list(_POOL.map(run, ranks))
+        pending = [_POOL.submit(run, at) for at in ranks]
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        results = [future.result() for future in pending]
     for index, expected in enumerate(subject.outputs):
         parts = {tuple(at.values()): result[index] for at, result in zip(ranks, results, strict=True)}
         found = join(parts, expected.shape, output_placements(rule, chosen, index), mesh)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.catalog import load_cluster
+from meshwright.errors import PlanError
 from meshwright.ir import files
 from meshwright.models import GPT, MLP, classification_loss
 from meshwright.models.losses import IGNORED
@@ -678,14 +681,17 @@ def test_pin_against_splitting(ranks: Ranks) -> None:
         assert "blocks.1.mlp.up.weight" not in split
 
 
-def plan_of(subject: str, layout: mw.Layout) -> mw.Plan:
+def graph_of(subject: str) -> mw.Graph:
     mine, _ = fresh(lambda: oracle.MODELS[subject](True))
-    graph = mw.capture(mine.model, mine.loss_fn, mine.batches[0])
-    return plan_layout(graph, layout, world_size=num_ranks(layout), cluster=load_cluster("cpu-local"))
+    return mw.capture(mine.model, mine.loss_fn, mine.batches[0])
+
+
+def plan_of(subject: str, layout: mw.Layout) -> mw.Plan:
+    return plan_layout(graph_of(subject), layout, world_size=num_ranks(layout), cluster=load_cluster("cpu-local"))
 
 
 def test_plan_is_written_edited_and_run(ranks: Ranks, tmp_path: Path) -> None:
-    """Somebody takes the feed-forward of every block back from tp, with an editor."""
+    """Somebody takes the feed-forward of every block back from tp: its weights are gathered when they are needed."""
     written = tmp_path / "plan.json"
     files.save(plan_of("GPT", mw.Layout(dp=2, tp=2)), written)
     for errors, split, _ in ranks(4, train_by, "GPT", str(written)):
@@ -694,16 +700,52 @@ def test_plan_is_written_edited_and_run(ranks: Ranks, tmp_path: Path) -> None:
 
     plan = files.load(written, mw.Plan)
     assert plan == plan_of("GPT", mw.Layout(dp=2, tp=2))
-    text = written.read_text()
-    lines = [
-        line.replace(', "tp": "f"', "").replace('"tp": "f"', "") if ".mlp" in line and '"blocks.*' in line else line
-        for line in text.splitlines()
-    ]
+    text = json.loads(written.read_text())
+    for operator, strategy in text["stages"][0]["strategies"].items():
+        if operator.startswith("blocks.*.mlp"):
+            strategy.pop("tp", None)
+    for bucket in text["buckets"]:
+        bucket["parameters"] = [name for name in bucket["parameters"] if ".mlp." not in name]
     edited = tmp_path / "edited.json"
-    edited.write_text("\n".join(lines))
-    assert edited.read_text() != text
+    edited.write_text(json.dumps(text))
+    assert files.load(edited, mw.Plan) != plan
     for errors, _, _ in ranks(4, train_by, "GPT", str(edited)):
         assert max(errors) <= TOLERANCE, errors
+
+
+def edited(plan: mw.Plan, operator: str, **strategy: str) -> mw.Plan:
+    """The plan with the strategy of one (starred) operator replaced."""
+    stage = msgspec.structs.replace(plan.stage, strategies={**plan.stage.strategies, operator: strategy})
+    return msgspec.structs.replace(plan, stages=(stage,))
+
+
+@pytest.mark.parametrize(
+    ("operator", "strategy", "message"),
+    [
+        ("blocks.*.mlp:gelu#0", {"tp": "^"}, "'^' on 'tp', but no operand of 'b s f -> b s f' is marked so"),
+        (
+            "blocks.*.mlp.up:mm#1",
+            {"dp": "b"},
+            "'^' passes a partial sum over 'tp' on, but 'blocks.1.mlp.up:mm#1' is none",
+        ),
+        (
+            "blocks.*.mlp_norm:native_layer_norm_backward#0",
+            {},
+            "buckets[0]: the gradient of 'blocks.1.mlp_norm.weight' is R, and not dp:P(sum)\n  -> take it out of the",
+        ),
+    ],
+    ids=["nonlinear", "no-partial", "bucket"],
+)
+def test_edit_that_would_compute_something_else_is_refused(
+    operator: str, strategy: dict[str, str], message: str
+) -> None:
+    """Sums that nobody makes or that are made twice: the plan is checked before it runs."""
+    plan, graph = plan_of("GPT", mw.Layout(dp=2, tp=2)), graph_of("GPT")
+    plan.check(graph)
+    assert operator in plan.stage.strategies
+    with pytest.raises(PlanError) as caught:
+        edited(plan, operator, **strategy).check(graph)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

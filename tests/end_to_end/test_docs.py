@@ -1,56 +1,78 @@
-"""The documentation is true: its Python runs and prints what it says, its files and links exist, its patterns are captured."""
+"""The documentation is true: its Python runs and prints what it says, its links lead somewhere, its names exist."""
 
 import contextlib
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from docs.generate import PAGES as PAGES_OF_CODE
+from meshwright import config
+from meshwright.api import capture, plan
+from meshwright.capture import builder
+from meshwright.comm.groups import AxisGroup
+from meshwright.ir import files
+from meshwright.ir.placement import Shard
+from meshwright.ir.plan import Bucket, Layout, Plan, Stage
+from meshwright.lower.spmd import lower
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.ops import collectives
 from tests.distributed.pool import Ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ON_TWO_RANKS = ["README.md", "docs/quickstart.md", "docs/how-to/add-an-operator-rule.md"]
+NOT_ALONE = ["CONTRIBUTING.md", "docs/how-to/edit-a-plan.md"]
+"""Pages whose Python is not a program of one process: a test with the pool of ranks, a plan for two ranks."""
+ON_TWO_RANKS = [
+    "README.md", "docs/quickstart.md", "docs/how-to/add-an-operator-rule.md", "docs/how-to/edit-a-plan.md",
+]  # fmt: skip
 
-_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+TOKENS = torch.zeros(2, 16, dtype=torch.int64)
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page; ``output`` is the text block right below a Python block."""
+    """A fenced block of a page. What a Python block prints stands right below it as a ``text`` block, and what it
+    prints on two ranks in the next block that is a ``console``, after the command."""
 
     language: str
     text: str
     line: int
     output: str | None = None
+    output_of_two: str | None = None
 
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     found = list(_FENCE.finditer(text))
     result = []
-    for index, match in enumerate(found):
-        indent = len(match[1])
-        body = "\n".join(line[indent:] for line in match[3].splitlines())
-        following = found[index + 1] if index + 1 < len(found) else None
-        output = None
-        if match[2] == "python" and following and following[2] == "text":
-            output = following[3].strip("\n") if not text[match.end() : following.start()].strip() else None
-        result.append(Block(match[2], body, text[: match.start()].count("\n") + 2, output))
+    for match, following in zip_longest(found, found[1:]):
+        line = text[: match.start()].count("\n") + 2
+        output = output_of_two = None
+        if match[1] == "python" and following is not None:
+            near = not text[match.end() : following.start()].strip()
+            output = following[2].strip("\n") if following[1] == "text" and near else None
+            output_of_two = following[2].partition("\n")[2].strip("\n") if following[1] == "console" else None
+        result.append(Block(match[1], match[2], line, output, output_of_two))
     return result
 
 
-def run_python(page: str, directory: Path) -> dict[int, tuple[str, str | None]]:
-    """Run the Python blocks of a page, one after the other in one namespace; by line, (printed, what the page says)."""
+def run_python(page: str, directory: Path) -> None:
+    """Run the Python blocks of a page, one after the other in one namespace; they must print what the page says."""
     found = [block for block in blocks(ROOT / page) if block.language == "python"]
     names: dict[str, Any] = {"__name__": "__main__"}
-    printed = {}
     torch.manual_seed(0)
     with contextlib.chdir(directory):
         for block in found:
@@ -58,8 +80,11 @@ def run_python(page: str, directory: Path) -> dict[int, tuple[str, str | None]]:
             with contextlib.redirect_stdout(stream):
                 # As many lines down as on the page, so that a traceback names the page's line.
                 exec(compile("\n" * (block.line - 1) + block.text, ROOT / page, "exec"), names)
-            printed[block.line] = (stream.getvalue().rstrip(), block.output)
-    return printed
+            printed = stream.getvalue().rstrip()
+            if block.output is not None:
+                assert printed == block.output, f"{page}:{block.line}"
+            if block.output_of_two is not None and dist.is_initialized() and dist.get_rank() == 0:
+                assert printed == block.output_of_two, f"{page}:{block.line}"
 
 
 def pages_with(language: str) -> list[str]:
@@ -74,16 +99,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("page", [page for page in pages_with("python") if page != "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in NOT_ALONE])
 def test_python_on_a_page_runs_and_prints_what_the_page_says(page: str, tmp_path: Path) -> None:
-    for line, (printed, says) in run_python(page, tmp_path).items():
-        if says is not None:
-            assert printed == says, f"{page}:{line}"
+    run_python(page, tmp_path)
+
+
+def run_on_a_rank(page: str, directory: Path) -> None:
+    if page != "docs/quickstart.md":  # whose checkpoint all ranks write together
+        directory = directory / f"rank{dist.get_rank()}"
+        directory.mkdir()
+    run_python(page, directory)
 
 
 @pytest.mark.parametrize("page", ON_TWO_RANKS)
 def test_python_on_a_page_runs_on_two_ranks(ranks: Ranks, page: str, tmp_path: Path) -> None:
-    ranks(2, run_python, page, tmp_path)
+    ranks(2, run_on_a_rank, page, tmp_path)
 
 
 def test_pages_have_blocks_that_are_found() -> None:
@@ -103,3 +133,66 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor[1:] in anchors, f"{page.name}: {target}{anchor}"
+
+
+# ---------------------------------------------------------------------------------------------- files, names, commands
+
+
+@pytest.mark.parametrize("page", sorted(PAGES_OF_CODE))
+def test_generated_pages_are_up_to_date(page: str) -> None:
+    assert (ROOT / "docs" / page).read_text() == PAGES_OF_CODE[page](), "run `python docs/generate.py`"
+
+
+def test_every_key_of_a_plan_is_explained() -> None:
+    text = (ROOT / "docs/reference/plan-file.md").read_text()
+    for struct in (Plan, Stage, Bucket, Layout):
+        missing = [field for field in struct.__struct_fields__ if f"`{field}`" not in text]
+        assert not missing, f"{struct.__name__}: {missing}"
+
+
+def test_the_example_of_a_plan_is_a_plan() -> None:
+    (example,) = [block for block in blocks(ROOT / "docs/reference/plan-file.md") if block.language == "json"]
+    plan = files.decode(example.text.encode(), Plan, where="the example")
+    assert plan.stage.strategy("1:gelu#0") == {"dp": "b", "tp": "f"}
+
+
+@pytest.mark.parametrize("page", pages_with("toml"))
+def test_run_files_on_a_page_are_valid(page: str) -> None:
+    for block in blocks(ROOT / page):
+        if block.language == "toml":
+            config.make(config.tables(block.text.encode(), where=page), where=f"{page}:{block.line}")
+
+
+def test_fused_projection_of_gpt2_is_refined_as_the_pictures_say() -> None:
+    """docs/concepts.md draws how the heads of GPT-2 are found in one product of query, key and value."""
+    text = (ROOT / "docs/concepts.md").read_text()
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=16, n_embd=128, n_layer=1, n_head=4))
+    graph = capture(model, lambda model, batch: model(**batch).loss, dict.fromkeys(("input_ids", "labels"), TOKENS))
+    rules = {one.name.removeprefix("transformer.h.0.attn"): one.rule for one in graph.operators if one.rule}
+    for name in (".c_attn:mm#0", ".c_attn:view#1", ":split#0", ":view#0"):
+        assert rules[name].pattern.replace("^", "") in text
+    weight = plan(graph, layout=Layout(tp=2)).stage.storage["transformer.h.0.attn.c_attn.weight"]
+    assert weight == {"tp": Shard(1, 3)}
+    assert "Shard(dim=1, outer=3)" in text
+
+
+def test_a_block_has_two_all_reduces_forward_and_two_backward() -> None:
+    """docs/theory.md counts them."""
+    counts = [Counter(module for module in all_reduces(layers) if module.startswith("blocks.")) for layers in (1, 2)]
+    assert sum(counts[0].values()) == 4
+    assert sum(counts[1].values()) == 8
+    assert counts[0] == {
+        "blocks.0.attention.projection": 1, "blocks.0.mlp.down": 1, "blocks.0.mlp.up": 1, "blocks.0.attention.qkv": 1,
+    }  # fmt: skip
+
+
+def all_reduces(layers: int) -> list[str]:
+    """The modules of a GPT whose results are all-reduced over tp=2."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=layers, width=64, vocabulary=256, sequence_length=16))
+    captured = builder.capture(model, language_model_loss, {"tokens": TOKENS, "targets": TOKENS})
+    chosen = plan(captured.graph, layout=Layout(tp=2))
+    lowered = lower(captured, chosen, {"tp": AxisGroup("tp", 2, 0)})
+    nodes = [node for node in lowered.graph.nodes if node.target is collectives.ALL_REDUCE]
+    return [str(node.meta["operator"]).partition(":")[0] for node in nodes]

@@ -8,7 +8,7 @@ import msgspec
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import Placement, is_linear
+from meshwright.ir.placement import Partial, Placement, Placements, Shard, describe, is_linear, output_placements
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
 
@@ -140,7 +140,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """That the plan fits the graph.
 
         Raises:
-            PlanError: it was made for another model, names an unknown axis or factor, or splits what cannot be split.
+            PlanError: it was made for another model, names an unknown axis or factor, splits what cannot be split,
+                or passes on or reduces a partial sum where there is none.
         """
         if self.graph_fingerprint != graph.fingerprint:
             raise PlanError(
@@ -176,6 +177,50 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                     raise PlanError(
                         f"factor {choice!r} has size {operator.rule.sizes[choice]}, axis {axis!r} has {sizes[axis]}",
                         where=place, remedy="a factor must divide evenly over its axis",
+                    )  # fmt: skip
+        self._check_buckets(graph, self._check_partials(graph, where), where)
+
+    def _check_partials(self, graph: Graph, where: str) -> dict[str, Placements]:
+        """That carets stand where Partials arrive; returns the placements of all activations."""
+        placements: dict[str, Placements] = {}
+        for operator in graph.operators:
+            strategy, rule = self.stage.strategy(operator.name), operator.rule
+            for axis, choice in strategy.items():
+                if not is_linear(choice):
+                    continue
+                place = f"{where}: strategies[{operator.name!r}]"
+                operands = rule.parsed.inputs if rule else ()
+                group = [
+                    name for one, name in zip(operands, operator.inputs, strict=False) if one.linear == len(choice)
+                ]
+                if not group:
+                    raise PlanError(
+                        f"{choice!r} on {axis!r}, but no operand of {rule.pattern if rule else '(no rule)'!r} is marked so",
+                        where=place, remedy="leave the axis out",
+                    )  # fmt: skip
+                for name in group:
+                    if placements.get(name, {}).get(axis) != Partial("sum"):
+                        raise PlanError(
+                            f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none",
+                            where=place, remedy=f"leave the axis out, or split what makes {name!r}",
+                        )  # fmt: skip
+            for index, output in enumerate(operator.outputs):
+                placements[output] = output_placements(rule, strategy, index) if rule else {}
+        return placements
+
+    def _check_buckets(self, graph: Graph, placements: dict[str, Placements], where: str) -> None:
+        """That the gradients in buckets lie as their parameters do, but for the sum over the bucket's axis."""
+        gradients = {entry.parameter: entry.gradient for entry in graph.gradients}
+        for index, bucket in enumerate(self.buckets):
+            for parameter in bucket.parameters:
+                storage = self.stage.storage.get(parameter, {})
+                wanted: Placements = {axis: one for axis, one in storage.items() if isinstance(one, Shard)}
+                wanted[bucket.axis] = Partial("sum")
+                have = placements.get(gradients.get(parameter) or "", {})
+                if have != wanted:
+                    raise PlanError(
+                        f"the gradient of {parameter!r} is {describe(have)}, and not {describe(wanted)}",
+                        where=f"{where}: buckets[{index}]", remedy="take it out of the bucket",
                     )  # fmt: skip
 
 

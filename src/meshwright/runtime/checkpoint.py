@@ -65,8 +65,8 @@ def save(
     data = from_rank_0(lambda: _told(where, lambda: manifest.begin(path)))
     directory = path / data
     try:
-        shards.write(directory, parts)
-        names = from_rank_0(lambda: _told(where, lambda: _write_trainer(directory, state)))
+        tensors = shards.write(directory, parts)
+        names = from_rank_0(lambda: _told(where, lambda: _write_trainer(directory, state, tensors)))
         mine = _everywhere(where, lambda: manifest.written(directory, _share(names)))
         saved = {name: file for some in from_every_rank(mine) for name, file in some.items()}
         made = Manifest(
@@ -89,7 +89,8 @@ def save(
         if trainer.rank == 0:
             manifest.abandon(path, data)
         raise
-    log.info("step %d is saved in %s", trainer.step_number, where)
+    if trainer.rank == 0:
+        log.info("step %d is saved in %s", trainer.step_number, where)
 
 
 def load(
@@ -121,9 +122,10 @@ def load(
         optimizer_state.take(trainer.parameters, optimizer, state["optimizer"], states)
     trainer.step_number, trainer.seed, trainer.metrics = state["step"], state["seed"], {}
     _everywhere(where, lambda: _give_back(extra, state["extra"]))
-    if optimizer is not None and loader is None and state["loader"] is not None:
-        log.warning("%s holds a position in the data that was not asked for (loader=)", where)
-    log.info("step %d is loaded from %s", trainer.step_number, where)
+    if trainer.rank == 0:
+        log.info("step %d is loaded from %s", trainer.step_number, where)
+        if optimizer is not None and loader is None and state["loader"] is not None:
+            log.warning("%s holds a position in the data that was not asked for (loader=)", where)
 
 
 def save_in(
@@ -245,10 +247,17 @@ def _unpacked(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _write_trainer(directory: Path, state: dict[str, Any]) -> list[str]:
-    """Write what is not in tensors' files, and return the names of all files."""
+def _write_trainer(directory: Path, state: dict[str, Any], tensors: set[str]) -> list[str]:
+    """Write what is not in the tensors' files, and return the names of all files."""
     files.write_atomically(directory / TRAINER, _packed(state))
-    return sorted(one.name for one in directory.iterdir())
+    names = sorted(one.name for one in directory.iterdir())
+    if missing := sorted(tensors.difference(names)):
+        raise CheckpointError(
+            f"rank 0 does not see what another rank wrote ({missing[0]})",
+            where=f"{directory}",
+            remedy="save to a directory that all ranks share",
+        )
+    return names
 
 
 # --- what is loaded --------------------------------------------------------------------------------------------------

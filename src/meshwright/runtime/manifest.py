@@ -27,6 +27,7 @@ from meshwright.ir import files
 
 MANIFEST = "manifest.json"
 _DATA = re.compile(r"data-[0-9a-f]{8}")
+_TEMPORARY = f".{MANIFEST}."  # files.write_atomically, if it was killed
 _STEP = re.compile(r"step-\d{8,}")
 _RESTORE = "restore it from a copy, or load another checkpoint"
 
@@ -80,9 +81,10 @@ def begin(path: Path) -> str:
     remedy = "choose another path: a checkpoint is a directory of its own"
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file", where=f"{path}", remedy=remedy)
-    if path.is_dir() and not (path / MANIFEST).is_file():
-        others = sorted(one.name for one in path.iterdir() if not _DATA.fullmatch(one.name))
-        if others:
+    if path.is_dir() and not _is_manifest(path / MANIFEST):
+        names = {one.name for one in path.iterdir()}
+        left = {name for name in names if _DATA.fullmatch(name) or name.startswith(_TEMPORARY)}
+        if others := sorted(names - left - ({MANIFEST} if left else set())):
             raise CheckpointError(f"the directory holds other files ({others[0]})", where=f"{path}", remedy=remedy)
     path.mkdir(parents=True, exist_ok=True)
     return f"data-{secrets.token_hex(4)}"
@@ -110,6 +112,8 @@ def commit(path: Path, manifest: Manifest) -> None:
     for other in path.iterdir():
         if _DATA.fullmatch(other.name) and other.name != manifest.data:
             shutil.rmtree(other, ignore_errors=True)
+        elif other.name.startswith(_TEMPORARY):
+            other.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Manifest:
@@ -162,7 +166,7 @@ def written(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
 
 
 def verify(directory: Path, saved: dict[str, SavedFile]) -> None:
-    """That files are as they were written.
+    """That files have the checksums that were written.
 
     Raises:
         DamagedCheckpointError: names the first that is not.
@@ -215,6 +219,15 @@ def _absent(path: Path, error: OSError) -> CheckpointError:
         return DamagedCheckpointError(problem, where=f"{path}", remedy="load another checkpoint")
     problem = f"{MANIFEST} cannot be read: {error.strerror}"
     return CheckpointError(problem, where=f"{path}", remedy="check its permissions")
+
+
+def _is_manifest(file: Path) -> bool:
+    """Whether it is one of ours, be it changed or of another version."""
+    try:
+        raw = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(raw, dict) and {"version", "data", "checksum"} <= raw.keys()
 
 
 def _checksum(raw: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ The ranks are processes of torch's elastic agent. Beside them, in ``DIRECTORY/ra
 import fcntl
 import io
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,8 +20,9 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
 
@@ -109,11 +111,11 @@ def _alone(function: Callable[..., T], args: tuple[Any, ...], directory: Path) -
 
 def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, port: int) -> T:
     # Imported here because it takes half a second that one rank does not need.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as scratch, _signals(), _quiet():
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as scratch, _Signals() as signals, _quiet():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -127,19 +129,20 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
             monitor_interval=0.1,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            signals_to_handle="SIGINT,SIGTERM,SIGHUP",
+            signals_to_handle="SIGQUIT",
             shutdown_timeout=STOP_S,
         )
         try:
             results: dict[int, T] = elastic_launch(config, _rank)(function, args, num_ranks, directory)
-            return results[0]
         except ChildFailedError as error:
+            signals.raise_received()
             rank, first = error.get_first_failure()
             raise _first_failure(directory, num_ranks, rank, first.exitcode) from None
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + int(error.sigval)) from None
+        except Exception:
+            signals.raise_received()
+            raise
+        signals.raise_received()
+        return results[0]
 
 
 # --- in a rank -------------------------------------------------------------------------------------------------------
@@ -231,7 +234,6 @@ def _first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -
     if exit_code < 0:
         return RankError(
             f"rank {rank} was killed by {_signal_name(-exit_code)} {doing}".rstrip(),
-            where=f"rank {rank}",
             remedy="SIGKILL often means that the machine had no memory left; the same command goes on from the last "
             f"checkpoint; its output is in {_file(directory, rank, 'log')}",
         )
@@ -239,7 +241,6 @@ def _first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -
         return _as_error(found[0], directory)
     return RankError(
         f"rank {rank} ended with exit code {exit_code} {doing}".rstrip(),
-        where=f"rank {rank}",
         remedy=f"its output is in {_file(directory, rank, 'log')}",
     )
 
@@ -253,7 +254,6 @@ def _as_error(failure: Failure, directory: Path) -> MeshwrightError:
     verb = "lost the other ranks" if failure.lost_peer else "failed"
     return RankError(
         f"rank {failure.rank} {verb}{f' {doing}' if doing else ''}: {text}",
-        where=f"rank {failure.rank}",
         remedy=f"its traceback is in {_file(directory, failure.rank, 'traceback')}",
     )
 
@@ -285,25 +285,54 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Ranks are born with SIGINT blocked, so that Ctrl-C finds none of them half imported; this process still gets it,
-    through a thread that does not block it. The agent's handlers are taken away at the end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in handled}
-    done = threading.Event()
-    threading.Thread(target=done.wait, name="receives signals", daemon=True).start()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        done.set()
+class _Signals:
+    """While ranks run, a signal to stop is noted and ends the ranks; the launcher then finds them ended.
+
+    An exception out of a signal handler could get lost anywhere in the agent. Ranks are born with SIGINT blocked, so
+    that Ctrl-C, which reaches all processes of a terminal, finds none half imported; a thread that does not block it
+    receives it for this process.
+    """
+
+    HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._done = threading.Event()
+        self._others = set(multiprocessing.active_children())
+        self._mine = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Self:
+        if self._mine:
+            resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
+            self._before = {number: signal.signal(number, self._note) for number in self.HANDLED}
+            self._thread = threading.Thread(target=self._watch, name="stops ranks", daemon=True)
+            self._thread.start()
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._mine:
+            self._thread.join()
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def raise_received(self) -> None:
+        """KeyboardInterrupt after Ctrl-C, SystemExit after another signal to stop, nothing after none."""
+        if self._received == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        if self._received is not None:
+            raise SystemExit(128 + self._received) from None
+
+    def _note(self, number: int, frame: object) -> None:
+        self._received = self._received or number
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.1):
+            if self._received is not None:
+                for process in set(multiprocessing.active_children()) - self._others:
+                    process.kill()
 
 
 @contextmanager

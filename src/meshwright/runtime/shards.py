@@ -116,8 +116,11 @@ def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
     return [(indices[start], start, end - start) for start, end in zip([0, *breaks], ends, strict=True) if end > start]
 
 
-def write(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Write tensors to a new directory, replicated chunks once; every rank must call it with the same names.
+def write(directory: Path, parts: Mapping[str, Part]) -> set[str]:
+    """Write tensors to a new directory, replicated chunks once; every rank must call it.
+
+    Returns:
+        The names of all ranks' files.
 
     Raises:
         CheckpointError: on every rank, if a rank could not write.
@@ -125,7 +128,7 @@ def write(directory: Path, parts: Mapping[str, Part]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is no mistake
-            dcp.save(
+            metadata = dcp.save(
                 dict(parts),
                 storage_writer=_Writer(directory),
                 planner=_SavePlanner(parts),
@@ -133,6 +136,7 @@ def write(directory: Path, parts: Mapping[str, Part]) -> None:
             )
     except CheckpointException as error:
         raise _explained(error, directory, "written", "make room, or save elsewhere; nothing was replaced") from error
+    return {place.relative_path for place in metadata.storage_data.values()}
 
 
 def read(directory: Path, parts: Mapping[str, Part]) -> None:

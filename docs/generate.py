@@ -1,0 +1,95 @@
+"""Writes the pages of docs/reference that follow from the code: `python docs/generate.py`. A test compares them."""
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from meshwright.ir.run import Run
+
+HERE = Path(__file__).parent
+GENERATED = "<!-- Written by `python docs/generate.py` from {source}; edit that. -->"
+
+
+def run_file_page() -> str:
+    """Every table and key of RUN.toml, with its default and the docstring of its field."""
+    lines = [
+        "# Run files",
+        "",
+        GENERATED.format(source="src/meshwright/ir/run.py"),
+        "",
+        "A RUN.toml says what is trained, on which data, how and where.",
+        "[How to write one](../how-to/write-a-run-file.md) has an example.",
+    ]
+    meanings = field_docstrings(Run)
+    for section in msgspec.structs.fields(Run):
+        required = " (required)" if section.required else ""
+        lines += ["", f"## [{section.name}]{required}", "", meanings[section.name]]
+        choices = [one for one in get_args(section.type) or (section.type,) if one is not types.NoneType]
+        tag = choices[0].__struct_config__.tag_field
+        if tag is not None:
+            default = "" if section.required else f" Default: `{section.default.__struct_config__.tag}`."
+            names = ", ".join(f'`"{one.__struct_config__.tag}"`' for one in choices)
+            lines += ["", f"`{tag}` is one of {names}.{default}"]
+        for choice in choices:
+            if tag is not None:
+                lines += ["", f'### {tag} = "{choice.__struct_config__.tag}"', "", plain(inspect.getdoc(choice) or "")]
+            lines += ["", *table(choice)]
+    return "\n".join(lines) + "\n"
+
+
+def table(struct: type[msgspec.Struct]) -> Iterator[str]:
+    """The fields of a struct as a Markdown table."""
+    meanings = field_docstrings(struct)
+    fields = msgspec.structs.fields(struct)
+    if not fields:
+        return
+    yield "| key | default | meaning |"
+    yield "|---|---|---|"
+    for field in fields:
+        default = "required" if field.required else f"`{value_text(field.default, field.default_factory)}`"
+        choices = ", ".join(f"`{one}`" for one in get_args(field.type)) if get_origin(field.type) is Literal else ""
+        meaning = meanings[field.name] + (f" One of {choices}." if choices else "")
+        yield f"| `{field.encode_name}` | {default} | {meaning} |"
+
+
+def value_text(default: Any, factory: Any) -> str:
+    """A default as it would stand in a TOML file."""
+    value = factory() if default is msgspec.NODEFAULT else default
+    return msgspec.json.format(msgspec.json.encode(value), indent=-1).decode().replace(",", ", ")
+
+
+def field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """The string below each field, by the field's name, inherited ones too."""
+    found: dict[str, str] = {}
+    for cls in reversed(struct.__mro__):
+        if cls.__module__.split(".")[0] != "meshwright":
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(tree, ast.ClassDef)
+        for node, following in zip(tree.body, tree.body[1:], strict=False):
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and isinstance(following, ast.Expr)
+            ):
+                found[node.target.id] = plain(str(ast.literal_eval(following.value)))
+    return found
+
+
+def plain(docstring: str) -> str:
+    """A docstring as one paragraph of Markdown."""
+    return " ".join(docstring.replace("``", "`").split()).replace("|", "\\|")
+
+
+PAGES = {"reference/run-file.md": run_file_page}
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page())

@@ -1,0 +1,325 @@
+"""Makes what a run file names: model, loss function, loaders, optimizer; and lets a trained model write."""
+
+import glob
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from meshwright import models
+from meshwright.errors import DataError, FileFormatError
+from meshwright.ir.run import (
+    STANDARD_LIBRARY,
+    DigitsData,
+    FactoryModel,
+    GPTModel,
+    RandomData,
+    Run,
+    Sample,
+    TensorsData,
+    TextData,
+)
+from meshwright.runtime.corpus import standard_library_text
+from meshwright.runtime.data import Loader, TensorLoader, TextLoader
+from meshwright.runtime.loop import Progress
+
+LossFunction = Callable[[nn.Module, Any], Any]
+Tensors = dict[str, Tensor]
+
+STANDARD_LIBRARY_BYTES = 8_000_000
+_OURS: dict[str, Callable[..., nn.Module]] = {
+    "MLPModel": models.MLP,
+    "LeNetModel": models.LeNet,
+    "ResNetModel": models.ResNet,
+}
+_LOSSES: dict[str, LossFunction] = {
+    "language_model": models.language_model_loss,
+    "classification": models.classification_loss,
+}
+
+
+# --- model, loss, optimizer ------------------------------------------------------------------------------------------
+
+
+def model(run: Run, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of ``[model]``, with initial values that the seed decides; ``dtype`` in place of the run's.
+
+    Raises:
+        FileFormatError: its sizes do not fit, or the factory cannot be imported or called.
+    """
+    section = run.model
+    torch.manual_seed(run.train.seed)
+    if isinstance(section, FactoryModel):
+        made = _call_factory(section)
+    else:
+        arguments = msgspec.structs.asdict(section)
+        del arguments["loss"]
+        try:
+            if isinstance(section, GPTModel):
+                wanted = run.data.sequence_length if isinstance(run.data, TextData) else models.GPTConfig.sequence_length
+                arguments["sequence_length"] = section.sequence_length or wanted
+                made = models.GPT(models.GPTConfig(**arguments))
+            else:
+                made = _OURS[type(section).__name__](**arguments)
+        except ValueError as error:
+            raise FileFormatError(str(error), where="model", remedy="correct the sizes in [model]") from None
+    return made.to(dtype or getattr(torch, run.train.dtype))
+
+
+def loss_function(run: Run) -> LossFunction:
+    """The loss function of ``[model]``; FileFormatError where it cannot be imported."""
+    name = run.model.loss or ("language_model" if isinstance(run.model, GPTModel) else "classification")
+    return _LOSSES[name] if name in _LOSSES else cast(LossFunction, _imported(name, "model.loss"))
+
+
+def hyperparameters(run: Run) -> dict[str, Any]:
+    """The optimizer's keyword arguments."""
+    return msgspec.structs.asdict(run.optimizer)
+
+
+def optimizer(run: Run) -> Callable[[Any], torch.optim.Optimizer]:
+    """The optimizer of ``[optimizer]``, as ``parallelize`` takes it."""
+    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, type(run.optimizer).__name__)
+    return lambda parameters: kind(parameters, **hyperparameters(run))
+
+
+def _call_factory(section: FactoryModel) -> nn.Module:
+    factory = _imported(section.factory, "model.factory")
+    try:
+        inspect.signature(factory).bind(**section.arguments)
+    except TypeError as error:
+        raise FileFormatError(
+            f"{section.factory} cannot be called with them: {error}",
+            where="model.arguments",
+            remedy=f"its signature is {inspect.signature(factory)}",
+        ) from None
+    made = factory(**section.arguments)
+    if not isinstance(made, nn.Module):
+        raise FileFormatError(
+            f"{section.factory} returned a {type(made).__name__}",
+            where="model.factory",
+            remedy="return a torch.nn.Module",
+        )
+    return made
+
+
+def _imported(name: str, key: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise FileFormatError(
+            f"{name!r} cannot be imported: {error}",
+            where=key,
+            remedy="write package.module:function; run where the package is installed, or in its folder",
+        ) from None
+    if not callable(found):
+        raise FileFormatError(f"{name!r} is a {type(found).__name__}", where=key, remedy="name a function or class")
+    return cast(Callable[..., Any], found)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+class Source:
+    """The data of ``[data]``, read once: ``training`` and ``held_out`` make loaders of it.
+
+    Raises:
+        DataError: the data are missing, empty or too short.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.section = run, run.data
+        self._text: tuple[bytes, bytes] = (b"", b"")
+        self._tensors: tuple[Tensors, Tensors] = ({}, {})
+        if isinstance(self.section, TextData):
+            self._text = _read_text(self.section)
+        else:
+            floats = getattr(torch, run.train.dtype)
+            tensors = {
+                name: value.to(floats) if value.is_floating_point() else value
+                for name, value in _read_tensors(self.section, run.train.seed).items()
+            }
+            self._tensors = _split_rows(tensors, self.section.held_out)
+
+    @property
+    def items_per_step(self) -> tuple[int, str]:
+        """What a step works through: (4096, "tok") or (64, "samples")."""
+        size = self.section.batch_size
+        return (size * self.section.sequence_length, "tok") if isinstance(self.section, TextData) else (size, "samples")
+
+    def training(self, shard: tuple[int, int] = (0, 1)) -> Loader:
+        """The loader of training batches (``shard`` of each); it never ends."""
+        size, seed = self.section.batch_size, self.run.train.seed
+        if isinstance(self.section, TextData):
+            return self._of_text(self._text[0], size, seed=seed, shard=shard)
+        return TensorLoader(self._tensors[0], size, seed, shard=shard, drop_last=True)
+
+    def held_out(self, shard: tuple[int, int] = (0, 1)) -> Loader | None:
+        """The loader of held-out batches, one epoch a loop; None where nothing is held out.
+
+        What the shards do not divide is left out; of text, also a last smaller batch.
+        """
+        if not self.section.held_out:
+            return None
+        count, size = shard[1], self.section.batch_size
+        if isinstance(self.section, TextData):
+            length = self.section.sequence_length
+            windows = max(0, len(self._text[1]) - 1) // length
+            size = min(size, windows // count * count)
+            if size == 0:
+                raise DataError(
+                    f"the held-out part is {len(self._text[1])} bytes, but {count} windows of {length} need "
+                    f"{count * length + 1}",
+                    where="data.held_out",
+                    remedy="give more text, hold out more, or nothing: held_out = 0",
+                )
+            return self._of_text(self._text[1], size, shuffle=False, epochs=1, shard=shard)
+        rows = min(map(len, self._tensors[1].values()))
+        kept = {name: value[: rows // count * count] for name, value in self._tensors[1].items()}
+        return TensorLoader(kept, min(size, max(1, rows // count * count)), shuffle=False, epochs=1, shard=shard)
+
+    def _of_text(self, text: bytes, size: int, **options: Any) -> Loader:
+        assert isinstance(self.section, TextData)
+        try:
+            return TextLoader(text, self.section.sequence_length, size, **options)
+        except DataError as error:
+            paths = self.section.paths
+            name = paths if isinstance(paths, str) else ", ".join(paths)
+            raise DataError(error.problem, where=f"data.paths ({name})", remedy=error.remedy) from None
+
+
+def example_batch(run: Run) -> dict[str, Tensor]:
+    """A global batch of the right shapes: for text of zeros, without reading any."""
+    if isinstance(run.data, TextData):
+        tokens = torch.zeros(run.data.batch_size, run.data.sequence_length, dtype=torch.int64)
+        return {"tokens": tokens, "targets": tokens}
+    return next(iter(Source(run).training()))
+
+
+def _read_text(section: TextData) -> tuple[bytes, bytes]:
+    paths = [section.paths] if isinstance(section.paths, str) else list(section.paths)
+    if paths == [STANDARD_LIBRARY]:
+        size = section.max_bytes or STANDARD_LIBRARY_BYTES
+        held_out = int(size * section.held_out)
+        return standard_library_text(size - held_out, held_out)
+    texts = []
+    for pattern in paths:
+        found = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
+        if not found:
+            raise DataError("no file matches", where=f"data.paths: {pattern}", remedy="correct the path or glob")
+        for path in found:
+            try:
+                texts.append(Path(path).read_bytes())
+            except OSError as error:
+                raise DataError(f"cannot be read: {error.strerror}", where=path, remedy="correct data.paths") from None
+    text = b"\n".join(texts)
+    text = text[: section.max_bytes] if section.max_bytes else text
+    cut = len(text) - int(len(text) * section.held_out)
+    return text[:cut], text[cut:]
+
+
+def _read_tensors(section: DigitsData | TensorsData | RandomData, seed: int) -> Tensors:
+    if isinstance(section, RandomData):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(section.samples, *section.shape, generator=generator)
+        return {"inputs": inputs, "label": torch.randint(section.classes, (section.samples,), generator=generator)}
+    if isinstance(section, TensorsData):
+        return _read_file(Path(section.path))
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(
+            "scikit-learn, which has the digits, is not installed",
+            where="data.kind",
+            remedy="pip install 'meshwright[demo]'",
+        ) from None
+    data = load_digits()
+    image = torch.as_tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    return {"image": image, "label": torch.as_tensor(data.target, dtype=torch.int64)}
+
+
+def _read_file(path: Path) -> Tensors:
+    readers: dict[str, Callable[[Path], Mapping[str, Any]]] = {
+        ".npz": _read_npz,
+        ".safetensors": _read_safetensors,
+        ".pt": lambda path: cast(Mapping[str, Any], torch.load(path, map_location="cpu", weights_only=True)),
+    }
+    where = f"data.path: {path}"
+    if path.suffix not in readers:
+        raise DataError(
+            f"{path.suffix or 'no suffix'!r} is not a kind of file that is read",
+            where=where,
+            remedy=f"give one of {', '.join(readers)}",
+        )
+    try:
+        found = dict(readers[path.suffix](path))
+        return {name: torch.as_tensor(value) for name, value in found.items()}
+    except ImportError:
+        raise DataError("safetensors is not installed", where=where, remedy="pip install safetensors") from None
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", where=where, remedy="correct data.path") from None
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise DataError(
+            f"is not a {path.suffix} file of named tensors ({text[0] if text else type(error).__name__})",
+            where=where,
+            remedy="write it with numpy.savez, safetensors, or torch.save({name: tensor})",
+        ) from error
+
+
+def _read_npz(path: Path) -> Mapping[str, Any]:
+    import numpy as np
+
+    with np.load(path) as file:
+        return dict(file)
+
+
+def _read_safetensors(path: Path) -> Mapping[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
+    """Training rows and held-out rows, which lie evenly among all."""
+    rows = len(next(iter(tensors.values()))) if tensors else 0
+    index = torch.arange(rows)
+    out = ((index + 1) * held_out).floor() > (index * held_out).floor()
+    return {name: value[~out] for name, value in tensors.items()}, {name: value[out] for name, value in tensors.items()}
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_text(model: nn.Module, section: Sample, context: int, seed: int, progress: Progress) -> str:
+    """Text that a language model of bytes goes on with, byte by byte.
+
+    Args:
+        model: takes tokens [1, s] and returns logits [1, s, vocabulary].
+        context: the longest s.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list((section.prompt or "\n").encode())
+    prompt = len(tokens)
+    model.eval()
+    progress.begin("writing", section.length)
+    with torch.inference_mode():
+        for _ in range(section.length):
+            logits = model(torch.tensor([tokens[-context:]]))[0, -1, :256].float()
+            if section.temperature == 0:
+                tokens.append(int(logits.argmax()))
+            else:
+                chances = torch.softmax(logits / section.temperature, dim=0)
+                tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+            progress.advance()
+    progress.end()
+    return bytes(tokens[prompt:]).decode(errors="replace")

@@ -1,0 +1,200 @@
+"""The training loop: steps, log lines, evaluation on held-out data, checkpoints."""
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from meshwright.runtime.data import Loader
+from meshwright.runtime.metrics import Meter
+from meshwright.runtime.ranks import Status
+from meshwright.runtime.trainer import Trainer
+
+log = logging.getLogger("meshwright")
+
+
+class Progress(Protocol):
+    """Shows how far something is; ``Silent`` shows nothing."""
+
+    def begin(self, what: str, total: int = 0) -> None:
+        """``what`` begins, in ``total`` parts (0: not known); it ends whatever was before."""
+
+    def advance(self) -> None:
+        """One part more is done."""
+
+    def end(self) -> None:
+        """It is done."""
+
+
+class Silent:
+    """Progress that nobody sees."""
+
+    def begin(self, what: str, total: int = 0) -> None:
+        """Nothing."""
+
+    def advance(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+class HeldOut(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """An evaluation on held-out data after ``step`` steps; the loss is in nats."""
+
+    step: int
+    loss: float
+    bits_per_byte: float | None = None
+    accuracy: float | None = None
+
+    def __str__(self) -> str:
+        text = f"loss {self.loss:.4f}"
+        if self.bits_per_byte is not None:
+            text += f", {self.bits_per_byte:.3f} bits per byte"
+        return text + (f", accuracy {self.accuracy:.2%}" if self.accuracy is not None else "")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a loop runs (as in RUN.toml's ``[train]``)."""
+
+    steps: int
+    log_every: int
+    evaluate_every: int
+    checkpoint_every: int
+    keep: int
+
+
+class Loop:
+    """Trains to ``options.steps``, from where the checkpoints of ``directory`` stop.
+
+    Args:
+        loader: of this rank's part of each global batch.
+        held_out: the same of the data that is not trained on, one epoch a loop; None: there are none.
+        bytes_are_tokens: whether the loss is per byte, so that bits per byte can be told.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loader: Loader,
+        held_out: Loader | None,
+        meter: Meter,
+        options: Options,
+        directory: Path,
+        *,
+        bytes_are_tokens: bool,
+        progress: Progress,
+    ) -> None:
+        self.trainer, self.loader, self.held_out, self.meter, self.options = trainer, loader, held_out, meter, options
+        self.checkpoints = directory / "checkpoints"
+        self.status = Status(directory, trainer.rank)
+        self.progress = progress
+        self.bytes_are_tokens = bytes_are_tokens
+        self.evaluations: list[HeldOut] = []
+
+    def resume(self) -> Path | None:
+        """Load the latest checkpoint, and say so; None where there is none."""
+        self.status.set("while loading a checkpoint")
+        found = self.trainer.load_latest(self.checkpoints, loader=self.loader)
+        rows = self.meter.rewind(self.trainer.step_number)
+        names = HeldOut.__struct_fields__
+        self.evaluations = [
+            HeldOut(**{name.removeprefix("held_out_"): value for name, value in row.items() if name.removeprefix("held_out_") in names})
+            for row in rows
+            if "held_out_loss" in row
+        ]
+        return found
+
+    def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
+        """Train. Whatever happens, what the steps have told is in metrics.jsonl."""
+        trainer, steps = self.trainer, self.options.steps
+        if self.held_out is not None and not self.evaluations:
+            self.evaluate()
+        batches = iter(self.loader)
+        self.progress.begin("training", steps - trainer.step_number)
+        self.meter.start()
+        try:
+            while trainer.step_number < steps:
+                self.status.set(f"at step {trainer.step_number + 1}")
+                lr = schedule.get_last_lr()[0]
+                trainer.step(next(batches), local=True)
+                schedule.step()
+                self.meter.note(trainer.step_number, trainer.metrics, lr)
+                self.progress.advance()
+                self._after(trainer.step_number)
+        finally:
+            self.progress.end()
+            self._tell()
+        if self.held_out is not None and (not self.evaluations or self.evaluations[-1].step != trainer.step_number):
+            self.evaluate()
+
+    def evaluate(self) -> HeldOut:
+        """Evaluate on all held-out data, and note it."""
+        assert self.held_out is not None
+        trainer, step = self.trainer, self.trainer.step_number
+        self.status.set(f"while evaluating after step {step}")
+        self.progress.begin("evaluating", len(self.held_out))
+        total, correct, samples = 0.0, 0, 0
+        self.held_out.rewind()
+        for batch in self.held_out:
+            count = len(next(iter(batch.values()))) * trainer.data_shard[1]
+            total += float(trainer.evaluate(batch, local=True)) * count
+            correct += int(trainer.metrics["correct"]) if "correct" in trainer.metrics else 0
+            samples += count
+            self.progress.advance()
+        self.progress.end()
+        loss = total / samples
+        found = HeldOut(
+            step=step,
+            loss=loss,
+            bits_per_byte=loss / math.log(2) if self.bytes_are_tokens else None,
+            accuracy=correct / samples if "correct" in trainer.metrics else None,
+        )
+        self.evaluations.append(found)
+        fields: dict[str, Any] = msgspec.to_builtins(found)
+        self.meter.write({name if name == "step" else f"held_out_{name}": value for name, value in fields.items()})
+        if trainer.rank == 0:
+            log.info("held out, after step %d: %s", step, found)
+        return found
+
+    def _after(self, step: int) -> None:
+        """What is due after a step."""
+        due, last = self.options, step == self.options.steps
+        if step % due.log_every == 0 or last:
+            self._tell()
+        save = last or (due.checkpoint_every > 0 and step % due.checkpoint_every == 0)
+        if due.evaluate_every > 0 and step % due.evaluate_every == 0 and not last and self.held_out is not None:
+            self._tell()
+            self.evaluate()
+            self.progress.begin("training", due.steps - step)
+            self.meter.start()
+        if save:
+            self._tell()
+            self.status.set(f"while saving step {step}")
+            self.trainer.save_in(self.checkpoints, keep=due.keep, loader=self.loader)
+            self.meter.start()
+
+    def _tell(self) -> None:
+        line = self.meter.read()
+        if line and self.trainer.rank == 0:
+            log.info("%s", line)
+
+
+def resumed_schedule(
+    trainer: Trainer, hyperparameters: dict[str, Any], factors: Sequence[float]
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """A schedule of ``factors`` (by step, the last one stays) on ``hyperparameters["lr"]``, at the trainer's step.
+
+    Hyperparameters are those given here, not those of a checkpoint.
+    """
+    assert trainer.optimizer is not None
+    for group in trainer.optimizer.param_groups:
+        group.update(hyperparameters, initial_lr=hyperparameters["lr"])
+    # The first step of the schedule, which its constructor makes, is that of the next training step.
+    return torch.optim.lr_scheduler.LambdaLR(
+        trainer.optimizer, lambda step: factors[min(step, len(factors) - 1)], last_epoch=trainer.step_number - 1
+    )

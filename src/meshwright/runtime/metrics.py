@@ -1,0 +1,132 @@
+"""What a training run tells while it goes: the log line, and metrics.jsonl with a row per step."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.ir import files
+
+Row = dict[str, Any]
+
+
+def log_line(
+    step: int,
+    steps: int,
+    *,
+    loss: float,
+    grad_norm: float | None,
+    rate_per_s: float,
+    unit: str,
+    flops_fraction: float | None,
+    memory_bytes: int,
+) -> str:
+    """``step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB``; None is left out."""
+    parts = [f"step {step}/{steps}", f"loss {loss:.4f}"]
+    if grad_norm is not None:
+        parts.append(f"grad_norm {grad_norm:.3g}" if grad_norm < 0.01 else f"grad_norm {grad_norm:.2f}")
+    parts.append(f"{unit}/s {rate_per_s:,.0f}")
+    if flops_fraction is not None:
+        parts.append(f"mfu {flops_fraction:.1%}")
+    parts.append(f"mem {memory_bytes / 2**30:.2f}GiB")
+    return "  ".join(parts)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this rank has held: of its CUDA device, or resident in its process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource  # not on every platform
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+@dataclass
+class Meter:
+    """Collects the steps' metrics as tensors, and reads them (which waits for the device) only when a line is due.
+
+    Args:
+        path: of metrics.jsonl; None: no file (ranks other than 0).
+        steps: of the whole run.
+        items_per_step, unit: what a step works through, such as 4096 and ``tok``.
+        flops_per_step: of the whole batch.
+        peak_flops_per_s: of all ranks together; 0: not known, and no ``mfu``.
+    """
+
+    path: Path | None
+    steps: int
+    items_per_step: int
+    unit: str
+    flops_per_step: float
+    peak_flops_per_s: float
+    device: torch.device
+    _pending: list[tuple[Row, Mapping[str, Tensor]]] = field(default_factory=list)
+    _last: float = 0.0
+    _first: float = 0.0
+
+    def start(self) -> None:
+        """The clock runs from here: call it before the first step, and after anything that is not a step."""
+        self._first = self._last = time.perf_counter()
+
+    def note(self, step: int, metrics: Mapping[str, Tensor], lr: float) -> None:
+        """A step has been made. Waits for nothing."""
+        now = time.perf_counter()
+        self._pending.append(({"step": step, "step_s": now - self._last, "lr": lr}, dict(metrics)))
+        self._last = now
+
+    def read(self) -> str:
+        """Write the rows of the steps since the last call, and return the log line of the last one ("": none)."""
+        if not self._pending:
+            return ""
+        rows = [row | {name: value.item() for name, value in metrics.items()} for row, metrics in self._pending]
+        self._pending.clear()
+        now = time.perf_counter()
+        elapsed_s, self._first, self._last = now - self._first, now, now
+        for row in rows:
+            row["step_s"] = round(row["step_s"], 6)
+        self.write(*rows)
+        last, step_s = rows[-1], elapsed_s / len(rows)
+        known = self.peak_flops_per_s > 0
+        return log_line(
+            last["step"],
+            self.steps,
+            loss=last["loss"],
+            grad_norm=last.get("grad_norm"),
+            rate_per_s=self.items_per_step / step_s,
+            unit=self.unit,
+            flops_fraction=self.flops_per_step / step_s / self.peak_flops_per_s if known else None,
+            memory_bytes=peak_memory_bytes(self.device),
+        )
+
+    def write(self, *rows: Row) -> None:
+        """Append rows to metrics.jsonl."""
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+    def rewind(self, step: int) -> list[Row]:
+        """Remove the rows after ``step`` (they will be made again), and return the ones before."""
+        if self.path is None or not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:  # the last line of a run that was killed
+                continue
+            if row["step"] <= step:
+                rows.append(row)
+        files.write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        return rows

@@ -1,0 +1,947 @@
+"""Random calls of every operator that has a rule: what test_rules.py splits on a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meshwright.ops.loss import NONE, SUM
+
+aten = torch.ops.aten
+ours = torch.ops.meshwright
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+SIZES = (2, 3, 4, 6)
+
+
+class Draw:
+    """Sizes, flags and tensors of one random call."""
+
+    def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
+        self._draw = draw
+        self.generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def pick(self, *options: Any) -> Any:
+        return self._draw(st.sampled_from(options))
+
+    def flag(self) -> bool:
+        return bool(self._draw(st.booleans()))
+
+    def some(self, items: Sequence[Any], count: int) -> list[Any]:
+        """Up to ``count`` of the items."""
+        order = torch.randperm(len(items), generator=self.generator).tolist()
+        return [items[index] for index in order[:count]]
+
+    def size(self) -> int:
+        return int(self.pick(*SIZES))
+
+    def sizes(self, count: int) -> list[int]:
+        return [self.size() for _ in range(count)]
+
+    def shape(self, least: int = 1, most: int = 3) -> list[int]:
+        return self.sizes(self._draw(st.integers(least, most)))
+
+    def tensor(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def positive(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64) * 0.9 + 0.05
+
+    def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def bools(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator) < 0.6
+
+    def dim(self, rank: int) -> int:
+        return int(self._draw(st.integers(-rank, rank - 1)))
+
+    def dims(self, rank: int) -> list[int]:
+        """Some of the dims, each counted from the front or from the back."""
+        chosen = sorted(self._draw(st.sets(st.integers(0, rank - 1), min_size=1)))
+        return [dim - rank if self.flag() else dim for dim in chosen]
+
+
+def _broadcast(draw: Draw, shape: Sequence[int]) -> list[int]:
+    """A shape that broadcasts to ``shape``: leading dims gone, others of size 1."""
+    kept = list(shape[draw.pick(0, 0, 1) :])
+    return [1 if draw.pick(False, False, True) else size for size in kept]
+
+
+# --- matrix products ---------------------------------------------------------------------------------------------------
+
+
+def _mm(draw: Draw) -> Arguments:
+    m, k, n = draw.sizes(3)
+    return (draw.tensor(m, k), draw.tensor(k, n)), {}
+
+
+def _bmm(draw: Draw) -> Arguments:
+    b, m, k, n = draw.sizes(4)
+    return (draw.tensor(b, m, k), draw.tensor(b, k, n)), {}
+
+
+def _mv(draw: Draw) -> Arguments:
+    m, k = draw.sizes(2)
+    return (draw.tensor(m, k), draw.tensor(k)), {}
+
+
+def _dot(draw: Draw) -> Arguments:
+    k = draw.size()
+    return (draw.tensor(k), draw.tensor(k)), {}
+
+
+# --- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _attention(draw: Draw) -> Arguments:
+    b, h, s, t = draw.sizes(4)
+    d = draw.size()
+    e = draw.pick(d, draw.size())  # another width takes the path without a fused kernel
+    causal = draw.flag()
+    mask = None
+    if not causal and draw.flag():
+        lead = [size if draw.flag() else 1 for size in (b, h)] if draw.flag() else []
+        allowed = draw.bools(*lead, s if draw.flag() else 1, t)
+        mask = (
+            allowed if draw.flag() else torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -math.inf)
+        )
+    query, key, value = draw.tensor(b, h, s, d), draw.tensor(b, h, t, d), draw.tensor(b, h, t, e)
+    return (query, key, value, mask, 0.0, causal, 1.0 / math.sqrt(d), 0, 1), {}
+
+
+def _attention_backward(draw: Draw) -> Arguments:
+    (query, key, value, mask, *rest), _ = _attention(draw)
+    output, logsumexp = ours.attention(query, key, value, mask, *rest)
+    return (draw.tensor(*output.shape), query, key, value, mask, output, logsumexp, *rest), {}
+
+
+# --- convolution and pooling -------------------------------------------------------------------------------------------
+
+
+def _convolution(draw: Draw) -> Arguments:
+    space, groups, transposed = draw.pick(1, 2), draw.pick(1, 1, 2), draw.flag()
+    n, c, f = draw.size(), draw.pick(2, 4, 6), draw.pick(2, 4, 6)
+    kernel = [draw.pick(1, 2, 3) for _ in range(space)]
+    weight = [c, f // groups] if transposed else [f, c // groups]
+    padding, stride = draw.pick(0, 1), draw.pick(1, 2)
+    settings = ([stride] * space, [padding] * space, [1] * space, transposed, [0] * space, groups)
+    return (draw.tensor(n, c, *draw.pick([4], [5], [6]) * space), draw.tensor(*weight, *kernel), None, *settings), {}
+
+
+def _convolution_backward(draw: Draw) -> Arguments:
+    (source, weight, _, *settings), _ = _convolution(draw)
+    output = aten.convolution.default(source, weight, None, *settings)
+    mask = draw.pick([True, False, False], [False, True, False])
+    return (draw.tensor(*output.shape), source, weight, None, *settings, mask), {}
+
+
+def _image(draw: Draw, space: int, side: int = 4, batched: bool | None = None) -> Tensor:
+    lead = draw.sizes(2) if (draw.pick(True, True, False) if batched is None else batched) else draw.sizes(1)
+    return draw.tensor(*lead, *[side + index % 2 for index in range(space)])
+
+
+def _max_pool(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        kernel = draw.pick(2, 3)
+        return (_image(draw, space), [kernel] * space, [draw.pick(1, 2)] * space, [draw.pick(0, 1)] * space), {}
+
+    return build
+
+
+def _max_pool_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        (source, kernel, stride, padding), _ = _max_pool(space)(draw)
+        forward = aten.max_pool2d_with_indices if space == 2 else aten.max_pool3d_with_indices
+        output, indices = forward(source, kernel, stride, padding)
+        return (draw.tensor(*output.shape), source, kernel, stride, padding, [1] * space, False, indices), {}
+
+    return build
+
+
+def _avg_pool(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        kernel = [draw.pick(2, 3)] * space
+        count = draw.flag()
+        return (_image(draw, space), kernel, [draw.pick(1, 2)] * space, [1] * space, False, count, None), {}
+
+    return build
+
+
+def _avg_pool_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        (source, *settings), _ = _avg_pool(space)(draw)
+        output = (aten.avg_pool2d if space == 2 else aten.avg_pool3d)(source, *settings)
+        return (draw.tensor(*output.shape), source, *settings), {}
+
+    return build
+
+
+def _adaptive_avg(draw: Draw) -> Arguments:
+    return (_image(draw, 2), [draw.pick(2, 3), 2]), {}
+
+
+def _adaptive_avg_backward(draw: Draw) -> Arguments:
+    (source, size), _ = _adaptive_avg(draw)
+    return (draw.tensor(*aten._adaptive_avg_pool2d(source, size).shape), source), {}
+
+
+def _adaptive_max_backward(draw: Draw) -> Arguments:
+    (source, size), _ = _adaptive_avg(draw)
+    output, indices = aten.adaptive_max_pool2d(source, size)
+    return (draw.tensor(*output.shape), source, indices), {}
+
+
+def _pad(space: int) -> Callable[[Draw], Arguments]:
+    return lambda draw: ((_image(draw, space), [1, 2] * space), {})
+
+
+def _pad_backward(space: int, forward: Any) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        (source, padding), _ = _pad(space)(draw)
+        return (draw.tensor(*forward(source, padding).shape), source, padding), {}
+
+    return build
+
+
+def _resize(draw: Draw) -> tuple[Tensor, list[int]]:
+    source = _image(draw, 2, side=3, batched=True)
+    return source, [source.shape[2] * 2, source.shape[3] + 1]
+
+
+def _nearest(draw: Draw) -> Arguments:
+    return _resize(draw), {}
+
+
+def _nearest_backward(draw: Draw) -> Arguments:
+    source, size = _resize(draw)
+    return (draw.tensor(*source.shape[:2], *size), size, list(source.shape)), {}
+
+
+def _bilinear(draw: Draw) -> Arguments:
+    return (*_resize(draw), draw.flag()), {}
+
+
+def _bilinear_backward(draw: Draw) -> Arguments:
+    source, size = _resize(draw)
+    return (draw.tensor(*source.shape[:2], *size), size, list(source.shape), draw.flag()), {}
+
+
+# --- creation ----------------------------------------------------------------------------------------------------------
+
+
+def _full(draw: Draw) -> Arguments:
+    return (draw.shape(0, 3), 1.5), {"dtype": torch.float64}
+
+
+def _made(draw: Draw) -> Arguments:
+    return (draw.shape(0, 3),), {"dtype": torch.float64}
+
+
+# --- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _embedding(draw: Draw) -> Arguments:
+    v, k = draw.sizes(2)
+    return (draw.tensor(v, k), draw.integers(v, *draw.shape(0, 2)), draw.pick(-1, 0, v - 1), False, False), {}
+
+
+def _embedding_backward(draw: Draw) -> Arguments:
+    v, k = draw.sizes(2)
+    shape = draw.shape(0, 2)
+    indices, padding = draw.integers(v, *shape), draw.pick(-1, 0, v - 1)
+    return (draw.tensor(*shape, k), indices, v, padding, draw.pick(False, False, True)), {}
+
+
+# --- indexing ----------------------------------------------------------------------------------------------------------
+
+
+def _gather(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    index = list(shape)
+    index[dim] = draw.size()
+    if draw.pick(False, False, True):
+        index[0] = min(index[0], 2)
+    return (draw.tensor(*shape), dim, draw.integers(shape[dim], *index)), {}
+
+
+def _permutation_index(draw: Draw, shape: Sequence[int], dim: int, count: int) -> Tensor:
+    """Indices without duplicates, so that a scatter has one result."""
+    moved = [size for position, size in enumerate(shape) if position != dim % len(shape)]
+    order = torch.rand(*moved, shape[dim], generator=draw.generator).argsort(-1)[..., :count]
+    return order.movedim(-1, dim % len(shape))
+
+
+def _scatter(draw: Draw) -> tuple[Tensor, int, Tensor]:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    return draw.tensor(*shape), dim, _permutation_index(draw, shape, dim, draw.pick(1, shape[dim]))
+
+
+def _scatter_src(draw: Draw) -> Arguments:
+    source, dim, index = _scatter(draw)
+    return (source, dim, index, draw.tensor(*index.shape)), {}
+
+
+def _scatter_value(draw: Draw) -> Arguments:
+    return (*_scatter(draw), draw.pick(0, 2.5)), {}
+
+
+def _scatter_add(draw: Draw) -> Arguments:
+    (source, dim, index), _ = _gather(draw)
+    return (source, dim, index, draw.tensor(*index.shape)), {}
+
+
+def _indices(draw: Draw) -> tuple[list[int], list[Tensor | None]]:
+    shape = draw.shape(2, 3)
+    first = draw.pick(*range(len(shape)))
+    count = draw.pick(1, len(shape) - first)
+    wide = draw.shape(1, 2)
+    indices: list[Tensor | None] = [None] * first
+    for position in range(first, first + count):
+        indices.append(draw.integers(shape[position], *_broadcast(draw, wide) if position > first else wide))
+    return shape, indices
+
+
+def _index(draw: Draw) -> Arguments:
+    shape, indices = _indices(draw)
+    return (draw.tensor(*shape), indices), {}
+
+
+def _index_put(draw: Draw) -> Arguments:
+    shape, indices = _indices(draw)
+    source = draw.tensor(*shape)
+    values = draw.tensor(*aten.index(source, indices).shape)
+    if draw.flag():
+        return (source, indices, values, True), {}
+    # without adding, the last of equal indices would win in no certain order
+    first = next(position for position, index in enumerate(indices) if index is not None)
+    rows = torch.randperm(shape[first], generator=draw.generator)[:2]
+    alone = [*[None] * first, rows]
+    return (source, alone, draw.tensor(*aten.index(source, alone).shape[draw.pick(0, 1) :])), {}
+
+
+def _index_select(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    return (draw.tensor(*shape), dim, draw.integers(shape[dim], draw.size())), {}
+
+
+def _index_add(draw: Draw) -> Arguments:
+    (source, dim, index), _ = _index_select(draw)
+    added = list(source.shape)
+    added[dim] = len(index)
+    return (source, dim, index, draw.tensor(*added)), {"alpha": 2.0} if draw.flag() else {}
+
+
+# --- losses ------------------------------------------------------------------------------------------------------------
+
+
+def _likelihood(draw: Draw, space: bool) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
+    v = draw.pick(2, 4, 6)
+    shape = [draw.size(), v, *draw.sizes(2)] if space else draw.pick([draw.size(), v], [v])
+    rows = [size for position, size in enumerate(shape) if position != (1 if len(shape) > 1 else 0)]
+    logarithms = F.log_softmax(draw.tensor(*shape), 1 if len(shape) > 1 else 0)
+    ignore = draw.pick(-100, 0, v - 1)
+    target = draw.integers(v, *rows)
+    if rows and draw.flag():
+        target = target.masked_fill(draw.bools(*rows), ignore)
+    weight = draw.positive(v) if draw.flag() else None
+    return logarithms, target, weight, draw.pick(NONE, SUM), ignore
+
+
+def _nll(space: bool) -> Callable[[Draw], Arguments]:
+    return lambda draw: (_likelihood(draw, space), {})
+
+
+def _nll_backward(space: bool) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        logarithms, target, weight, reduction, ignore = _likelihood(draw, space)
+        forward = aten.nll_loss2d_forward if space else aten.nll_loss_forward
+        output, total = forward(logarithms, target, weight, reduction, ignore)
+        return (draw.tensor(*output.shape), logarithms, target, weight, reduction, ignore, total), {}
+
+    return build
+
+
+def _cross_entropy_backward(draw: Draw) -> Arguments:
+    logarithms, target, _, _, ignore = _likelihood(draw, space=False)
+    return (draw.tensor(), logarithms, target, ignore), {}
+
+
+# --- norms -------------------------------------------------------------------------------------------------------------
+
+
+def _layer_norm(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 4)
+    normalized = shape[-draw.pick(1, 1, min(2, len(shape))) :]
+    weight = draw.tensor(*normalized) if draw.flag() else None
+    bias = draw.tensor(*normalized) if draw.flag() else None
+    return (draw.tensor(*shape), normalized, weight, bias, 1e-5), {}
+
+
+def _layer_norm_backward(draw: Draw) -> Arguments:
+    (source, shape, weight, bias, _), _ = _layer_norm(draw)
+    _, mean, scale = aten.native_layer_norm(source, shape, weight, bias, 1e-5)
+    mask = [draw.pick(True, True, False), weight is not None and draw.flag(), bias is not None and draw.flag()]
+    if not any(mask):
+        mask[0] = True
+    return (draw.tensor(*source.shape), source, shape, mean, scale, weight, bias, mask), {}
+
+
+def _group_norm(draw: Draw) -> Arguments:
+    n, groups, inner = draw.size(), draw.pick(1, 2, 4, 6), draw.pick(1, 2, 3)
+    space = draw.sizes(draw.pick(1, 2))
+    channels = groups * inner
+    weight = draw.tensor(channels) if draw.flag() else None
+    bias = draw.tensor(channels) if draw.flag() else None
+    return (draw.tensor(n, channels, *space), weight, bias, n, channels, math.prod(space), groups, 1e-5), {}
+
+
+def _group_norm_backward(draw: Draw) -> Arguments:
+    (source, weight, bias, *sizes, eps), _ = _group_norm(draw)
+    _, mean, scale = aten.native_group_norm(source, weight, bias, *sizes, eps)
+    mask = [draw.flag(), weight is not None and draw.flag(), draw.flag()]
+    if not any(mask):
+        mask[0] = True
+    return (draw.tensor(*source.shape), source, mean, scale, weight, *sizes, mask), {}
+
+
+def _batch_source(draw: Draw) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    n, c = draw.pick(2, 4, 6), draw.size()
+    source = draw.tensor(n, c, *draw.sizes(draw.pick(0, 1, 2)))
+    affine = draw.flag()
+    return source, draw.tensor(c) if affine else None, draw.tensor(c) if affine else None
+
+
+def _running(draw: Draw, source: Tensor) -> tuple[Tensor, Tensor]:
+    return draw.tensor(source.shape[1]), draw.positive(source.shape[1])
+
+
+def _batch_norm(draw: Draw) -> Arguments:
+    source, weight, bias = _batch_source(draw)
+    return (source, weight, bias, *_running(draw, source), True, 0.1, 1e-5), {}
+
+
+def _batch_norm_no_stats(draw: Draw) -> Arguments:
+    return (*_batch_source(draw), True, 0.1, 1e-5), {}
+
+
+def _batch_norm_eval(draw: Draw) -> Arguments:
+    source, weight, bias = _batch_source(draw)
+    return (source, weight, bias, *_running(draw, source), 0.1, 1e-5), {}
+
+
+def _batch_norm_backward(draw: Draw) -> Arguments:
+    source, weight, bias = _batch_source(draw)
+    grad, running = draw.tensor(*source.shape), _running(draw, source)
+    mask = [draw.pick(True, True, False), weight is not None, weight is not None]
+    if not any(mask):
+        mask[0] = True
+    if draw.flag():
+        _, mean, scale = aten._native_batch_norm_legit.no_stats(source, weight, bias, True, 0.1, 1e-5)
+        statistics = running if draw.flag() else (None, None)
+        return (grad, source, weight, *statistics, mean, scale, True, 1e-5, mask), {}
+    empty = torch.empty(0, dtype=torch.float64)
+    return (grad, source, weight, *running, empty, empty, False, 1e-5, mask), {}
+
+
+# --- reductions --------------------------------------------------------------------------------------------------------
+
+
+def _whole(draw: Draw) -> Arguments:
+    return (draw.tensor(*draw.shape(0, 3)),), {}
+
+
+def _over_dims(draw: Draw, least: int = 1) -> Arguments:
+    shape = draw.shape(least, 3)
+    return (draw.tensor(*shape), draw.dims(len(shape))[: max(1, len(shape) - least + 1)], draw.flag()), {}
+
+
+def _sum(draw: Draw) -> Arguments:
+    (source, dims, keep), _ = _over_dims(draw)
+    return (draw.pick(source, (source > 0), (source * 4).long()), dims, keep), {}
+
+
+def _over_dim(draw: Draw) -> Arguments:
+    shape = draw.shape(2, 3)
+    return (draw.tensor(*shape), draw.dim(len(shape)), draw.flag()), {}
+
+
+def _over_any_dim(draw: Draw) -> Arguments:
+    (source, dim, keep), _ = _over_dim(draw)
+    return (source, draw.pick(dim, dim, None), keep), {}
+
+
+def _truth(build: Callable[[Draw], Arguments]) -> Callable[[Draw], Arguments]:
+    def truths(draw: Draw) -> Arguments:
+        (source, *rest), kwargs = build(draw)
+        return (source > -0.5, *rest), kwargs
+
+    return truths
+
+
+def _scan(draw: Draw) -> Arguments:
+    (source, dim, _), _ = _over_dim(draw)
+    return (source, dim), {}
+
+
+def _counted(draw: Draw) -> Arguments:
+    (source, dim, _), _ = _over_dim(draw)
+    return (source, draw.pick(1, source.shape[dim]), dim), {}
+
+
+def _logsumexp(draw: Draw) -> Arguments:
+    (source, dims, keep), _ = _over_dims(draw)
+    if draw.flag():
+        source = source.masked_fill(draw.bools(*source.shape), -math.inf)
+    return (source, dims[:1] if draw.flag() else dims, keep), {}
+
+
+def _softmax(draw: Draw) -> Arguments:
+    (source, dim, _), _ = _over_dim(draw)
+    source = source * 30
+    if draw.flag():  # values that are masked, a whole shard of them or everything too
+        source = source.masked_fill(draw.bools(*source.shape), -math.inf)
+    return (source, dim, False), {}
+
+
+def _softmax_backward(forward: Any) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        (source, dim, _), _ = _over_dim(draw)
+        return (draw.tensor(*source.shape), forward(source, dim, False), dim, torch.float64), {}
+
+    return build
+
+
+# --- views -------------------------------------------------------------------------------------------------------------
+
+
+def _view(draw: Draw) -> Arguments:
+    """A shape and another with the same number of elements: dims that are split, joined, and made anew."""
+    shape = draw.pick([4, 6], [2, 3, 4], [6, 4, 2], [24], [1, 6, 4], [8, 1, 3], [2, 12, 1], [3, 4, 2, 2], [1, 1])
+    number = math.prod(shape)
+    targets = [[2, 2, 6], [4, 3, 2], [12, 2], [8, 3], [2, 3, 2, 2], [24, 1], [3, 8], [6, 1, 4], [24]]
+    fits = [target for target in targets if math.prod(target) == number]
+    return (draw.tensor(*shape), draw.pick(*fits) if fits else [number]), {}
+
+
+def _transpose(draw: Draw) -> Arguments:
+    shape = draw.shape(2, 3)
+    return (draw.tensor(*shape), draw.dim(len(shape)), draw.dim(len(shape))), {}
+
+
+def _permute(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    order = torch.randperm(len(shape), generator=draw.generator).tolist()
+    return (draw.tensor(*shape), [dim - len(shape) if draw.flag() else dim for dim in order]), {}
+
+
+def _matrix(draw: Draw) -> Arguments:
+    return (draw.tensor(*draw.shape(1, 2)),), {}
+
+
+def _unsqueeze(draw: Draw) -> Arguments:
+    shape = draw.shape(0, 3)
+    return (draw.tensor(*shape), draw.dim(len(shape) + 1)), {}
+
+
+def _with_ones(draw: Draw) -> Tensor:
+    return draw.tensor(*[1 if draw.flag() else size for size in draw.shape()])
+
+
+def _squeeze(draw: Draw) -> Arguments:
+    return (_with_ones(draw),), {}
+
+
+def _squeeze_dim(draw: Draw) -> Arguments:
+    source = _with_ones(draw)
+    return (source, draw.dim(source.dim())), {}
+
+
+def _squeeze_dims(draw: Draw) -> Arguments:
+    source = _with_ones(draw)
+    return (source, draw.dims(source.dim())), {}
+
+
+def _expand(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*_broadcast(draw, shape)), shape), {}
+
+
+def _span(draw: Draw, size: int) -> tuple[int, int, int]:
+    """(start, end, step) of a slice that is not empty."""
+    start = draw.pick(0, 0, 1, -1)
+    return start, draw.pick(size, 2**62), draw.pick(1, 1, 2)
+
+
+def _slice(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    return (draw.tensor(*shape), dim, *_span(draw, shape[dim])), {}
+
+
+def _select(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    return (draw.tensor(*shape), dim, draw.pick(0, -1, shape[dim] - 1)), {}
+
+
+def _slice_backward(draw: Draw) -> Arguments:
+    (source, dim, *span), _ = _slice(draw)
+    return (draw.tensor(*aten.slice(source, dim, *span).shape), list(source.shape), dim, *span), {}
+
+
+def _select_backward(draw: Draw) -> Arguments:
+    (source, dim, index), _ = _select(draw)
+    return (draw.tensor(*aten.select(source, dim, index).shape), list(source.shape), dim, index), {}
+
+
+def _slice_scatter(draw: Draw) -> Arguments:
+    (source, dim, *span), _ = _slice(draw)
+    return (source, draw.tensor(*aten.slice(source, dim, *span).shape), dim, *span), {}
+
+
+def _select_scatter(draw: Draw) -> Arguments:
+    (source, dim, index), _ = _select(draw)
+    return (source, draw.tensor(*aten.select(source, dim, index).shape), dim, index), {}
+
+
+def _split(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    part = draw.pick(1, 2, 3)
+    shape[dim] = part * draw.pick(1, 2, 3) + draw.pick(0, 0, 1)
+    return (draw.tensor(*shape), part, dim), {}
+
+
+def _split_with_sizes(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    parts = draw.pick([2, 2, 2], [1, 3], [4], [6, 6])
+    shape[dim] = sum(parts)
+    return (draw.tensor(*shape), parts, dim), {}
+
+
+def _cat(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    widths = draw.pick([2, 2, 2], [1, 3], [4], [6, 6])
+    parts = []
+    for width in widths:
+        shape[dim] = width
+        parts.append(draw.tensor(*shape))
+    return (parts, dim), {}
+
+
+def _constant_pad(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    padding = [draw.pick(0, 1, 2) for _ in range(2 * draw.pick(1, len(shape)))]
+    return (draw.tensor(*shape), padding, draw.pick(0, 1.5)), {}
+
+
+def _repeat(draw: Draw) -> Arguments:
+    shape = draw.shape(0, 2)
+    times = [draw.pick(1, 1, 2, 3) for _ in range(len(shape) + draw.pick(0, 1))]
+    return (draw.tensor(*shape), times), {}
+
+
+def _triangle(draw: Draw) -> Arguments:
+    return (draw.tensor(*draw.shape(2, 3)), draw.pick(-1, 0, 1)), {}
+
+
+def _flip(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*shape), draw.dims(len(shape))), {}
+
+
+def _roll(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dims = draw.dims(len(shape))
+    return draw.pick(((draw.tensor(*shape), [1] * len(dims), dims), {}), ((draw.tensor(*shape), [2]), {}))
+
+
+CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
+    ours.attention.default: _attention,
+    ours.attention_backward.default: _attention_backward,
+    aten.mm.default: _mm,
+    aten.bmm.default: _bmm,
+    aten.mv.default: _mv,
+    aten.dot.default: _dot,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.max_pool2d_with_indices.default: _max_pool(2),
+    aten.max_pool2d_with_indices_backward.default: _max_pool_backward(2),
+    aten.max_pool3d_with_indices.default: _max_pool(3),
+    aten.max_pool3d_with_indices_backward.default: _max_pool_backward(3),
+    aten.adaptive_max_pool2d.default: _adaptive_avg,
+    aten.adaptive_max_pool2d_backward.default: _adaptive_max_backward,
+    aten.avg_pool2d.default: _avg_pool(2),
+    aten.avg_pool2d_backward.default: _avg_pool_backward(2),
+    aten.avg_pool3d.default: _avg_pool(3),
+    aten.avg_pool3d_backward.default: _avg_pool_backward(3),
+    aten._adaptive_avg_pool2d.default: _adaptive_avg,
+    aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_backward,
+    aten.reflection_pad1d.default: _pad(1),
+    aten.reflection_pad1d_backward.default: _pad_backward(1, aten.reflection_pad1d),
+    aten.reflection_pad2d.default: _pad(2),
+    aten.reflection_pad2d_backward.default: _pad_backward(2, aten.reflection_pad2d),
+    aten.replication_pad1d.default: _pad(1),
+    aten.replication_pad1d_backward.default: _pad_backward(1, aten.replication_pad1d),
+    aten.replication_pad2d.default: _pad(2),
+    aten.replication_pad2d_backward.default: _pad_backward(2, aten.replication_pad2d),
+    aten.upsample_nearest2d.default: _nearest,
+    aten.upsample_nearest2d_backward.default: _nearest_backward,
+    aten.upsample_bilinear2d.default: _bilinear,
+    aten.upsample_bilinear2d_backward.default: _bilinear_backward,
+    aten.full.default: _full,
+    aten.zeros.default: _made,
+    aten.ones.default: _made,
+    aten.scalar_tensor.default: lambda draw: ((1.5,), {"dtype": torch.float64}),
+    aten.arange.default: lambda draw: ((draw.size(),), {}),
+    aten.arange.start: lambda draw: ((1, 1 + draw.size()), {}),
+    aten.arange.start_step: lambda draw: ((1, 9, 2), {}),
+    aten.linspace.default: lambda draw: ((0.0, 1.0, draw.size()), {"dtype": torch.float64}),
+    aten.eye.default: lambda draw: ((draw.size(),), {"dtype": torch.float64}),
+    aten.eye.m: lambda draw: ((draw.size(), draw.size()), {"dtype": torch.float64}),
+    aten.tril_indices.default: lambda draw: ((3, 4), {}),
+    aten.triu_indices.default: lambda draw: ((3, 4), {}),
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.gather.default: _gather,
+    aten.scatter.src: _scatter_src,
+    aten.scatter.value: _scatter_value,
+    aten.scatter_add.default: _scatter_add,
+    aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+    aten.index_select.default: _index_select,
+    aten.index_add.default: _index_add,
+    aten.nll_loss_forward.default: _nll(space=False),
+    aten.nll_loss_backward.default: _nll_backward(space=False),
+    aten.nll_loss2d_forward.default: _nll(space=True),
+    aten.nll_loss2d_backward.default: _nll_backward(space=True),
+    ours.cross_entropy_backward.default: _cross_entropy_backward,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm_no_stats,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.sum.default: _whole,
+    aten.max.default: _whole,
+    aten.min.default: _whole,
+    aten.prod.default: _whole,
+    aten.any.default: _truth(_whole),
+    aten.all.default: _truth(_whole),
+    aten.sum.dim_IntList: _sum,
+    aten.amax.default: _over_dims,
+    aten.amin.default: _over_dims,
+    aten.any.dims: _truth(lambda draw: _over_dims(draw, least=2)),
+    aten.all.dims: _truth(lambda draw: _over_dims(draw, least=2)),
+    aten.any.dim: _truth(_over_dim),
+    aten.all.dim: _truth(_over_dim),
+    aten.max.dim: _over_dim,
+    aten.min.dim: _over_dim,
+    aten.prod.dim_int: _over_dim,
+    aten.median.dim: _over_dim,
+    aten.argmax.default: _over_any_dim,
+    aten.argmin.default: _over_any_dim,
+    aten.logsumexp.default: _logsumexp,
+    aten.cummax.default: _scan,
+    aten.cumprod.default: _scan,
+    aten.cumsum.default: _scan,
+    aten.logcumsumexp.default: _scan,
+    aten.sort.default: _scan,
+    aten.sort.stable: lambda draw: ((draw.tensor(*draw.sizes(2)),), {"stable": True, "dim": draw.dim(2)}),
+    aten.kthvalue.default: _counted,
+    aten.topk.default: _counted,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward(aten._softmax),
+    aten._log_softmax_backward_data.default: _softmax_backward(aten._log_softmax),
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.t.default: _matrix,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze_dim,
+    aten.squeeze.dims: _squeeze_dims,
+    aten.expand.default: _expand,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
+    aten.split.Tensor: _split,
+    aten.unsafe_split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unsafe_split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: _scan,
+    aten.cat.default: _cat,
+    aten.constant_pad_nd.default: _constant_pad,
+    aten.repeat.default: _repeat,
+    aten.tril.default: _triangle,
+    aten.triu.default: _triangle,
+    aten.flip.default: _flip,
+    aten.roll.default: _roll,
+}
+"""How to call every operator of ``ops.table.RULES`` that draws no random numbers and leaves no value unset."""
+
+
+# --- element by element ------------------------------------------------------------------------------------------------
+
+
+def _unary(draw: Draw) -> Arguments:
+    return (draw.tensor(*draw.shape(0, 3)),), {}
+
+
+def _binary(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    pair = draw.tensor(*shape), draw.positive(*_broadcast(draw, shape))
+    return pair if draw.flag() else pair[::-1], {}
+
+
+def _compared(draw: Draw) -> Arguments:
+    (one, other), _ = _binary(draw)
+    return (one > 0, other > 0.5), {}
+
+
+def _scalar(draw: Draw) -> Arguments:
+    return (draw.tensor(*draw.shape()), 2.5), {}
+
+
+def _gradient(*settings: Any, positive: bool = False, **keywords: Any) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        shape = draw.shape()
+        value = draw.positive(*shape) if positive else draw.tensor(*shape)
+        return (draw.tensor(*shape), value, *settings), keywords
+
+    return build
+
+
+def _loss(*settings: Any, backward: bool = False, positive: bool = False) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        shape = draw.shape()
+        make = draw.positive if positive else draw.tensor
+        pair = make(*shape), make(*shape)
+        if not backward:
+            return (*pair, *settings), {}
+        reduction = draw.pick(NONE, SUM)
+        grad = draw.tensor(*shape) if reduction == NONE else draw.tensor()
+        chosen = [reduction if item is SUM else item for item in settings]
+        return (grad, *pair, *chosen), {}
+
+    return build
+
+
+def _where(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.bools(*_broadcast(draw, shape)), draw.tensor(*shape), draw.tensor(*_broadcast(draw, shape))), {}
+
+
+def _masked_fill(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*shape), draw.bools(*_broadcast(draw, shape)), draw.pick(0.0, -math.inf)), {}
+
+
+def _prelu(draw: Draw) -> Arguments:
+    n, c = draw.sizes(2)
+    return (draw.tensor(n, c, 2), draw.tensor(1, c, 1)), {}
+
+
+def _prelu_backward(draw: Draw) -> Arguments:
+    (source, weight), _ = _prelu(draw)
+    return (draw.tensor(*source.shape), source, weight.expand_as(source).contiguous()), {}
+
+
+def _three(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*shape), draw.tensor(*_broadcast(draw, shape)), draw.positive(*shape)), {}
+
+
+def _dropout_backward(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*shape), draw.bools(*shape), 2.0), {}
+
+
+def _elu_backward(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*shape), 1.0, 1, 1, False, draw.tensor(*shape)), {}
+
+
+POINTWISE: Mapping[Any, Callable[[Draw], Arguments]] = {
+    aten.add.Tensor: lambda draw: (_binary(draw)[0], {"alpha": draw.pick(1, 2)}),
+    aten.sub.Tensor: _binary,
+    aten.mul.Tensor: _binary,
+    aten.div.Tensor: _binary,
+    aten.maximum.default: _binary,
+    aten.pow.Tensor_Scalar: lambda draw: ((draw.tensor(*draw.shape()), 3), {}),
+    aten.mul.Scalar: _scalar,
+    aten.div.Scalar: _scalar,
+    aten.rsub.Scalar: _scalar,
+    aten.neg.default: _unary,
+    aten.exp.default: _unary,
+    aten.tanh.default: _unary,
+    aten.relu.default: _unary,
+    aten.gelu.default: _unary,
+    aten.silu.default: _unary,
+    aten.hardswish.default: _unary,
+    aten.clone.default: _unary,
+    aten.zeros_like.default: _unary,
+    aten.zero.default: _unary,
+    aten.fill.Scalar: _scalar,
+    aten.clamp.default: lambda draw: ((draw.tensor(*draw.shape()), -0.5, 0.5), {}),
+    aten.copy.default: lambda draw: (_three(draw)[0][:2], {}),
+    aten._to_copy.default: lambda draw: (_unary(draw)[0], {"dtype": draw.pick(torch.float64, torch.int64, torch.bool)}),
+    aten.floor_divide.default: _binary,
+    aten.logical_and.default: _compared,
+    aten.le.Tensor: _binary,
+    aten.where.self: _where,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.addcmul.default: _three,
+    aten.lerp.Tensor: _three,
+    aten._prelu_kernel.default: _prelu,
+    aten._prelu_kernel_backward.default: _prelu_backward,
+    aten.elu_backward.default: _elu_backward,
+    aten.gelu_backward.default: _gradient(approximate="tanh"),
+    aten.hardshrink_backward.default: _gradient(0.5),
+    aten.hardsigmoid_backward.default: _gradient(),
+    aten.hardswish_backward.default: _gradient(),
+    aten.hardtanh_backward.default: _gradient(-0.5, 0.5),
+    aten.leaky_relu_backward.default: _gradient(0.1, False),
+    aten.logit_backward.default: _gradient(0.01, positive=True),
+    aten.mish_backward.default: _gradient(),
+    aten.native_dropout_backward.default: _dropout_backward,
+    aten.sigmoid_backward.default: _gradient(),
+    aten.silu_backward.default: _gradient(),
+    aten.softplus_backward.default: _gradient(1, 20),
+    aten.softshrink_backward.default: _gradient(0.5),
+    aten.tanh_backward.default: _gradient(),
+    aten.threshold_backward.default: _gradient(0),
+    aten.binary_cross_entropy.default: _loss(None, NONE, positive=True),
+    aten.binary_cross_entropy_backward.default: _loss(None, SUM, backward=True, positive=True),
+    aten.huber_loss.default: _loss(NONE, 0.5),
+    aten.huber_loss_backward.default: _loss(SUM, 0.5, backward=True),
+    aten.mse_loss.default: _loss(NONE),
+    aten.mse_loss_backward.default: _loss(SUM, backward=True),
+    aten.smooth_l1_loss.default: _loss(NONE, 0.5),
+    aten.smooth_l1_loss_backward.default: _loss(SUM, 0.5, backward=True),
+    aten.soft_margin_loss.default: _loss(NONE),
+    aten.soft_margin_loss_backward.default: _loss(SUM, backward=True),
+}
+"""Element by element operators: those with carets, and some of each shape of arguments."""

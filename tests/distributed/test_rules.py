@@ -1,0 +1,192 @@
+"""Every rule is what it says: an operator cut by its rule, run on shards and put together, is the whole operator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from meshwright.ir.rule import Rule
+from meshwright.ops.base import Call, OperatorRule, Unsplit, emit_unchanged, make_rule
+from meshwright.ops.pointwise import pointwise_rule
+from meshwright.ops.random import RULES as RANDOM
+from meshwright.ops.table import RULES
+from tests.distributed.lockstep import Subject, WrongRuleError, check, refined, subject
+from tests.distributed.rule_cases import CASES, POINTWISE, Draw
+
+aten = torch.ops.aten
+ours = torch.ops.meshwright
+
+UNSET = frozenset({aten.empty.memory_format})
+"""Operators whose values are whatever lies in memory."""
+WHOLE = frozenset(
+    {
+        aten.scalar_tensor.default, aten.arange.default, aten.arange.start, aten.arange.start_step,
+        aten.linspace.default, aten.eye.default, aten.eye.m, aten.tril_indices.default, aten.triu_indices.default,
+        aten.any.default, aten.all.default, aten.prod.default,
+    }
+)  # fmt: skip
+"""Operators of which no factor is split: positions, and reductions that no collective finishes."""
+PARTS = (2, 3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check_everything(subject: Subject, draw: Draw) -> set[str]:
+    """Every factor on one axis, every linear group, some pairs on two axes; returns what was split."""
+    done = set()
+    sizes = subject.rule.sizes
+    for factor in subject.factors:
+        parts = [count for count in PARTS if sizes[factor] % count == 0]
+        if parts:
+            check(subject, {"a": factor}, {"a": draw.pick(*parts)}, draw.generator)
+            done.add(factor)
+    for group in subject.linear_groups:
+        check(subject, {"a": "^" * group}, {"a": 2}, draw.generator)
+        done.add("^" * group)
+    choices = [(one, other) for one, other in itertools.permutations(done, 2) if not (one[0] == other[0] == "^")]
+    choices += [(factor, factor) for factor in done if factor in sizes and sizes[factor] % 4 == 0]
+    for one, other in draw.some(choices, 2):
+        mesh = {axis: next((count for count in PARTS if name in sizes and sizes[name] % count == 0), 2)
+                for axis, name in (("a", one), ("b", other))}  # fmt: skip
+        if one == other:
+            mesh = {"a": 2, "b": 2}
+        kinds = {"sum"} if one[0] == "^" or other[0] == "^" else set()
+        if kinds and subject.rule.reduction != "sum":
+            continue
+        check(subject, {"a": one, "b": other}, mesh, draw.generator)
+    return done
+
+
+def composites(subject: Subject) -> dict[str, int]:
+    """The letters of the operator's own rule that can be taken as a product, and by which outer factor."""
+    rule = subject.operator.rule(subject.call)
+    assert not isinstance(rule, Unsplit)
+    return {
+        letter: next(outer for outer in (2, 3) if size % outer == 0)
+        for letter, size in rule.sizes.items()
+        if size in (4, 6, 8, 12)
+    }
+
+
+def property_test(
+    target: Any, build: Callable[[Draw], Any], own: Mapping[Any, OperatorRule] | None = None, examples: int = 8
+) -> set[str]:
+    """Check random calls of an operator; returns every factor (and caret) that was split at least once."""
+    seen: set[str] = set()
+    phases = (Phase.generate,) if own else tuple(Phase)  # a wrong rule need not be shrunk
+
+    @settings(max_examples=examples, phases=phases, report_multiple_bugs=False, print_blob=not own, database=None)
+    @given(st.data())
+    def run(data: Any) -> None:
+        draw = Draw(data.draw)
+        args, kwargs = build(draw)
+        one = subject(target, args, kwargs, own)
+        if isinstance(one, Unsplit):
+            return
+        seen.update(check_everything(one, draw))
+        cuts = composites(one)
+        if cuts:
+            check_everything(refined(one, cuts), draw)
+
+    run()
+    return seen
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(RULES) == set(CASES) | set(RANDOM) | UNSET
+
+
+@pytest.mark.parametrize("target", CASES, ids=str)
+def test_rule(target: Any) -> None:
+    seen = property_test(target, CASES[target])
+    assert bool(seen) == (target not in WHOLE)
+
+
+@pytest.mark.parametrize("target", POINTWISE, ids=str)
+def test_element_by_element_rule(target: Any) -> None:
+    assert property_test(target, POINTWISE[target], examples=5)
+
+
+# --- the test can fail -------------------------------------------------------------------------------------------------
+
+
+def pattern(text: str, **rule: Any) -> OperatorRule:
+    """A rule that is nothing but a pattern."""
+    return OperatorRule(lambda call: make_rule(call, text, **rule))
+
+
+def without_rewrite(target: Any, **replaced: Any) -> OperatorRule:
+    """The rule of an operator whose rewrite on shards was forgotten."""
+    return replace(RULES[target], local=emit_unchanged, **replaced)
+
+
+def marked_linear(call: Call) -> Rule:
+    return make_rule(call, f"^{pointwise_rule(call).pattern}")
+
+
+def jointly_linear(call: Call) -> Rule:
+    return make_rule(call, pointwise_rule(call).pattern.replace("^^", "^"))
+
+
+MATRICES = CASES[aten.mm.default]
+WRONG: Mapping[str, tuple[Any, OperatorRule, Callable[[Draw], Any]]] = {
+    "terms are taken for maxima": (aten.mm.default, pattern("m j, j f -> m f", reduction="max"), MATRICES),
+    "two operands are one group": (aten.mul.Tensor, OperatorRule(jointly_linear), POINTWISE[aten.mul.Tensor]),
+    "not linear": (aten.relu.default, OperatorRule(marked_linear), POINTWISE[aten.relu.default]),
+    "softmax of a part": (aten._softmax.default, pattern("v w -> v w"), lambda draw: ((draw.tensor(4, 4), 1, False), {})),
+    "scan of a part": (aten.cumsum.default, pattern("a b -> a b"), lambda draw: ((draw.tensor(4, 4), 1), {})),
+    "blocks inside out": (
+        aten.cat.default, pattern("a b, a b -> a (b 2)"), lambda draw: (([draw.tensor(2, 4), draw.tensor(2, 4)], 1), {}),
+    ),
+    "order of a view": (aten.view.default, pattern("a b -> (b a)", ), lambda draw: ((draw.tensor(4, 2), [8]), {})),
+    "a reduced dim that is gone": (
+        aten.amax.default, pattern("a b -> a"), lambda draw: ((draw.tensor(2, 4), [1]), {}),
+    ),
+    "the mean of means": (
+        aten.mse_loss.default, pattern("a b, a b -> ."), lambda draw: ((draw.tensor(4, 4), draw.tensor(4, 4), 1), {}),
+    ),
+    "global sizes": (aten.expand.default, without_rewrite(aten.expand.default), CASES[aten.expand.default]),
+    "a batch that is counted": (
+        aten.native_group_norm.default, without_rewrite(aten.native_group_norm.default), CASES[aten.native_group_norm.default],
+    ),
+    "statistics of a part": (
+        aten._native_batch_norm_legit_functional.default,
+        without_rewrite(aten._native_batch_norm_legit_functional.default),
+        CASES[aten._native_batch_norm_legit_functional.default],
+    ),
+    "layer norm of a part": (
+        aten.native_layer_norm.default, without_rewrite(aten.native_layer_norm.default), CASES[aten.native_layer_norm.default],
+    ),
+    "indices of the whole": (
+        aten.embedding.default, without_rewrite(aten.embedding.default), CASES[aten.embedding.default],
+    ),
+    "keys that do not know each other": (
+        ours.attention.default, without_rewrite(ours.attention.default), CASES[ours.attention.default],
+    ),
+    "parts that are not one run": (
+        aten.embedding.default, replace(RULES[aten.embedding.default], contiguous=frozenset()), CASES[aten.embedding.default],
+    ),
+    "every rank starts from the sum": (
+        aten.index_add.default, without_rewrite(aten.index_add.default), CASES[aten.index_add.default],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_wrong_rule_is_found(mistake: str) -> None:
+    target, rule, build = WRONG[mistake]
+    with pytest.raises((WrongRuleError, RuntimeError, IndexError)):
+        property_test(target, build, {target: rule}, examples=60)

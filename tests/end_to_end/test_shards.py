@@ -1,0 +1,176 @@
+"""The chunks that parts of tensors are made of, against brute force, and their way through torch's checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from meshwright.errors import CheckpointError
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.placement import Placements, Shard
+from meshwright.lower.reshard import local_part
+from meshwright.runtime import shards
+from meshwright.runtime.shards import Chunk, Part, chunks_of
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tensor whose dims are products of factors, and the mesh axes that cut some of them.
+
+    ``factors[dim]`` are sizes, outermost first; ``axes[name]`` is (size, dim, factor), or (size, -1, -1) if replicated.
+    """
+
+    factors: tuple[tuple[int, ...], ...]
+    axes: dict[str, tuple[int, int, int]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(dim) for dim in self.factors)
+
+    @property
+    def placements(self) -> Placements:
+        return {
+            name: Shard(dim, math.prod(self.factors[dim][:factor]))
+            for name, (_, dim, factor) in self.axes.items()
+            if dim >= 0
+        }
+
+    def ranks(self) -> Iterator[dict[str, AxisGroup]]:
+        """The groups of each rank (axes of size 1 have none)."""
+        sizes = {name: size for name, (size, _, _) in self.axes.items() if size > 1}
+        for place in itertools.product(*map(range, sizes.values())):
+            yield {name: AxisGroup(name, sizes[name], index) for name, index in zip(sizes, place, strict=True)}
+
+    def holds(self, groups: dict[str, AxisGroup], index: tuple[int, ...]) -> bool:
+        """Brute force: whether a rank holds an element, from the digits of its index in the factors' sizes."""
+        for dim, sizes in enumerate(self.factors):
+            digits: list[int] = []
+            rest = index[dim]
+            for size in reversed(sizes):
+                rest, digit = divmod(rest, size)
+                digits.insert(0, digit)
+            for factor, size in enumerate(sizes):
+                digit = digits[factor]
+                for name, group in groups.items():
+                    if self.axes[name][1:] == (dim, factor):
+                        size //= group.size
+                        if digit // size != group.index:
+                            return False
+                        digit %= size
+        return True
+
+
+@st.composite
+def splits(draw: st.DrawFn, dims: tuple[tuple[int, ...], ...] | None = None) -> Split:
+    sizes = st.sampled_from([1, 2, 3, 4, 6])
+    factors = (
+        dims
+        if dims is not None
+        else tuple(tuple(draw(st.lists(sizes, min_size=1, max_size=3))) for _ in range(draw(st.integers(0, 3))))
+    )
+    left = {(dim, factor): size for dim, inner in enumerate(factors) for factor, size in enumerate(inner)}
+    axes = {}
+    for name in draw(st.permutations(["dp", "cp", "tp"])):
+        size = draw(st.sampled_from([1, 2, 3]))
+        places = [place for place, rest in left.items() if size > 1 and rest % size == 0]
+        place = draw(st.sampled_from([(-1, -1), *places]))
+        if place in left:
+            left[place] //= size
+        axes[name] = (size, *place)
+    return Split(factors, axes)
+
+
+def part(split: Split, groups: dict[str, AxisGroup], whole: Tensor) -> Part:
+    value = local_part(whole, split.placements, groups).clone()
+    return Part(value, split.shape, chunks_of(split.shape, split.placements, groups))
+
+
+@given(splits())
+def test_chunks_are_what_a_rank_holds(split: Split) -> None:
+    whole = torch.arange(math.prod(split.shape)).view(split.shape)
+    for groups in split.ranks():
+        one = part(split, groups, whole)
+        expected = {
+            int(whole[index]) for index in itertools.product(*map(range, split.shape)) if split.holds(groups, index)
+        }
+        covered = torch.zeros_like(one.value, dtype=torch.int64)
+        for chunk in one.chunks:
+            source = whole
+            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                source = source.narrow(dim, offset, size)
+            assert torch.equal(one.view(chunk), source), "a chunk's place in the whole and in the part are one"
+            Part(covered, split.shape, one.chunks).view(chunk).add_(1)
+        assert bool((covered == 1).all()), "chunks cover the part, each element once"
+        assert set(one.value.flatten().tolist()) == expected, "the part is what the factors say"
+
+
+@given(st.data())
+def test_any_split_is_put_together_from_any_other(data: st.DataObject) -> None:
+    """Through the planners that torch runs, with memory in place of files."""
+    saved = data.draw(splits())
+    loaded = data.draw(splits(saved.factors))
+    whole = torch.rand(saved.shape)
+    writers = [shards._SavePlanner({"x": part(saved, groups, whole)}) for groups in saved.ranks()]
+    plans, metadata = writers[0].create_global_plan([writer.create_local_plan() for writer in writers])
+    stored: dict[MetadataIndex, Tensor] = {}
+    for writer, plan in zip(writers, plans, strict=True):
+        for item in plan.items:
+            assert item.index not in stored
+            stored[item.index] = writer.resolve_data(item).clone()
+    assert sum(value.numel() for value in stored.values()) == whole.numel(), "replicas are written once"
+    for groups in loaded.ranks():
+        expected = part(loaded, groups, whole)
+        found = Part(torch.full_like(expected.value, math.nan), loaded.shape, expected.chunks)
+        reader = shards._LoadPlanner({"x": found})
+        reader.set_up_planner({}, metadata)
+        for request in reader.create_local_plan().items:
+            source = stored[request.storage_index]
+            for dim, (start, size) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
+                source = source.narrow(dim, start, size)
+            reader.resolve_tensor(request).copy_(source)
+        assert torch.equal(found.value, expected.value)
+
+
+def test_a_fused_projection_is_three_chunks() -> None:
+    groups = {"tp": AxisGroup("tp", 2, 1)}
+    assert chunks_of((4, 12), {"tp": Shard(1, 3)}, groups) == [
+        Chunk(offsets=(0, 2), starts=(0, 0), sizes=(4, 2)),
+        Chunk(offsets=(0, 6), starts=(0, 2), sizes=(4, 2)),
+        Chunk(offsets=(0, 10), starts=(0, 4), sizes=(4, 2)),
+    ]
+    assert chunks_of((), {}, groups) == [Chunk((), (), ())]
+    assert chunks_of((0, 3), {}, groups) == []
+
+
+def test_saved_chunks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
+    groups = {"tp": AxisGroup("tp", 2, 0)}
+    half = Part(torch.zeros(2), (4,), chunks_of((4,), {"tp": Shard(0)}, groups))
+    shards.write(tmp_path / "data", {"x": half})
+    with pytest.raises(CheckpointError) as caught:
+        shards.read(tmp_path / "data", {"x": Part(torch.zeros(4), (4,), chunks_of((4,), {}, {}))})
+    assert str(caught.value) == (
+        f"{tmp_path}/data: tensors could not be read (rank 0: x: the saved chunks do not cover the tensor)\n"
+        "  -> load this or another checkpoint before training on: parameters may be half read"
+    )
+
+
+def test_empty_and_scalar_parameters(tmp_path: Path) -> None:
+    parts = {
+        "empty": Part(torch.empty(0, 3), (0, 3), chunks_of((0, 3), {}, {})),
+        "scalar": Part(torch.tensor(2.5), (), chunks_of((), {}, {})),
+        "strided": Part(torch.arange(6.0).view(2, 3).t(), (3, 2), chunks_of((3, 2), {}, {})),
+    }
+    shards.write(tmp_path / "data", parts)
+    found = {name: Part(nn.Parameter(torch.zeros(one.shape)), one.shape, one.chunks) for name, one in parts.items()}
+    shards.read(tmp_path / "data", found)
+    assert all(torch.equal(found[name].value, one.value) for name, one in parts.items())
