@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
+import typer
 
+from meshwright.cli import app
 from meshwright.ir.run import Run
 
 HERE = Path(__file__).parent
@@ -87,7 +89,41 @@ def plain(docstring: str) -> str:
     return " ".join(docstring.replace("``", "`").split()).replace("|", "\\|")
 
 
-PAGES = {"reference/run-file.md": run_file_page}
+def command_page() -> str:
+    """Every command with its arguments, options and examples, as its ``--help`` says."""
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    lines = [
+        "# Command line",
+        "",
+        GENERATED.format(source="src/meshwright/cli"),
+        "",
+        "Exit codes: 0, 1 (a check failed, or a defect), 2 (a mistake in what was given), 130 (stopped by Ctrl-C).",
+        "`--SECTION.KEY VALUE` is any key of a [run file](run-file.md); `demo`, `train`, `plan` and `verify` take it.",
+    ]
+    for name, command in commands.items():
+        examples = inspect.cleandoc(command.epilog).replace("[bold]Examples[/bold]", "").strip().split("\n\n")
+        code = [example.strip() for example in examples if example.strip().startswith(("meshwright", "torchrun"))]
+        notes = [example.strip() for example in examples if example.strip() not in code]
+        arguments = [one for one in command.params if one.param_type_name == "argument"]
+        usage = [option_text(one) if one.required else f"[{option_text(one)}]" for one in arguments]
+        lines += ["", f"## meshwright {name}", "", plain(command.help)]
+        lines += ["", "```text", " ".join(["meshwright", name, "[OPTIONS]", *usage]), "```"]
+        lines += ["", "| option | meaning |", "|---|---|"]
+        for one in command.params:
+            default = "" if one.default in (None, "", False) or one.required else f" Default: `{one.default}`."
+            lines.append(f"| `{plain(option_text(one))}` | {plain(one.help)}{default} |")
+        lines += ["", "```sh", *code, "```", *(line for note in notes for line in ("", plain(note)))]
+    return "\n".join(lines) + "\n"
+
+
+def option_text(parameter: Any) -> str:
+    """An argument or option of a command as one writes it."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar or parameter.name.upper())
+    return ", ".join(parameter.opts)
+
+
+PAGES = {"reference/cli.md": command_page, "reference/run-file.md": run_file_page}
 
 
 if __name__ == "__main__":

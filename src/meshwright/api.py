@@ -1,27 +1,43 @@
 """The public functions: they join the plan side and the run side, and the command line calls only these."""
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright import build, config
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
-from meshwright.catalog import device_names, load_cluster
+from meshwright.catalog import cluster_names, device_names, load_cluster
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.errors import ClusterError, LayoutError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.plan import Layout, Plan
+from meshwright.ir.run import Run, TextData
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.explicit import adapt_plan, plan_layout
-from meshwright.runtime import launch
+from meshwright.runtime import launch, manifest
+from meshwright.runtime.launch import launched, launched_rank, num_devices
+from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
+from meshwright.runtime.metrics import Meter
+from meshwright.runtime.ranks import Status, run_ranks
 from meshwright.runtime.trainer import OptimizerFactory, Trainer
+from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
+
+__all__ = [
+    "Comparison", "HeldOut", "Progress", "Trained", "capture", "cluster_names", "launched", "launched_rank",
+    "load_cluster", "num_devices", "parallelize", "plan", "plan_run", "run_ranks", "train", "verify", "verify_run",
+]  # fmt: skip
+
+log = logging.getLogger("meshwright")
 
 Rules = Mapping[Target, OperatorRule]
 
@@ -110,6 +126,194 @@ def parallelize(
         replan=adapt_plan,
         rules=rules,
     )
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    plan: str | os.PathLike[str] | Layout | Plan = "auto",
+    *,
+    optimizer: OptimizerFactory | None = None,
+    max_grad_norm: float | None = None,
+    steps: int = 3,
+    seed: int = 0,
+    rules: Rules | None = None,
+    progress: Progress | None = None,
+) -> tuple[Comparison, ...]:
+    """Compare the plan on these ranks with one process of eager PyTorch: forward, backward, and ``steps`` updates.
+
+    Both sides run copies of the model in float64 on the CPU, with dropout off; AdamW where no optimizer is given. Every
+    rank must call it, and gets the same rows. ``rows.ok`` says whether a difference is at most 1e-9 of the largest
+    value (or of 1).
+
+    Raises:
+        CaptureError: the step cannot be traced, or draws random numbers.
+        LayoutError, PlanError, FileFormatError, OptimizerError, RankError: as ``parallelize``.
+    """
+    progress = progress or Silent()
+    factory = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    doubled = batch_in_float64(batch)
+    progress.begin("capturing and planning")
+    trainer = parallelize(
+        in_float64(model, seed), loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed,
+        device="cpu", rules=rules,
+    )  # fmt: skip
+    progress.begin("parallel steps", steps)
+    mine = parallel_steps(trainer, doubled, steps, progress)
+
+    def against_eager() -> tuple[Comparison, ...]:
+        progress.begin("one process", steps)
+        twin = in_float64(model, seed)
+        return compare(mine, eager_steps(twin, loss_fn, doubled, steps, factory, max_grad_norm, progress))
+
+    rows = from_rank_0(against_eager)
+    progress.end()
+    return rows
+
+
+def plan_run(run: Run, ranks: int = 0) -> Plan:
+    """The plan of a RUN.toml for ``ranks`` ranks (0: what its layout asks for, or its cluster has)."""
+    graph = capture(build.model(run), build.loss_function(run), build.example_batch(run))
+    known = _known(run.layout.cluster or None, torch.device("cpu"))
+    if run.layout.plan:
+        return _choose(run.layout.plan, graph, ranks or run.num_ranks(0), known, torch.device("cpu"))
+    world_size = ranks or run.num_ranks(known.num_devices if run.layout.cluster else launch.num_cores())
+    return plan_layout(graph, run.layout.chosen(), world_size=world_size, cluster=known)
+
+
+def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ...]:
+    """``verify`` for what a RUN.toml names; every rank must call it."""
+    progress.begin("reading the data")
+    launch.start("cpu")
+    return verify(
+        build.model(run, torch.float64),
+        build.loss_function(run),
+        next(iter(build.Source(run).training())),
+        run.layout.plan or run.layout.chosen(),
+        optimizer=build.optimizer(run),
+        max_grad_norm=run.train.max_grad_norm or None,
+        steps=steps,
+        seed=run.train.seed,
+        progress=progress,
+    )
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``train`` did. ``text`` is what the model wrote, where the run has a ``[sample]``."""
+
+    directory: str
+    steps: int
+    resumed_from: int
+    checkpoint: str
+    held_out: tuple[HeldOut, ...] = ()
+    text: str = ""
+
+
+def train(run: Run, progress: Progress | None = None) -> Trained:
+    """Train what a RUN.toml names, on the ranks that are there; every rank must call it.
+
+    A run that stopped in the same directory is continued from its latest checkpoint. The directory then holds
+    run.toml, plan.json, metrics.jsonl and checkpoints.
+
+    Raises:
+        MeshwrightError: whatever is wrong with the model, the data, the layout or the checkpoint.
+    """
+    progress = progress or Silent()
+    device = launch.start()
+    directory = Path(run.train.directory or "runs/run")
+    rank = launch.launched_rank()
+    status = Status(directory, rank)
+    status.set("while reading the data")
+    progress.begin("reading the data")
+    source = build.Source(run)
+    status.set("while capturing and planning")
+    progress.begin("capturing and planning")
+    trainer = parallelize(
+        build.model(run),
+        build.loss_function(run),
+        next(iter(source.training())),
+        plan=run.layout.plan or run.layout.chosen(),
+        optimizer=build.optimizer(run),
+        max_grad_norm=run.train.max_grad_norm or None,
+        seed=run.train.seed,
+        cluster=run.layout.cluster or None,
+    )
+    progress.end()
+    items, unit = source.items_per_step
+    loop = Loop(
+        trainer,
+        source.training(trainer.data_shard),
+        source.held_out(trainer.data_shard),
+        Meter(
+            path=directory / "metrics.jsonl" if rank == 0 else None,
+            steps=run.train.steps,
+            items_per_step=items,
+            unit=unit,
+            flops_per_step=trainer.graph.flops(),
+            peak_flops_per_s=_peak_flops_per_s(run, trainer, device),
+            device=device,
+        ),
+        Options(**{name: getattr(run.train, name) for name in Options.__struct_fields__}),
+        directory,
+        bytes_are_tokens=isinstance(run.data, TextData),
+        progress=progress,
+    )
+    progress.begin("looking for a checkpoint")
+    found = loop.resume()
+    progress.end()
+    first = trainer.step_number
+    from_rank_0(lambda: _note_run(run, trainer, directory, found))
+    factors = [run.schedule.factor(step, run.train.steps) for step in range(run.train.steps)]
+    loop.run(resumed_schedule(trainer, build.hyperparameters(run), factors))
+    text = ""
+    if run.sample is not None and run.sample.length:
+        weights = trainer.full_state_dict()
+        if rank == 0:
+            text = _write(run, weights, progress)
+    saved = manifest.steps_in(directory / "checkpoints")
+    return Trained(
+        directory=str(directory),
+        steps=trainer.step_number,
+        resumed_from=first,
+        checkpoint=str(directory / "checkpoints" / saved[0]) if saved else "",
+        held_out=tuple(loop.evaluations),
+        text=text,
+    )
+
+
+def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -> None:
+    """Write run.toml and plan.json, and say what is continued, and with which changes."""
+    if found is not None:
+        done = "this run is complete" if trainer.step_number >= run.train.steps else "going on"
+        log.info("%s at step %d of %d", done, trainer.step_number, run.train.steps)
+        for change in config.changes(directory / "run.toml", run):
+            log.info("changed since: %s", change)
+    config.save(run, directory / "run.toml")
+    files.save(trainer.plan, directory / "plan.json")
+
+
+def _write(run: Run, weights: dict[str, torch.Tensor], progress: Progress) -> str:
+    """What the trained model writes, on all cores of this machine."""
+    assert run.sample is not None
+    assert isinstance(run.data, TextData)
+    model = build.model(run)
+    model.load_state_dict(weights)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(launch.num_cores())
+    try:
+        return build.write_text(model, run.sample, run.data.sequence_length, run.train.seed, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _peak_flops_per_s(run: Run, trainer: Trainer, device: torch.device) -> float:
+    """The peak of all ranks together; 0 where it is not known for this device and dtype."""
+    known = _known(run.layout.cluster or None, device).device
+    peak = known.peak_flops_per_s.get(run.train.dtype, 0.0)
+    if known.kind == "cpu":  # a device is one core there, and a rank may have several
+        peak *= torch.get_num_threads()
+    return peak * trainer.plan.mesh.world_size if (known.kind == "cpu") == (device.type == "cpu") else 0.0
 
 
 def _known(cluster: Cluster | str | None, device: torch.device) -> Cluster:

@@ -62,7 +62,7 @@ def model(run: Run, dtype: torch.dtype | None = None) -> nn.Module:
         del arguments["loss"]
         try:
             if isinstance(section, GPTModel):
-                wanted = run.data.sequence_length if isinstance(run.data, TextData) else models.GPTConfig.sequence_length
+                wanted = run.data.sequence_length if isinstance(run.data, TextData) else 1024
                 arguments["sequence_length"] = section.sequence_length or wanted
                 made = models.GPT(models.GPTConfig(**arguments))
             else:

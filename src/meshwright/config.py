@@ -122,13 +122,15 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
 
 def _check(run: Run, raw: dict[str, Any], where: str) -> None:
     """What the types cannot say."""
-    given = [key for key in raw.get("layout", {}) if key != "plan"]
+    given = [key for key in raw.get("layout", {}) if key not in ("plan", "cluster")]
     if run.layout.plan and given:
         raise FileFormatError(
             f"both a plan and {given[0]} are given",
             where=f"{where}: layout",
             remedy="give the plan, which says everything, or sizes",
         )
+    if run.sample is not None and not isinstance(run.data, TextData):
+        raise FileFormatError("only a model of text can write", where=f"{where}: sample", remedy="leave [sample] out")
     if isinstance(run.model, FactoryModel):
         for key, text in (("factory", run.model.factory), ("loss", run.model.loss)):
             known = key == "loss" and text in ("language_model", "classification")
@@ -158,3 +160,25 @@ def _check(run: Run, raw: dict[str, Any], where: str) -> None:
                 where=f"{where}: model.vocabulary",
                 remedy="give at least 256",
             )
+
+
+def changes(path: Path, run: Run) -> list[str]:
+    """The keys that differ from the run that was saved at ``path``: ``optimizer.lr: 0.001 -> 0.0003``."""
+    try:
+        before = _flat(tables(path.read_bytes(), where=str(path)))
+    except (OSError, FileFormatError):
+        return []
+    after = _flat({key: value for key, value in msgspec.to_builtins(run).items() if value is not None})
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [f"{name}: {before.get(name, 'not given')} -> {after.get(name, 'not given')}" for name in names]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": _plain(value)}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -49,7 +49,7 @@ class WrongRuleError(AssertionError):
     """The ranks' results, put together, are not the whole operator's."""
 
 
-# --- cutting and joining, index by index -------------------------------------------------------------------------------
+# --- cutting and joining, index by index ------------------------------------------------------------------------------
 
 
 def owned(length: int, dim: int, placements: Placements, mesh: Mesh, at: Coordinates) -> list[int]:
@@ -134,7 +134,7 @@ def compare(found: Tensor, expected: Tensor, what: str) -> None:
         raise WrongRuleError(f"{what}: off by {error:.2g}" if same else f"{what}: NaN or infinity in other places")
 
 
-# --- the wires ---------------------------------------------------------------------------------------------------------
+# --- the wires --------------------------------------------------------------------------------------------------------
 
 
 class Wires:
@@ -183,8 +183,8 @@ def execute(graph: fx.Graph, values: list[Any], groups: Mapping[str, AxisGroup],
         elif node.op == "output":
             return args[0]
         elif node.target is collectives.ALL_REDUCE:
-            value, operation, name = args[0].contiguous(), *args[1:3]
-            stacked = torch.stack(swapped(name, value))
+            value, operation = args[0].contiguous(), args[1]
+            stacked = torch.stack(swapped(args[2], value))
             known[node] = value.copy_(stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0))
         elif node.target is collectives.ALL_GATHER:
             known[node] = torch.stack(swapped(args[1], args[0]))
@@ -195,7 +195,7 @@ def execute(graph: fx.Graph, values: list[Any], groups: Mapping[str, AxisGroup],
     raise AssertionError("the graph has no output")
 
 
-# --- one operator on a mesh --------------------------------------------------------------------------------------------
+# --- one operator on a mesh -------------------------------------------------------------------------------------------
 
 
 @dataclass

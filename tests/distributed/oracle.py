@@ -92,19 +92,28 @@ class Comparison:
 # --- models and batches ----------------------------------------------------------------------------------------------
 
 
-def gpt(
-    ragged: bool, *, tied: bool = True, dropout: float = 0.0, vocabulary: int = 128, num_batches: int = STEPS
-) -> Subject:
+def gpt(ragged: bool, *, layers: int = 2, tied: bool = True, dropout: float = 0.0, vocabulary: int = 128) -> Subject:
     """A GPT whose vocabulary is large enough for the planner to split it."""
     config = GPTConfig(
-        layers=2, width=16, heads=2, vocabulary=vocabulary, sequence_length=SEQUENCE, dropout=dropout, tied_head=tied
+        layers=layers,
+        width=16,
+        heads=2,
+        vocabulary=vocabulary,
+        sequence_length=SEQUENCE,
+        dropout=dropout,
+        tied_head=tied,
     )
     batches = []
-    for _ in range(num_batches):
+    for _ in range(STEPS):
         tokens = torch.randint(vocabulary, (BATCH, SEQUENCE + 1))
         targets = _ragged(tokens[:, 1:]) if ragged else tokens[:, 1:].contiguous()
         batches.append({"tokens": tokens[:, :-1].contiguous(), "targets": targets})
     return Subject(GPT(config).double(), language_model_loss, batches)
+
+
+def one_block(ragged: bool, *, dropout: float = 0.0) -> Subject:
+    """The smallest GPT, for tests that capture it many times."""
+    return gpt(ragged, layers=1, dropout=dropout)
 
 
 def hugging_face_gpt2(ragged: bool, *, masked: bool = False, dtype: torch.dtype = torch.float64) -> Subject:

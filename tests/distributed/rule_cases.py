@@ -74,7 +74,7 @@ def _broadcast(draw: Draw, shape: Sequence[int]) -> list[int]:
     return [1 if draw.pick(False, False, True) else size for size in kept]
 
 
-# --- matrix products ---------------------------------------------------------------------------------------------------
+# --- matrix products --------------------------------------------------------------------------------------------------
 
 
 def _mm(draw: Draw) -> Arguments:
@@ -97,7 +97,7 @@ def _dot(draw: Draw) -> Arguments:
     return (draw.tensor(k), draw.tensor(k)), {}
 
 
-# --- attention ---------------------------------------------------------------------------------------------------------
+# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def _attention(draw: Draw) -> Arguments:
@@ -122,7 +122,7 @@ def _attention_backward(draw: Draw) -> Arguments:
     return (draw.tensor(*output.shape), query, key, value, mask, output, logsumexp, *rest), {}
 
 
-# --- convolution and pooling -------------------------------------------------------------------------------------------
+# --- convolution and pooling ------------------------------------------------------------------------------------------
 
 
 def _convolution(draw: Draw) -> Arguments:
@@ -233,7 +233,7 @@ def _bilinear_backward(draw: Draw) -> Arguments:
     return (draw.tensor(*source.shape[:2], *size), size, list(source.shape), draw.flag()), {}
 
 
-# --- creation ----------------------------------------------------------------------------------------------------------
+# --- creation ---------------------------------------------------------------------------------------------------------
 
 
 def _full(draw: Draw) -> Arguments:
@@ -244,7 +244,7 @@ def _made(draw: Draw) -> Arguments:
     return (draw.shape(0, 3),), {"dtype": torch.float64}
 
 
-# --- tables ------------------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _embedding(draw: Draw) -> Arguments:
@@ -259,7 +259,7 @@ def _embedding_backward(draw: Draw) -> Arguments:
     return (draw.tensor(*shape, k), indices, v, padding, draw.pick(False, False, True)), {}
 
 
-# --- indexing ----------------------------------------------------------------------------------------------------------
+# --- indexing ---------------------------------------------------------------------------------------------------------
 
 
 def _gather(draw: Draw) -> Arguments:
@@ -341,7 +341,7 @@ def _index_add(draw: Draw) -> Arguments:
     return (source, dim, index, draw.tensor(*added)), {"alpha": 2.0} if draw.flag() else {}
 
 
-# --- losses ------------------------------------------------------------------------------------------------------------
+# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 def _likelihood(draw: Draw, space: bool) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
@@ -376,7 +376,7 @@ def _cross_entropy_backward(draw: Draw) -> Arguments:
     return (draw.tensor(), logarithms, target, ignore), {}
 
 
-# --- norms -------------------------------------------------------------------------------------------------------------
+# --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def _layer_norm(draw: Draw) -> Arguments:
@@ -400,15 +400,15 @@ def _group_norm(draw: Draw) -> Arguments:
     n, groups, inner = draw.size(), draw.pick(1, 2, 4, 6), draw.pick(1, 2, 3)
     space = draw.sizes(draw.pick(1, 2))
     channels = groups * inner
-    weight = draw.tensor(channels) if draw.flag() else None
-    bias = draw.tensor(channels) if draw.flag() else None
+    affine = draw.flag()
+    weight, bias = (draw.tensor(channels) if affine else None for _ in range(2))
     return (draw.tensor(n, channels, *space), weight, bias, n, channels, math.prod(space), groups, 1e-5), {}
 
 
 def _group_norm_backward(draw: Draw) -> Arguments:
     (source, weight, bias, *sizes, eps), _ = _group_norm(draw)
     _, mean, scale = aten.native_group_norm(source, weight, bias, *sizes, eps)
-    mask = [draw.flag(), weight is not None and draw.flag(), draw.flag()]
+    mask = [draw.flag(), weight is not None and draw.flag(), weight is not None and draw.flag()]
     if not any(mask):
         mask[0] = True
     return (draw.tensor(*source.shape), source, mean, scale, weight, *sizes, mask), {}
@@ -453,7 +453,7 @@ def _batch_norm_backward(draw: Draw) -> Arguments:
     return (grad, source, weight, *running, empty, empty, False, 1e-5, mask), {}
 
 
-# --- reductions --------------------------------------------------------------------------------------------------------
+# --- reductions -------------------------------------------------------------------------------------------------------
 
 
 def _whole(draw: Draw) -> Arguments:
@@ -521,7 +521,7 @@ def _softmax_backward(forward: Any) -> Callable[[Draw], Arguments]:
     return build
 
 
-# --- views -------------------------------------------------------------------------------------------------------------
+# --- views ------------------------------------------------------------------------------------------------------------
 
 
 def _view(draw: Draw) -> Arguments:
@@ -803,7 +803,7 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
 """How to call every operator of ``ops.table.RULES`` that draws no random numbers and leaves no value unset."""
 
 
-# --- element by element ------------------------------------------------------------------------------------------------
+# --- element by element -----------------------------------------------------------------------------------------------
 
 
 def _unary(draw: Draw) -> Arguments:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from docs.generate import PAGES as PAGES_OF_CODE
 from meshwright import config
 from meshwright.api import capture, plan
 from meshwright.capture import builder
+from meshwright.cli import app
+from meshwright.cli.overrides import keys
 from meshwright.comm.groups import AxisGroup
 from meshwright.ir import files
 from meshwright.ir.placement import Shard
@@ -141,6 +145,27 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", sorted(PAGES_OF_CODE))
 def test_generated_pages_are_up_to_date(page: str) -> None:
     assert (ROOT / "docs" / page).read_text() == PAGES_OF_CODE[page](), "run `python docs/generate.py`"
+
+
+def shell_lines(page: Path) -> list[str]:
+    """The commands of the shell blocks of a page, without prompts and comments, continued lines joined."""
+    text = "\n".join(block.text for block in blocks(page) if block.language in ("sh", "console"))
+    return [line.removeprefix("$ ").partition("  ")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if shell_lines(page)], ids=lambda page: page.name)
+def test_commands_on_a_page_exist(page: Path) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    dotted = {f"--{name}" for name, _, _ in keys()}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in shell_lines(page):
+        program, *words = shlex.split(line, comments=True) or [""]
+        if program == "make":
+            assert set(words) <= targets, line
+        if program == "meshwright":
+            options = {"--help", *(option for one in commands[words[0]].params for option in one.opts)}
+            given = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert given <= options | dotted, line
 
 
 def test_every_key_of_a_plan_is_explained() -> None:

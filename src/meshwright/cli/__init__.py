@@ -1,0 +1,77 @@
+"""The command line, ``meshwright``: one file a command; errors are told in a line, never as a traceback."""
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from meshwright import __version__
+from meshwright.cli import clusters, demo, plan, train, verify
+from meshwright.errors import MeshwrightError
+
+app = typer.Typer(
+    name="meshwright",
+    help="Plans, predicts and runs the parallel training of unmodified PyTorch models.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (demo, train, plan, verify, clusters):
+    command.add_to(app)
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
+) -> None:
+    if version:
+        typer.echo(f"meshwright {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """The console script."""
+    code = run(sys.argv[1:])
+    if code and "RANK" in os.environ:
+        # Under torchrun, the others may wait for this rank: it must not wait for them at its end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code: 0, 1 (a check failed), 2 (a user's mistake), 130 (Ctrl-C)."""
+    try:
+        result = app(args=list(arguments), prog_name="meshwright", standalone_mode=False)
+    except MeshwrightError as error:
+        _complain(str(error))
+        return 2
+    except typer.TyperException as error:
+        _complain(f"{error.format_message()}\n  -> `meshwright COMMAND --help` shows how it is written")
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        _complain("stopped")
+        return 130
+    except BrokenPipeError:  # `meshwright plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except Exception as error:  # noqa: BLE001 - the last resort: a defect of ours, told in a line too
+        with tempfile.NamedTemporaryFile("w", prefix="meshwright-", suffix=".traceback", delete=False) as file:
+            file.write(traceback.format_exc())
+        _complain(f"unexpected {type(error).__name__}: {error}\n  -> this is a defect; its traceback is in {file.name}")
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _complain(text: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    prefix = "meshwright" if rank == "0" else f"meshwright, rank {rank}"
+    print(f"{prefix}: {text}", file=sys.stderr)

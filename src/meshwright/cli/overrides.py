@@ -1,6 +1,7 @@
 """Dotted options of the command line, such as ``--optimizer.lr 3e-4``, put into the tables of a RUN.toml."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ def overridden(raw: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     """
     raw = completed(raw)
     # Names decide which other keys there are, so they come first.
-    for option, text in sorted(_options(arguments), key=lambda item: item[0].rpartition(".")[2] not in ("name", "kind")):
+    for option, text in sorted(_options(arguments), key=lambda item: not item[0].endswith((".name", ".kind"))):
         _override(raw, option, text)
     return raw
 
@@ -70,7 +71,8 @@ def _override(raw: dict[str, Any], option: str, text: str) -> None:
         node = inspect.type_info(kinds[0])
         is_table = bool(structs(node)) or isinstance(node, inspect.DictType)
         if not steps and is_table:
-            raise FileFormatError("is a table", where=f"--{option}", remedy=f"give one of its keys: --{option}.KEY VALUE")
+            remedy = f"give one of its keys: --{option}.KEY VALUE"
+            raise FileFormatError("is a table", where=f"--{option}", remedy=remedy)
         if not steps:
             here[key] = _value(text, kinds[0], option)
             return
@@ -84,10 +86,8 @@ def _override(raw: dict[str, Any], option: str, text: str) -> None:
 def _value(text: str, kind: Any, option: str) -> Any:
     """The text as the type that the key has: TOML where it is, else the text itself."""
     candidates: list[Any] = [text]
-    try:
+    with suppress(msgspec.DecodeError):
         candidates.insert(0, msgspec.toml.decode(f"value = {text}".encode())["value"])
-    except msgspec.DecodeError:
-        pass
     problem = ""
     for candidate in candidates:
         try:

@@ -194,8 +194,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                     name for one, name in zip(operands, operator.inputs, strict=False) if one.linear == len(choice)
                 ]
                 if not group:
+                    pattern = rule.pattern if rule else "(no rule)"
                     raise PlanError(
-                        f"{choice!r} on {axis!r}, but no operand of {rule.pattern if rule else '(no rule)'!r} is marked so",
+                        f"{choice!r} on {axis!r}, but no operand of {pattern!r} is marked so",
                         where=place, remedy="leave the axis out",
                     )  # fmt: skip
                 for name in group:

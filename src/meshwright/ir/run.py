@@ -122,7 +122,7 @@ class TextData(_Data, frozen=True, kw_only=True, tag="text"):
 
 
 class DigitsData(_Data, frozen=True, kw_only=True, tag="digits"):
-    """scikit-learn's handwritten digits: ``image`` [n, 1, 8, 8] from 0 to 1 and ``label`` [n]; needs ``meshwright[demo]``."""
+    """scikit-learn's handwritten digits, ``image`` [n, 1, 8, 8] 0 to 1, and ``label`` [n] (``meshwright[demo]``)."""
 
 
 class TensorsData(_Data, frozen=True, kw_only=True, tag="tensors"):
@@ -150,12 +150,14 @@ Data = TextData | DigitsData | TensorsData | RandomData
 
 
 class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the step is divided: the sizes of a layout, or a plan file. By default the batch is divided over all ranks."""
+    """How the step is divided: the sizes of a layout, or a plan file. By default all ranks divide the batch."""
 
     dp: int = -1
     """Data-parallel size; -1: what is left of the ranks."""
     plan: str = ""
     """A plan file (``meshwright plan --output``), in place of sizes."""
+    cluster: str = ""
+    """The cluster that is planned for: a name, or a file; empty: this machine."""
 
     def chosen(self) -> Layout:
         """The layout without ``plan``."""
@@ -306,7 +308,7 @@ class Run(_Section, frozen=True, kw_only=True):
     """Text to write at the end."""
 
     def num_ranks(self, num_cores: int) -> int:
-        """Processes to start on a machine of ``num_cores`` cores: one a core, as far as layout and batch can use them."""
+        """Processes to start where there are ``num_cores`` cores (or GPUs): as many as layout and batch can use."""
         if self.layout.plan:
             return files.load(Path(self.layout.plan), Plan).mesh.world_size
         if self.train.ranks != "auto":

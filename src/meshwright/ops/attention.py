@@ -46,9 +46,9 @@ def attention_local(local: Local) -> Any:
     shape = [local.coordinate("t")[1], *local.shape(1)]
     every = local.call(aten.reshape.default, local.all_gather(own, "t"), shape)
     merged = local.call(aten.logsumexp.default, every, [0])
-    # a query without any key: its output is zero, as is its part of every gradient
-    merged = local.call(aten.masked_fill.Scalar, merged, local.call(aten.eq.Scalar, merged, -math.inf), 0.0)
-    weight = local.call(aten.exp.default, local.call(aten.sub.Tensor, own, merged))
+    # a query without any key: its output is zero
+    finite = local.call(aten.masked_fill.Scalar, merged, local.call(aten.eq.Scalar, merged, -math.inf), 0.0)
+    weight = local.call(aten.exp.default, local.call(aten.sub.Tensor, own, finite))
     part = local.call(aten.mul.Tensor, output, local.call(aten.unsqueeze.default, weight, -1))
     total = local.all_reduce(part, "t")
     return local.call(aten._to_copy.default, total, dtype=local.dtype(0)), merged

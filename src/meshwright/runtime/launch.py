@@ -152,4 +152,3 @@ def _finish_at_exit() -> None:
     if getattr(sys, "last_value", None) is None and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             finish()
-

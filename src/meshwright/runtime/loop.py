@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from meshwright.comm.groups import from_rank_0
 from meshwright.runtime.data import Loader
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.ranks import Status
@@ -100,13 +101,9 @@ class Loop:
         """Load the latest checkpoint, and say so; None where there is none."""
         self.status.set("while loading a checkpoint")
         found = self.trainer.load_latest(self.checkpoints, loader=self.loader)
-        rows = self.meter.rewind(self.trainer.step_number)
-        names = HeldOut.__struct_fields__
-        self.evaluations = [
-            HeldOut(**{name.removeprefix("held_out_"): value for name, value in row.items() if name.removeprefix("held_out_") in names})
-            for row in rows
-            if "held_out_loss" in row
-        ]
+        # From rank 0, which has the file: ranks that disagree on what is left to do would wait for each other for ever.
+        rows = from_rank_0(lambda: self.meter.rewind(self.trainer.step_number))
+        self.evaluations = [HeldOut(step=row["step"], **row["held_out"]) for row in rows if "held_out" in row]
         return found
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
@@ -120,7 +117,7 @@ class Loop:
         try:
             while trainer.step_number < steps:
                 self.status.set(f"at step {trainer.step_number + 1}")
-                lr = schedule.get_last_lr()[0]
+                lr = float(schedule.get_last_lr()[0])
                 trainer.step(next(batches), local=True)
                 schedule.step()
                 self.meter.note(trainer.step_number, trainer.metrics, lr)
@@ -155,8 +152,8 @@ class Loop:
             accuracy=correct / samples if "correct" in trainer.metrics else None,
         )
         self.evaluations.append(found)
-        fields: dict[str, Any] = msgspec.to_builtins(found)
-        self.meter.write({name if name == "step" else f"held_out_{name}": value for name, value in fields.items()})
+        values = {name: value for name, value in msgspec.to_builtins(found).items() if name != "step"}
+        self.meter.write({"step": step, "held_out": values})
         if trainer.rank == 0:
             log.info("held out, after step %d: %s", step, found)
         return found

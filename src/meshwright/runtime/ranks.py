@@ -232,10 +232,10 @@ def _first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -
         return _as_error(min(own, key=lambda failure: failure.time_ns), directory)
     doing = Status.read(directory, rank)
     if exit_code < 0:
+        memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
         return RankError(
             f"rank {rank} was killed by {_signal_name(-exit_code)} {doing}".rstrip(),
-            remedy="SIGKILL often means that the machine had no memory left; the same command goes on from the last "
-            f"checkpoint; its output is in {_file(directory, rank, 'log')}",
+            remedy=f"{memory}its output is in {_file(directory, rank, 'log')}; run again to go on from the last checkpoint",
         )
     if found:
         return _as_error(found[0], directory)
@@ -303,7 +303,7 @@ class _Signals:
 
     def __enter__(self) -> Self:
         if self._mine:
-            resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
+            _start_resource_tracker()
             self._before = {number: signal.signal(number, self._note) for number in self.HANDLED}
             self._thread = threading.Thread(target=self._watch, name="stops ranks", daemon=True)
             self._thread.start()
@@ -335,10 +335,24 @@ class _Signals:
                     process.kill()
 
 
+def _start_resource_tracker() -> None:
+    """Start multiprocessing's tracker: before SIGINT is blocked, which it undoes, and without its warning about what
+    killed ranks have left behind, which it cleans up anyway."""
+    option = "ignore:resource_tracker:UserWarning"
+    sys.warnoptions.append(option)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(option)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The agent logs tracebacks of its own for what is told here in one line."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

@@ -1,0 +1,46 @@
+"""``meshwright demo``: a small GPT learns English and code that every Python carries, on this machine's cores."""
+
+import time
+from importlib import resources
+from typing import Any
+
+import typer
+
+from meshwright import config
+from meshwright.cli.overrides import overridden
+from meshwright.cli.train import EXTRA, run_training, with_directory
+
+EPILOG = """[bold]Examples[/bold]
+
+  meshwright demo
+
+  meshwright demo --steps 100 --layout.tp 2
+
+  meshwright demo --print > RUN.toml     a file to start from
+"""
+
+
+def demo(
+    context: typer.Context,
+    steps: int = typer.Option(0, help="Training steps; 0: those of the demo."),
+    print_file: bool = typer.Option(False, "--print", help="Print the demo's RUN.toml, and stop."),
+) -> None:
+    """Train a byte-level GPT for a few minutes, then let it write. Takes the options of `train` too."""
+    text = resources.files("meshwright.cli").joinpath("demo.toml").read_text()
+    if print_file:
+        typer.echo(text, nl=False)
+        return
+    chosen = [f"--train.steps={steps}"] if steps else []
+    raw = overridden(tables(text), [*chosen, *context.args])
+    run = config.make(raw, where="demo.toml")
+    run_training(with_directory(run, f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+
+def tables(text: str) -> dict[str, Any]:
+    """The tables of the demo's file."""
+    return config.tables(text.encode(), where="demo.toml")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command."""
+    app.command(context_settings=EXTRA, epilog=EPILOG)(demo)

@@ -1,0 +1,84 @@
+"""``meshwright plan``: how a model is divided over ranks, and why, without running it."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from meshwright import config
+from meshwright.cli import display
+from meshwright.cli.overrides import overridden
+from meshwright.cli.train import EXTRA
+from meshwright.errors import FileFormatError
+from meshwright.ir import files
+from meshwright.ir.run import Run
+
+EPILOG = """[bold]Examples[/bold]
+
+  meshwright plan gpt --dp 2 --tp 2
+
+  meshwright plan RUN.toml --ranks 8 --cluster a100-80gb-dgx --output plan.json
+
+  meshwright plan gpt --tp 4 --model.width 1024 --model.heads 16 --json
+"""
+TARGET: Any = typer.Argument(
+    ..., metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
+)
+DP: Any = typer.Option(None, "--dp", help="Data-parallel size; -1: what is left of the ranks.")
+TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
+
+
+def plan(
+    context: typer.Context,
+    target: str = TARGET,
+    dp: int | None = DP,
+    tp: int | None = TP,
+    ranks: int = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has."),
+    cluster: str = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine."),
+    as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
+) -> None:
+    """Show how a model is divided over ranks, module by module, with the reason."""
+    run = run_of(target, dp, tp, context.args, cluster=cluster)
+    from meshwright import api
+
+    bars = display.Bars(display.console())
+    bars.begin("capturing and planning")
+    try:
+        made = api.plan_run(run, ranks)
+    finally:
+        bars.end()
+    if output is not None:
+        files.save(made, output)
+    if as_json:
+        typer.echo(files.encode_json(made).decode(), nl=False)
+    else:
+        display.console().print(made.explain())
+
+
+def run_of(target: str, dp: int | None, tp: int | None, arguments: list[str], cluster: str = "") -> Run:
+    """The run of a file, or the one that stands for a model's name, with the options of the command line."""
+    if target in config.REFERENCES:
+        raw = config.REFERENCES[target]
+    elif Path(target).suffix == ".toml" or Path(target).exists():
+        raw = config.read(target)
+    else:
+        known = [*config.REFERENCES, "RUN.toml"]
+        raise FileFormatError(
+            "neither a file nor a model",
+            where=target,
+            remedy=" ".join(
+                filter(None, (files.did_you_mean(target, known), f"models: {', '.join(config.REFERENCES)}"))
+            ),
+        )
+    chosen = [f"--layout.{name}={size}" for name, size in (("dp", dp), ("tp", tp)) if size is not None]
+    if tp is not None and dp is None:
+        chosen.append("--layout.dp=1")
+    if cluster:
+        chosen.append(f"--layout.cluster={cluster}")
+    return config.make(overridden(raw, [*chosen, *arguments]), where=target)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command."""
+    app.command(context_settings=EXTRA, epilog=EPILOG)(plan)

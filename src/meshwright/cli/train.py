@@ -1,0 +1,94 @@
+"""``meshwright train RUN.toml``: train what a file names, on this machine's cores or under torchrun."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+
+from meshwright import config
+from meshwright.cli import display
+from meshwright.cli.overrides import keys, overridden
+from meshwright.ir.run import Run
+
+if TYPE_CHECKING:
+    from meshwright.api import Trained
+
+EPILOG = """[bold]Examples[/bold]
+
+  meshwright train gpt.toml
+
+  meshwright train gpt.toml --optimizer.lr 3e-4 --layout.tp 2
+
+  torchrun --nproc-per-node 4 -m meshwright.cli train gpt.toml
+
+Run the same command again, and it goes on from the last checkpoint.
+"""
+EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def train(
+    context: typer.Context,
+    file: Path = typer.Argument(..., metavar="RUN.toml", help="What to train, on what, how and where."),
+    list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults, and stop."),
+) -> None:
+    """Train what a RUN.toml names. Every key of the file is an option too: --SECTION.KEY VALUE."""
+    if list_keys:
+        for name, default, owner in keys():
+            typer.echo(f"--{name:<28} {default:<22} {owner}".rstrip())
+        return
+    raw = overridden(config.read(file), context.args)
+    run_training(with_directory(config.make(raw, where=str(file)), f"runs/{file.stem}"))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command."""
+    app.command(context_settings=EXTRA, epilog=EPILOG)(train)
+
+
+def with_directory(run: Run, directory: str) -> Run:
+    """The run, lying in ``directory`` where it does not say itself where it lies."""
+    return msgspec.structs.replace(
+        run, train=msgspec.structs.replace(run.train, directory=run.train.directory or directory)
+    )
+
+
+def run_training(run: Run) -> None:
+    """Train on the ranks that a launcher has started; else start them; then say what came of it."""
+    from meshwright import api
+
+    if api.launched():
+        result = train_rank(run)
+        if api.launched_rank() == 0:
+            summarize(run, result)
+        return
+    num_ranks = run.num_ranks(api.num_devices())
+    display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} in {run.train.directory}")
+    try:
+        result = api.run_ranks(
+            train_rank, run, num_ranks=num_ranks, directory=Path(run.train.directory), port=run.train.port
+        )
+    finally:
+        display.restore_cursor()
+    summarize(run, result)
+
+
+def train_rank(run: Run) -> "Trained":
+    """What every rank runs."""
+    from meshwright import api
+
+    with display.shown(api.launched_rank()) as progress:
+        return api.train(run, progress)
+
+
+def summarize(run: Run, result: "Trained") -> None:
+    """The end of a run, in words."""
+    terminal = display.console()
+    if result.text:
+        prompt = run.sample.prompt.strip() if run.sample is not None else ""
+        terminal.print(f"\n--- it writes{f', after {prompt!r}' if prompt else ''}:\n{result.text}\n---\n")
+    if result.held_out:
+        first, last = result.held_out[0], result.held_out[-1]
+        terminal.print(f"held out: after step {first.step}: {first}")
+        terminal.print(f"          after step {last.step}: {last}")
+    terminal.print(f"the run lies in {result.directory}: metrics.jsonl, plan.json, run.toml, checkpoints")

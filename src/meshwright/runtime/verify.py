@@ -1,0 +1,168 @@
+"""Compares a parallel trainer with one-process eager PyTorch in float64: forward, backward, update."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshwright.capture.tracer import LossFunction
+from meshwright.comm.groups import gather_whole
+from meshwright.errors import CaptureError
+from meshwright.runtime.loop import Progress
+from meshwright.runtime.state import materialize
+from meshwright.runtime.trainer import OptimizerFactory, Trainer
+
+TOLERANCE = 1e-9
+"""Values may differ by this times the largest of them, or times 1 where all are smaller."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantity: its largest difference over all elements, where that is, and what is allowed."""
+
+    quantity: str
+    difference: float
+    allowed: float
+    where: str
+    ok: bool
+
+
+@dataclass
+class Record:
+    """What some steps of training computed. ``gradients`` are the first step's, as the optimizer got them; the state
+    is that after the last step."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def in_float64(model: nn.Module, seed: int) -> nn.Module:
+    """A copy of the model in float64 with dropout off; one on the meta device gets its initial values."""
+    twin = copy.deepcopy(model)
+    materialize(twin, torch.device("cpu"), seed)
+    for module in twin.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return twin.double()
+
+
+def batch_in_float64(batch: Any) -> Any:
+    """The batch with its floating-point tensors in float64."""
+    return pytree.tree_map_only(Tensor, lambda value: value.double() if value.is_floating_point() else value, batch)
+
+
+def parallel_steps(trainer: Trainer, batch: Any, steps: int, progress: Progress) -> Record:
+    """``steps`` training steps of a trainer; every rank must call it, and rank 0's record is whole."""
+    record = Record()
+    local: dict[str, Tensor] = {}
+
+    def note(*_: Any) -> None:
+        if not local:
+            for name, parameter in trainer.parameters.trainable.items():
+                if parameter.grad is not None:
+                    local[name] = parameter.grad.clone()
+
+    assert trainer.optimizer is not None
+    handle = trainer.optimizer.register_step_pre_hook(note)
+    for _ in range(steps):
+        record.losses.append(trainer.step(batch).detach().clone())
+        progress.advance()
+    handle.remove()
+    parameters = trainer.parameters
+    for name, value in local.items():
+        shape, placements = parameters.global_shape(name), parameters.placements(name)
+        record.gradients[name] = gather_whole(value, shape, placements, parameters.groups)
+    record.state = trainer.full_state_dict()
+    return record
+
+
+def eager_steps(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    steps: int,
+    factory: OptimizerFactory,
+    max_grad_norm: float | None,
+    progress: Progress,
+) -> Record:
+    """The same steps of a plain model in one process: the oracle.
+
+    Raises:
+        CaptureError: the model draws random numbers, so that two runs cannot be compared.
+    """
+    model.train()
+    _check_deterministic(model, loss_fn, batch)
+    record = Record()
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    optimizer = factory(list(trained.items()))
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = _loss(loss_fn, model, batch)
+        loss.backward()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trained.values(), max_grad_norm)
+        if step == 0:
+            record.gradients = {name: value.grad.clone() for name, value in trained.items() if value.grad is not None}
+        optimizer.step()
+        record.losses.append(loss.detach())
+        progress.advance()
+    record.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return record
+
+
+def compare(parallel: Record, eager: Record) -> tuple[Comparison, ...]:
+    """Forward, backward and update of two records, as rows of a table."""
+    steps = len(eager.losses)
+    # Losses after the first say that state that no state dict shows (optimizers') is right too.
+    losses = [{f"step {step + 1}": value for step, value in enumerate(one.losses)} for one in (parallel, eager)]
+    first, later = [{"step 1": one["step 1"]} for one in losses], [one for one in losses if len(one) > 1]
+    rows = [_compared("forward: loss", *first)]
+    rows.append(_compared("backward: gradients", parallel.gradients, eager.gradients))
+    if later:
+        rows.append(_compared(f"losses of {steps} steps", *later))
+    rows.append(_compared(f"update: model after {steps} steps", parallel.state, eager.state))
+    return tuple(rows)
+
+
+def _compared(quantity: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> Comparison:
+    worst, where, allowed = 0.0, "", TOLERANCE
+    for name in [*theirs, *(name for name in mine if name not in theirs)]:
+        ours, other = mine.get(name), theirs.get(name)
+        if ours is None or other is None or ours.shape != other.shape:
+            side = "the parallel run" if ours is None else "one process" if other is None else "the same shape"
+            return Comparison(
+                quantity=quantity, difference=float("inf"), allowed=allowed, where=f"{name} (not in {side})", ok=False
+            )
+        if not ours.numel():
+            continue
+        difference = float((ours.cpu().double() - other.double()).abs().max())
+        limit = TOLERANCE * max(1.0, float(other.double().abs().max()))
+        # Not "<=": NaN must not pass.
+        if not difference / limit <= worst / allowed or not where:
+            worst, where, allowed = difference, name, limit
+    return Comparison(quantity=quantity, difference=worst, allowed=allowed, where=where, ok=worst <= allowed)
+
+
+def _loss(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Tensor:
+    result = loss_fn(model, batch)
+    loss: Tensor = result[0] if isinstance(result, tuple) else result
+    return loss
+
+
+def _check_deterministic(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
+    values = []
+    for seed in (0, 1):
+        twin = copy.deepcopy(model)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            values.append(float(_loss(loss_fn, twin, batch)))
+    if values[0] != values[1]:
+        raise CaptureError(
+            f"the model draws random numbers: two seeds give the losses {values[0]:.6g} and {values[1]:.6g}",
+            where="model",
+            remedy="set its dropout to 0 to verify it (dropout modules are switched off, functional dropout is not)",
+        )

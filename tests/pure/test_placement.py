@@ -1,0 +1,136 @@
+"""Placements: what a strategy asks of an operator's inputs and makes of its outputs."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.ir.placement import (
+    REPLICATE,
+    Partial,
+    Placements,
+    Replicate,
+    Shard,
+    describe,
+    factor_placement,
+    input_placements,
+    is_linear,
+    local_shape,
+    output_placements,
+)
+from meshwright.ir.rule import Factor, Rule
+
+MATMUL = Rule(pattern="^b s k, ^^k f -> b s f", sizes={"b": 4, "s": 6, "k": 8, "f": 10})
+PROJECTION = Rule(pattern="^b s k, ^^k (3 h d) -> b s (3 h d)", sizes={"b": 4, "s": 6, "k": 8, "h": 2, "d": 5})
+SOFTMAX = Rule(pattern="b !v -> b !v", sizes={"b": 4, "v": 8}, decompositions={"v": ("max b", "sum b")})
+MAXIMUM = Rule(pattern="b k -> b", sizes={"b": 4, "k": 8}, reduction="max")
+NORM_BACKWARD = Rule(pattern="^b !k, b !k, b 1 -> b !k, !k", sizes={"b": 4, "k": 8}, decompositions={"k": ("sum b",)})
+
+
+def placed(rule: Rule, strategy: dict[str, str]) -> tuple[list[Placements], list[Placements]]:
+    """Of every input, and of every output."""
+    parsed = rule.parsed
+    inputs = [input_placements(rule, strategy, index) for index in range(len(parsed.inputs))]
+    return inputs, [output_placements(rule, strategy, index) for index in range(len(parsed.outputs))]
+
+
+@pytest.mark.parametrize(
+    ("factor", "left", "right", "output"),
+    [
+        ("b", Shard(0), None, Shard(0)),
+        ("s", Shard(1), None, Shard(1)),
+        ("k", Shard(2), Shard(0), Partial("sum")),
+        ("f", None, Shard(1), Shard(2)),
+        ("^", Partial("sum"), None, Partial("sum")),
+        ("^^", None, Partial("sum"), Partial("sum")),
+    ],
+)
+def test_splits_of_a_matrix_product(
+    factor: str, left: Shard | Partial | None, right: Shard | None, output: Shard | Partial
+) -> None:
+    def on_axis(placement: Shard | Partial | None) -> Placements:
+        return {} if placement is None else {"tp": placement}
+
+    assert placed(MATMUL, {"tp": factor}) == ([on_axis(left), on_axis(right)], [on_axis(output)])
+
+
+def test_heads_of_a_fused_projection_are_cut_in_three_blocks() -> None:
+    assert placed(PROJECTION, {"tp": "h"}) == ([{}, {"tp": Shard(1, 3)}], [{"tp": Shard(2, 3)}])
+
+
+def test_the_width_of_a_head_is_cut_in_every_head() -> None:
+    assert placed(PROJECTION, {"tp": "d"})[1] == [{"tp": Shard(2, 6)}]
+
+
+def test_two_axes_may_split_two_factors_of_one_dim() -> None:
+    assert placed(PROJECTION, {"dp": "h", "tp": "d"})[1] == [{"dp": Shard(2, 3), "tp": Shard(2, 6)}]
+
+
+def test_axes_are_independent() -> None:
+    assert placed(MATMUL, {"dp": "b", "tp": "k"}) == (
+        [{"dp": Shard(0), "tp": Shard(2)}, {"tp": Shard(0)}],
+        [{"dp": Shard(0), "tp": Partial("sum")}],
+    )
+
+
+def test_a_maximum_over_a_split_dim_is_partial_in_its_own_way() -> None:
+    assert placed(MAXIMUM, {"tp": "k"})[1] == [{"tp": Partial("max")}]
+
+
+def test_a_decomposition_leaves_nothing_partial() -> None:
+    assert placed(SOFTMAX, {"tp": "v"}) == ([{"tp": Shard(1)}], [{"tp": Shard(1)}])
+    assert placed(NORM_BACKWARD, {"tp": "k"})[1] == [{"tp": Shard(1)}, {"tp": Shard(0)}]
+    assert placed(NORM_BACKWARD, {"dp": "b"})[1] == [{"dp": Shard(0)}, {"dp": Partial("sum")}]
+
+
+def test_outer_is_the_product_of_what_stands_before() -> None:
+    dims = ((Factor("", size=3), Factor("h"), Factor("d")),)
+    sizes = {"h": 4, "d": 8}
+    assert factor_placement(dims, sizes, "h") == Shard(0, 3)
+    assert factor_placement(dims, sizes, "d") == Shard(0, 12)
+    assert factor_placement(dims, sizes, "z") is None
+
+
+def test_local_shape_divides_every_split_dim() -> None:
+    placements: Placements = {"dp": Shard(0), "tp": Shard(2, 3), "cp": Partial("sum"), "pp": REPLICATE}
+    assert local_shape((8, 5, 24), placements, {"dp": 2, "tp": 4, "cp": 2, "pp": 2}) == (4, 5, 6)
+    assert local_shape((8,), {"dp": Shard(0), "tp": Shard(0)}, {"dp": 2, "tp": 2}) == (2,)
+
+
+def test_text() -> None:
+    assert [str(one) for one in (Shard(1), Shard(1, 3), Replicate(), Partial("max"))] == ["S(1)", "S(1/3)", "R", "P(max)"]
+    assert describe({"dp": Shard(0), "tp": Partial()}) == "dp:S(0) tp:P(sum)"
+    assert describe({"dp": REPLICATE}) == describe({}) == "R"
+
+
+def test_carets_are_linear_and_factors_are_not() -> None:
+    assert [is_linear(choice) for choice in ("^", "^^", "b", "")] == [True, True, False, False]
+
+
+@st.composite
+def fused(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    """Sizes of the factors of one dim, one of them, and a number of parts that divides it."""
+    parts = draw(st.integers(2, 4))
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    chosen = draw(st.integers(0, len(sizes) - 1))
+    sizes[chosen] *= parts
+    return tuple(sizes), chosen, parts
+
+
+@given(fused())
+def test_a_shard_holds_what_chunking_its_factor_would(case: tuple[tuple[int, ...], int, int]) -> None:
+    """``Shard(dim, outer)`` of the joined dim is the plain cut of the factor before it was joined."""
+    sizes, chosen, parts = case
+    dim = tuple(Factor(f"f{index}") for index in range(len(sizes)))
+    shard = factor_placement((dim,), {f"f{index}": size for index, size in enumerate(sizes)}, f"f{chosen}")
+    assert shard is not None
+    length, inner = prod(sizes), prod(sizes[chosen + 1 :])
+    for part in range(parts):
+        block = length // shard.outer
+        mine = [index for index in range(length) if index % block // (block // parts) == part]
+        expected = [index for index in range(length) if index // inner % sizes[chosen] // (sizes[chosen] // parts) == part]
+        assert mine == expected
+        assert len(mine) == local_shape((length,), {"tp": shard}, {"tp": parts})[0]
