@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference that follow from the code: `python docs/generate.py`. A test compares them."""
+"""Writes what follows from code and results, docs/reference and the figures in README: `python docs/generate.py`."""
 
 import ast
 import inspect
@@ -15,6 +15,7 @@ from meshwright.cli import app
 from meshwright.ir.run import Run
 
 HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
 GENERATED = "<!-- Written by `python docs/generate.py` from {source}; edit that. -->"
 
 
@@ -123,9 +124,31 @@ def option_text(parameter: Any) -> str:
     return ", ".join(parameter.opts)
 
 
-PAGES = {"reference/cli.md": command_page, "reference/run-file.md": run_file_page}
+def readme() -> str:
+    """README with the table of targets of the last benchmark that was written."""
+    text = README.read_text()
+    before, start, rest = text.partition("<!-- measured: `python docs/generate.py` -->\n")
+    _, end, after = rest.partition("<!-- end -->\n")
+    results = HERE.parent / "benchmarks" / "results" / "foundation.md"
+    if results.exists():
+        found = results.read_text()
+        made = next(line for line in found.splitlines() if line.startswith("Made by"))
+        table = found[found.index("| target") :].split("\n\n")[0].rstrip()
+        measured = (
+            f"{made} All of it: [benchmarks/results/foundation.md](benchmarks/results/foundation.md).\n\n{table}\n"
+        )
+    else:
+        measured = "No result has been written yet.\n"
+    return f"{before}{start}\n{measured}\n{end}{after}"
+
+
+PAGES = {
+    HERE / "reference" / "cli.md": command_page,
+    HERE / "reference" / "run-file.md": run_file_page,
+    README: readme,
+}
 
 
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (HERE / name).write_text(page())
+    for path, page in PAGES.items():
+        path.write_text(page())

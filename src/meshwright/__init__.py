@@ -11,18 +11,20 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Layout, Plan
 
 if TYPE_CHECKING:
-    from meshwright.api import capture, parallelize, plan
+    from meshwright.api import capture, parallelize, plan, verify
     from meshwright.runtime.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "Trainer", "capture", "parallelize", "plan",
+    "verify",
 ]  # fmt: skip
 
 _TORCH_SIDE = {
     "capture": "meshwright.api",
     "parallelize": "meshwright.api",
     "plan": "meshwright.api",
+    "verify": "meshwright.api",
     "Trainer": "meshwright.runtime.trainer",
 }
 

@@ -1,4 +1,4 @@
-"""Runs one operator as the ranks of a mesh would, in threads of one process: cut, rewritten, executed, put together.
+"""Runs an operator, or a step, as the ranks of a mesh would, in threads of one process: cut, execute, put together.
 
 The rules of ``ops`` and the per-rank rewrites are the real ones; only the wires are replaced. Cutting and joining are
 written here in the simplest way, index by index, so that they are an oracle and not the code under test.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from meshwright.capture.builder import Capture
 from meshwright.capture.factors import Atom, bind, rendered, unify
 from meshwright.ir import graph as ir
 from meshwright.ir.mesh import AxisGroup
@@ -31,7 +32,9 @@ from meshwright.ir.placement import (
     output_placements,
 )
 from meshwright.ir.rule import Rule
+from meshwright.ir.plan import Plan
 from meshwright.lower.local import LocalCall
+from meshwright.lower.spmd import lower
 from meshwright.ops import collectives
 from meshwright.ops.base import Call, OperatorRule, Unsplit
 from meshwright.ops.table import operator_rule
@@ -164,7 +167,13 @@ class Wires:
                 barrier.abort()
 
 
-def execute(graph: fx.Graph, values: list[Any], groups: Mapping[str, AxisGroup], wires: Wires) -> Any:
+def execute(
+    graph: fx.Graph,
+    values: list[Any],
+    groups: Mapping[str, AxisGroup],
+    wires: Wires,
+    constants: Mapping[str, Tensor] | None = None,
+) -> Any:
     """Run a rank's graph; collectives go over the wires, and reduce in place as the real ones do."""
     by_name = {group.name: group for group in groups.values()}
     turns = dict.fromkeys(by_name, 0)
@@ -180,6 +189,8 @@ def execute(graph: fx.Graph, values: list[Any], groups: Mapping[str, AxisGroup],
         args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
         if node.op == "placeholder":
             known[node] = next(given)
+        elif node.op == "get_attr":
+            known[node] = (constants or {})[str(node.target)]
         elif node.op == "output":
             return args[0]
         elif node.target is collectives.ALL_REDUCE:
@@ -188,11 +199,98 @@ def execute(graph: fx.Graph, values: list[Any], groups: Mapping[str, AxisGroup],
             known[node] = value.copy_(stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0))
         elif node.target is collectives.ALL_GATHER:
             known[node] = torch.stack(swapped(args[1], args[0]))
+        elif node.target is collectives.REDUCE_SCATTER:
+            value, operation, name = args[:3]
+            index = by_name[name].index
+            stacked = torch.stack([one[index] for one in swapped(name, value)])
+            known[node] = stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0)
         elif node.target is collectives.WAIT:
             known[node] = args[0]
         else:
             known[node] = node.target(*args, **kwargs)
     raise AssertionError("the graph has no output")
+
+
+# --- a whole step on a mesh -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StepResult:
+    """What a step gives, put together from all ranks."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def run_step(
+    capture: Capture, plan: Plan, values: Mapping[str, Tensor], random_key: int = RANDOM_KEY
+) -> tuple[StepResult, list[fx.Graph]]:
+    """Run a captured step on every rank of the plan's mesh, given whole parameters, buffers and inputs by name.
+
+    Raises:
+        WrongRuleError: replicas of a result differ between ranks.
+    """
+    mesh = {axis.name: axis.size for axis in plan.mesh.axes if axis.size > 1}
+    ranks, wires = list(_coordinates(mesh)), Wires()
+    lowered = [lower(capture, plan, _groups(mesh, at)) for at in ranks]
+    first = lowered[0]
+    storage = plan.stage.storage
+    placed = {name: storage.get(name, {}) | first.input_placements.get(name, {}) for name in values}
+
+    def run(index: int) -> list[Any]:
+        names = [*first.parameters, *first.buffers, *first.inputs]
+        mine = [cut(values[name], placed[name], mesh, ranks[index]).clone() for name in names]
+        constants = capture.traced.constants
+        return list(execute(lowered[index].graph, [*mine, random_key], _groups(mesh, ranks[index]), wires, constants))
+
+    results = _at_once(run, range(len(ranks)), wires)
+
+    def whole(position: int, shape: Sequence[int], placements: Placements) -> Tensor:
+        return join(
+            {tuple(at.values()): result[position] for at, result in zip(ranks, results, strict=True)},
+            shape, placements, mesh,
+        )  # fmt: skip
+
+    position = iter(range(len(results[0])))
+    loss = whole(next(position), (), {})
+    metrics = {name: whole(next(position), (), {}) for name in first.metrics}
+    gradients: dict[str, Tensor | None] = {}
+    for name in first.differentiable:
+        index = next(position)
+        missing = results[0][index] is None
+        gradients[name] = None if missing else whole(index, values[name].shape, placed[name])
+    buffers = {name: whole(next(position), values[name].shape, {}) for name in first.buffers}
+    return StepResult(loss, metrics, gradients, buffers), [one.graph for one in lowered]
+
+
+def _at_once(run: Callable[[Any], Any], items: Sequence[Any], wires: Wires) -> list[Any]:
+    """The results of all ranks, which run side by side; the first error that is not of a rank that waited."""
+
+    def guarded(item: Any) -> Any:
+        try:
+            return run(item)
+        except BaseException:
+            wires.abort()
+            raise
+
+    if len(items) == 1:
+        return [run(items[0])]
+    pending = [_POOL.submit(guarded, item) for item in items]
+    errors = [error for future in pending if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in pending]
+
+
+def _groups(mesh: Mesh, at: Coordinates) -> dict[str, AxisGroup]:
+    """The groups that a rank is in."""
+    groups = {}
+    for axis, size in mesh.items():
+        others = ",".join(f"{other}{index}" for other, index in at.items() if other != axis)
+        groups[axis] = AxisGroup(f"{axis}({others})", size, at[axis])
+    return groups
 
 
 # --- one operator on a mesh -------------------------------------------------------------------------------------------
@@ -271,24 +369,13 @@ def check(subject: Subject, strategy: Mapping[str, str], mesh: Mesh, generator: 
     wires = Wires()
 
     def run(at: Coordinates) -> list[Tensor]:
-        try:
-            mine = [
-                cut(summands[tuple(at[axis] for axis in axes)], placements, mesh, at).clone()
-                for (axes, summands), placements in zip(terms, wanted, strict=True)
-            ]
-            return _on_rank(subject, chosen, mesh, at, mine, wires)
-        except BaseException:
-            wires.abort()
-            raise
+        mine = [
+            cut(summands[tuple(at[axis] for axis in axes)], placements, mesh, at).clone()
+            for (axes, summands), placements in zip(terms, wanted, strict=True)
+        ]
+        return _on_rank(subject, chosen, mesh, at, mine, wires)
 
-    if len(ranks) == 1:
-        results = [run(ranks[0])]
-    else:
-        pending = [_POOL.submit(run, at) for at in ranks]
-        errors = [error for future in pending if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
-        results = [future.result() for future in pending]
+    results = _at_once(run, ranks, wires)
     for index, expected in enumerate(subject.outputs):
         parts = {tuple(at.values()): result[index] for at, result in zip(ranks, results, strict=True)}
         found = join(parts, expected.shape, output_placements(rule, chosen, index), mesh)
@@ -326,11 +413,7 @@ def rank_graph(
     subject: Subject, strategy: dict[str, str], mesh: Mesh, at: Coordinates, name: str = "operator"
 ) -> tuple[fx.Graph, dict[str, AxisGroup]]:
     """The operator's rewrite for one rank, and the groups that the rank is in."""
-    call = subject.call
-    groups = {}
-    for axis, size in mesh.items():
-        others = ",".join(f"{other}{index}" for other, index in at.items() if other != axis)
-        groups[axis] = AxisGroup(f"{axis}({others})", size, at[axis])
+    call, groups = subject.call, _groups(mesh, at)
     graph = fx.Graph()
     placeholders = iter([graph.placeholder(f"value_{index}") for index in range(len(call.tensors))])
     args, kwargs = tree_map(

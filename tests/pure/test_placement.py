@@ -101,7 +101,12 @@ def test_local_shape_divides_every_split_dim() -> None:
 
 
 def test_text() -> None:
-    assert [str(one) for one in (Shard(1), Shard(1, 3), Replicate(), Partial("max"))] == ["S(1)", "S(1/3)", "R", "P(max)"]
+    assert [str(one) for one in (Shard(1), Shard(1, 3), Replicate(), Partial("max"))] == [
+        "S(1)",
+        "S(1/3)",
+        "R",
+        "P(max)",
+    ]
     assert describe({"dp": Shard(0), "tp": Partial()}) == "dp:S(0) tp:P(sum)"
     assert describe({"dp": REPLICATE}) == describe({}) == "R"
 
@@ -131,6 +136,8 @@ def test_a_shard_holds_what_chunking_its_factor_would(case: tuple[tuple[int, ...
     for part in range(parts):
         block = length // shard.outer
         mine = [index for index in range(length) if index % block // (block // parts) == part]
-        expected = [index for index in range(length) if index // inner % sizes[chosen] // (sizes[chosen] // parts) == part]
+        expected = [
+            index for index in range(length) if index // inner % sizes[chosen] // (sizes[chosen] // parts) == part
+        ]
         assert mine == expected
         assert len(mine) == local_shape((length,), {"tp": shard}, {"tp": parts})[0]

@@ -220,6 +220,7 @@ class _Builder:
         repeats = _repeats([operation.node.meta.get("custom", {}).get("module", "") for operation in operations])
         result: list[ir.Operator] = []
         letters: dict[str, dict[str, tuple[str, ...]]] = {}
+        lines = self._forward_lines(operations)
         for operation in operations:
             rule: Rule | None = None
             members: dict[str, str] = {}
@@ -243,7 +244,7 @@ class _Builder:
                     flops=own.flops(operation.call, original) if own else 0.0,
                     bytes=0 if operation.call.target in VIEWS else num_bytes,
                     module=module,
-                    source=custom.get("source", ""),
+                    source=custom.get("source") or lines.get(custom.get("sequence", -1), ""),
                     backward=bool(custom.get("backward")),
                     prologue=operation.name in prologue,
                     repeat=repeats.get(module, ""),
@@ -253,6 +254,16 @@ class _Builder:
         graph = self._graph(tensors, tuple(result), classes)
         nodes = {operation.name: operation.node for operation in operations}
         return Capture(graph, self.traced, nodes, letters, self.own, training)
+
+    @staticmethod
+    def _forward_lines(operations: list[_Operation]) -> dict[int, str]:
+        """By sequence number, the source line of the forward operator."""
+        customs = [operation.node.meta.get("custom", {}) for operation in operations]
+        return {
+            custom["sequence"]: custom["source"]
+            for custom in customs
+            if custom.get("source") and "sequence" in custom and not custom.get("backward")
+        }
 
     def _output_name(self, operation: _Operation, index: int) -> str:
         output = operation.outputs[index]

@@ -12,8 +12,13 @@ from torch import nn
 from torch.fx import traceback as fx_traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-_TORCH = str(PurePath(torch.__file__).parent)
-_HERE = str(PurePath(__file__).parent.parent)
+_PACKAGE = PurePath(__file__).parent.parent
+_NOT_USERS = (str(PurePath(torch.__file__).parent), str(_PACKAGE / "capture"), str(_PACKAGE / "ops"))
+
+
+def user_line(filename: str, line: int | None) -> str | None:
+    """``model.py:12`` with up to two folders before it, or None where the file is PyTorch's or ours."""
+    return None if filename.startswith(_NOT_USERS) else f"{'/'.join(PurePath(filename).parts[-3:])}:{line}"
 
 
 class Provenance:
@@ -49,9 +54,9 @@ class Provenance:
         """Note the user's source line that called the torch function being run."""
         frame: Any = sys._getframe(2)
         while frame is not None:
-            name = frame.f_code.co_filename
-            if not name.startswith((_TORCH, _HERE)):
-                self.source = f"{'/'.join(PurePath(name).parts[-3:])}:{frame.f_lineno}"
+            line = user_line(frame.f_code.co_filename, frame.f_lineno)
+            if line is not None:
+                self.source = line
                 break
             frame = frame.f_back
         custom = fx_traceback.current_meta.get("custom")

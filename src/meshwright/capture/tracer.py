@@ -4,7 +4,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshwright.capture.functionalize import functionalized
-from meshwright.capture.provenance import Provenance
+from meshwright.capture.provenance import Provenance, user_line
 from meshwright.errors import CaptureError
 from meshwright.ops import library
 
@@ -236,8 +235,9 @@ def _loss_and_metrics(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
 def _not_traceable(error: Exception, provenance: Provenance) -> CaptureError:
     place = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "/torch/" not in frame.filename and "/meshwright/" not in frame.filename:
-            place = f"{'/'.join(PurePath(frame.filename).parts[-3:])}:{frame.lineno}"
+        line = user_line(frame.filename, frame.lineno)
+        if line is not None:
+            place = line
             break
     module = provenance.module or "(model)"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -12,6 +12,9 @@ from meshwright import __version__
 from meshwright.cli import clusters, demo, plan, train, verify
 from meshwright.errors import MeshwrightError
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
 app = typer.Typer(
     name="meshwright",
     help="Plans, predicts and runs the parallel training of unmodified PyTorch models.",
@@ -59,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     except (KeyboardInterrupt, typer.Abort):
         _complain("stopped")
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # `meshwright plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
@@ -68,6 +71,8 @@ def run(arguments: Sequence[str]) -> int:
             file.write(traceback.format_exc())
         _complain(f"unexpected {type(error).__name__}: {error}\n  -> this is a defect; its traceback is in {file.name}")
         return 1
+    if result == INTERRUPTED:  # typer has taken the KeyboardInterrupt
+        _complain("stopped")
     return result if isinstance(result, int) else 0
 
 

@@ -68,6 +68,11 @@ def run_training(run: Run) -> None:
         result = api.run_ranks(
             train_rank, run, num_ranks=num_ranks, directory=Path(run.train.directory), port=run.train.port
         )
+    except KeyboardInterrupt:
+        saved = sorted((Path(run.train.directory) / "checkpoints").glob("step-*"))
+        if saved:
+            display.console().print(f"{saved[-1]} is saved: --train.directory {run.train.directory} goes on from there")
+        raise
     finally:
         display.restore_cursor()
     summarize(run, result)

@@ -15,7 +15,7 @@ from meshwright.cli.train import EXTRA
 from meshwright.ir.run import Run
 
 if TYPE_CHECKING:
-    from meshwright.runtime.verify import Comparison
+    from meshwright.api import Comparison
 
 EPILOG = """[bold]Examples[/bold]
 

@@ -121,7 +121,8 @@ def parse_pattern(text: str) -> Pattern:
     """Parse ``"^b k, ^^k f -> b f"``.
 
     Raises:
-        RuleError: the text has no arrow, unbalanced brackets, an unknown mark, or a letter twice in one operand.
+        RuleError: the text has no arrow, an empty operand, unbalanced brackets, an unknown mark, or a letter twice in
+            one operand.
     """
     left, arrow, right = text.partition("->")
     if not arrow:
@@ -137,6 +138,8 @@ def _operand(part: str, text: str) -> Operand:
     part = part.lstrip("^").strip()
     if part == ".":
         return Operand((), linear)
+    if not part:
+        raise RuleError(f"an operand of {text!r} is empty", remedy="write '.' for a scalar")
     dims: list[Dim] = []
     group: list[Factor] | None = None
     seen: set[str] = set()

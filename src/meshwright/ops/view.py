@@ -316,7 +316,7 @@ def flip_rule(call: Call) -> Rule:
     """Flipped (or rolled) dims stay whole."""
     rank = call.tensors[0].dim()
     dims = call.args[1] if call.target is aten.flip.default else (call.argument(2, "dims") or list(range(rank)))
-    names = " ".join(letters(rank, fixed=tuple(normalize_dim(dim, rank) for dim in dims)))
+    names = " ".join(letters(rank, fixed=tuple(normalize_dim(dim, rank) for dim in dims))) or "."
     return make_rule(call, f"^{names} -> {names}")
 
 

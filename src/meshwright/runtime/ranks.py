@@ -7,7 +7,6 @@ The ranks are processes of torch's elastic agent. Beside them, in ``DIRECTORY/ra
 """
 
 import fcntl
-import io
 import logging
 import multiprocessing
 import os
@@ -214,8 +213,9 @@ def _redirect_output(log: Path, *, keep_python: bool) -> None:
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     if keep_python:
         for name in ("stdout", "stderr"):
-            terminal = os.dup(getattr(sys, name).fileno())
-            setattr(sys, name, io.TextIOWrapper(io.FileIO(terminal, "w"), line_buffering=True, errors="replace"))
+            old = getattr(sys, name)
+            terminal = os.fdopen(os.dup(old.fileno()), "w", buffering=1, encoding=old.encoding, errors="replace")
+            setattr(sys, name, terminal)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
 
@@ -235,7 +235,7 @@ def _first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -
         memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
         return RankError(
             f"rank {rank} was killed by {_signal_name(-exit_code)} {doing}".rstrip(),
-            remedy=f"{memory}its output is in {_file(directory, rank, 'log')}; run again to go on from the last checkpoint",
+            remedy=f"{memory}its output is in {_file(directory, rank, 'log')}; run again to go on from a checkpoint",
         )
     if found:
         return _as_error(found[0], directory)

@@ -1,0 +1,193 @@
+"""Random numbers: replicas draw the same, shards and steps draw differently, a backward draws what its forward drew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.capture.builder import Capture, capture
+from meshwright.errors import RuleError
+from meshwright.ops.base import Unsplit
+from meshwright.ops.random import RULES
+from meshwright.planner.explicit import plan_layout
+from tests.distributed.lockstep import RANDOM_KEY, Wires, execute, present, rank_graph, run_step, subject
+
+aten = torch.ops.aten
+ours = torch.ops.meshwright
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- one operator -----------------------------------------------------------------------------------------------------
+
+ONES = torch.ones(40, 30, dtype=torch.float64)
+HALF = torch.full((40, 30), 0.5, dtype=torch.float64)
+SHAPE: dict[str, Any] = {"dtype": torch.float64}
+CALLS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    aten.bernoulli.default: ((HALF,), {}),
+    aten.bernoulli.p: ((ONES, 0.5), {}),
+    aten.bernoulli.Tensor: ((ONES, HALF), {}),
+    aten.exponential.default: ((ONES,), {}),
+    aten.native_dropout.default: ((ONES, 0.5, True), {}),
+    aten.normal_functional.default: ((ONES, 2.0, 0.5), {}),
+    aten.rand_like.default: ((ONES,), {}),
+    aten.randint_like.default: ((ONES, 5), {}),
+    aten.randint_like.low_dtype: ((ONES, 2, 5), {}),
+    aten.randn_like.default: ((ONES,), {}),
+    aten.uniform.default: ((ONES, 2.0, 4.0), {}),
+    aten.rand.default: (([40, 30],), SHAPE),
+    aten.randint.default: ((5, [40, 30]), {}),
+    aten.randint.low: ((2, 5, [40, 30]), {}),
+    aten.randn.default: (([40, 30],), SHAPE),
+    aten.randperm.default: ((40,), {}),
+}
+
+
+def drawn(target: Any, strategy: dict[str, str], at: dict[str, int], key: int = RANDOM_KEY, name: str = "") -> Tensor:
+    """What the rank at these coordinates of a 2 x 2 mesh draws."""
+    args, kwargs = CALLS[target]
+    one = subject(target, args, kwargs)
+    assert not isinstance(one, Unsplit)
+    mesh = {"dp": 2, "tp": 2}
+    letters = one.factors
+    chosen = {axis: letters[int(factor)] for axis, factor in strategy.items()}
+    graph, groups = rank_graph(one, chosen, mesh, at, name or "module:random#0")
+    inputs = [value[: value.shape[0] // (2 if "dp" in strategy else 1)].clone() for value in one.call.tensors]
+    return present(execute(graph, [*inputs, key], groups, Wires()))[0]
+
+
+def test_every_random_rule_is_tested() -> None:
+    assert set(CALLS) == set(RULES)
+
+
+@pytest.mark.parametrize("target", CALLS, ids=str)
+def test_draws(target: Any) -> None:
+    split = {"dp": "0"} if target is not aten.randperm.default else {}
+    origin = {"dp": 0, "tp": 0}
+    first = drawn(target, split, origin)
+    assert torch.equal(first, drawn(target, split, {"dp": 0, "tp": 1})), "replicas draw the same"
+    assert torch.equal(first, drawn(target, split, {"dp": 1, "tp": 0})) == (not split), "shards draw differently"
+    assert not torch.equal(first, drawn(target, split, origin, key=RANDOM_KEY + 1)), "steps draw differently"
+    assert not torch.equal(first, drawn(target, split, origin, name="module:random#1")), "operators draw differently"
+
+
+@pytest.mark.parametrize("target", CALLS, ids=str)
+def test_draws_have_the_distribution_of_the_operator(target: Any) -> None:
+    args, kwargs = CALLS[target]
+    torch.manual_seed(0)
+    expected, found = present(target(*args, **kwargs))[0], drawn(target, {}, {"dp": 0, "tp": 0})
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    if target is aten.randperm.default:
+        assert found.sort()[0].tolist() == list(range(40))
+        return
+    one, other = found.double(), expected.double()
+    error = (one.var() / one.numel() + other.var() / other.numel()).sqrt()
+    assert (one.mean() - other.mean()).abs() < 5 * error
+    assert 0.8 < one.std() / other.std() < 1.25
+
+
+def test_a_random_operator_without_a_key_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.RReLU())
+    with pytest.raises(RuleError) as caught:
+        capture(model, lambda model, batch: model(batch).sum(), torch.ones(2, 4))
+    assert str(caught.value) == (
+        "aten.rrelu_with_noise_functional.default: this random operator has no form with a key, so that ranks would "
+        "draw different numbers\n  -> draw with torch.rand, randn, randint, bernoulli or dropout, or pass a rule of "
+        "your own (rules=)"
+    )
+
+
+# --- whole steps ------------------------------------------------------------------------------------------------------
+
+
+class Attentions(nn.Module):
+    """Three attentions with dropout in one module, and dropout of other kinds beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for causal in (True, False, True):
+            query, key, value = (
+                part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.dropout(self.qkv(x)).chunk(3, -1)
+            )
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.4, is_causal=causal)
+            x = x + mixed.transpose(1, 2).flatten(2)
+        return x
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def slope_error(captured: Capture, model: nn.Module, batch: Tensor, layout: mw.Layout) -> float:
+    """How far the gradient is from the slope of the loss in a random direction, all with one random key."""
+    plan = plan_layout(captured.graph, layout, world_size=layout.dp * layout.tp)
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    direction = {name: torch.randn_like(value) for name, value in parameters.items()}
+
+    def at(step: float) -> Any:
+        moved = {name: value + step * direction[name] for name, value in parameters.items()}
+        return run_step(captured, plan, {**moved, "batch": batch})[0]
+
+    gradients = at(0.0).gradients
+    slope = sum(float((direction[name] * gradients[name]).sum()) for name in parameters)
+    measured = float(at(1e-5).loss - at(-1e-5).loss) / 2e-5
+    return abs(slope - measured) / abs(measured)
+
+
+LAYOUTS = {"dp1": mw.Layout(), "dp2": mw.Layout(dp=2), "tp2": mw.Layout(tp=2), "dp2 x tp2": mw.Layout(dp=2, tp=2)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_backward_of_attention_draws_the_mask_of_its_forward(layout: str) -> None:
+    torch.manual_seed(5)
+    model, batch = Attentions().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    captured = capture(model, squares, batch)
+    assert slope_error(captured, model, batch, LAYOUTS[layout]) < 1e-6
+
+
+def test_another_mask_in_the_backward_would_be_seen() -> None:
+    torch.manual_seed(5)
+    model, batch = Attentions().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    captured = capture(model, squares, batch)
+    backward = [node for node in captured.nodes.values() if node.target is ours.attention_backward.default]
+    numbers = [node.args[-1] for node in backward]
+    assert len(set(numbers)) == 3
+    backward[0].args = (*backward[0].args[:-1], numbers[1])
+    assert slope_error(captured, model, batch, mw.Layout()) > 1e-3
+
+
+def test_steps_draw_differently_and_a_step_is_repeatable() -> None:
+    torch.manual_seed(5)
+    model, batch = Attentions().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    captured = capture(model, squares, batch)
+    plan = plan_layout(captured.graph, mw.Layout(), world_size=1)
+    values = {**{name: value.detach() for name, value in model.named_parameters()}, "batch": batch}
+    losses = [float(run_step(captured, plan, values, key)[0].loss) for key in (1, 2, 1)]
+    assert losses[0] == losses[2] != losses[1]
+
+
+def test_attention_with_dropout_is_attention_on_average() -> None:
+    torch.manual_seed(6)
+    query, key, value = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64).unbind(0)
+    whole = ours.attention(query, key, value, None, 0.0, True, 0.5, 0, 0)[0]
+    mean = torch.stack(
+        [ours.attention(query, key, value, None, 0.5, True, 0.5, 7, salt)[0] for salt in range(4000)]
+    ).mean(0)
+    assert (mean - whole).abs().max() < 0.1

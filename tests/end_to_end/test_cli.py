@@ -1,0 +1,259 @@
+"""The command line in this process: help, plans, clusters, verification, and short runs on one rank."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright import api, config
+from meshwright.cli import run as cli
+from meshwright.ir import files
+from meshwright.ir.plan import Layout, Plan
+from meshwright.models import classification_loss
+from meshwright.runtime.loop import HeldOut
+from meshwright.runtime.verify import Comparison, Record, compare
+from tests.distributed.pool import Ranks
+
+SMALL = ["--model.layers", "1", "--model.width", "32", "--data.sequence_length", "16", "--data.max_bytes", "100000"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "digits.toml"
+    path.write_text(
+        '[model]\nname = "mlp"\nsizes = [64, 16, 10]\n[data]\nkind = "digits"\nbatch_size = 32\nheld_out = 0.2\n'
+        "[optimizer]\nlr = 1e-2\n[train]\nsteps = 6\nlog_every = 2\ncheckpoint_every = 4\nranks = 1\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "plan", "verify", "clusters"])
+def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Examples" in text
+    assert f"meshwright {command}" in text
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    program = "import sys; from meshwright.cli import run; run(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_version_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["--version"]) == 0
+    assert capsys.readouterr().out == f"meshwright {mw.__version__}\n"
+    assert cli(["trian"]) == 2
+    assert "No such command 'trian'. Did you mean 'train'?" in capsys.readouterr().err
+    assert cli(["plan", "gtp"]) == 2
+    assert capsys.readouterr().err.startswith("meshwright: gtp: neither a file nor a model\n  -> did you mean `gpt`?")
+
+
+def test_train_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["train", "any.toml", "--keys"]) == 0
+    assert re.search(r"^--optimizer.lr +0.001 +adamw$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_defect_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(name: str) -> None:
+        raise ZeroDivisionError("out of order")
+
+    monkeypatch.setattr(api, "load_cluster", broken)
+    assert cli(["clusters", "cpu-local"]) == 1
+    text = capsys.readouterr().err
+    found = re.fullmatch(r"meshwright: unexpected ZeroDivisionError: out of order\n  -> .* is in (\S+)\n", text)
+    assert found
+    path = Path(found[1])
+    assert "in broken" in path.read_text()
+    path.unlink()
+
+
+# --- plan, clusters, verify ------------------------------------------------------------------------------------------
+
+
+def test_plan_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["plan", "gpt", "--tp", "2", *SMALL]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("GPT on cpu-local: dp=1 x tp=2, 2 ranks, global batch 8\n")
+    assert re.search(r"blocks\.\*\.attention\.qkv +h@tp +attention heads", text)
+
+
+def test_plan_is_for_the_cluster_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["plan", "mlp", "--ranks", "8", "--cluster", "a100-80gb-dgx-hdr200x8", "--json"]) == 0
+    plan = files.decode(capsys.readouterr().out.encode(), Plan, where="output")
+    assert (plan.cluster, plan.mesh.world_size, plan.layout.dp) == ("a100-80gb-dgx-hdr200x8", 8, 8)
+
+
+def test_a_written_plan_is_what_train_runs(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["plan", str(run_file), "--dp", "1", "--output", "plan.json"]) == 0
+    assert cli(["train", str(run_file), "--layout.plan", "plan.json", "--train.steps", "1"]) == 0
+    capsys.readouterr()
+    ran = files.load("runs/digits/plan.json", Plan)
+    assert ran == files.load("plan.json", Plan)
+
+
+def test_clusters_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["clusters"]) == 0
+    assert re.search(r"^cpu-local +2\+ +generic-cpu", capsys.readouterr().out, re.MULTILINE)
+    assert cli(["clusters", "cpu-local", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_devices"] == 2
+    assert cli(["clusters", "a100-80gb-dgx-hdr200x8"]) == 0
+    assert "8 together" in capsys.readouterr().out
+
+
+def test_verify_passes_on_one_rank(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["verify", str(run_file), "--steps", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["pass"] * 4
+    assert "update: model after 2 steps" in lines[-1]
+
+
+def verified(layout: Layout) -> tuple[Comparison, ...]:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = {"inputs": torch.randn(4, 8), "label": torch.tensor([0, 1, 2, 3])}
+    rows = mw.verify(model, classification_loss, batch, layout, max_grad_norm=0.1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return rows
+
+
+def test_verify_compares_two_ranks_with_one(ranks: Ranks) -> None:
+    for layout in (Layout(dp=2), Layout(tp=2)):
+        first, second = ranks(2, verified, layout)
+        assert first == second
+        assert [row.quantity for row in first] == [
+            "forward: loss", "backward: gradients", "losses of 3 steps", "update: model after 3 steps",
+        ]  # fmt: skip
+        assert all(row.ok and row.difference <= row.allowed for row in first)
+
+
+def test_a_difference_is_named_and_fails() -> None:
+    def record(weight: float) -> Record:
+        loss = [torch.tensor(2.0), torch.tensor(1.5)]
+        state = {"v": torch.zeros(2), "w": torch.tensor([10.0, weight], dtype=torch.float64)}
+        return Record(loss, {"w": torch.ones(2)}, state)
+
+    assert [row.ok for row in compare(record(1.0), record(1.0))] == [True] * 4
+    rows = compare(record(1.0 + 2e-8), record(1.0))
+    assert [row.ok for row in rows] == [True, True, True, False]
+    assert rows[-1].where == "w"
+    assert rows[-1].difference == pytest.approx(2e-8, rel=1e-6)
+    assert rows[-1].allowed == pytest.approx(1e-8)
+    assert not compare(record(float("nan")), record(1.0))[-1].ok
+    lost = Record([torch.tensor(2.0)], {}, {})
+    assert [row.where for row in compare(lost, Record([torch.tensor(2.0)], {"w": torch.zeros(1)}, {}))][1].startswith(
+        "w"
+    )
+
+
+def test_a_failed_verification_has_exit_code_1(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = Comparison(quantity="forward: loss", difference=1.0, allowed=1e-9, where="step 1", ok=False)
+    monkeypatch.setattr(api, "verify_run", lambda *_: (wrong,))
+    assert cli(["verify", str(run_file)]) == 1
+    assert capsys.readouterr().out.splitlines()[1].split() == [
+        "FAIL",
+        "forward:",
+        "loss",
+        "1.00e+00",
+        "1.00e-09",
+        "step",
+        "1",
+    ]
+
+
+# --- train, demo -----------------------------------------------------------------------------------------------------
+
+
+def test_train_tells_and_keeps_what_it_does(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["train", str(run_file)]) == 0
+    text = capsys.readouterr().out
+    line = r"step (\d)/6  loss \d\.\d{4}  samples/s [\d,]+  mfu \d+\.\d%  mem \d\.\d\dGiB"
+    assert re.findall(rf"^{line}$", text, re.MULTILINE) == ["2", "4", "6"]
+    assert "starting 1 rank in runs/digits\n" in text
+    assert re.search(r"^held out: after step 0: loss \d\.\d{4}, accuracy", text, re.MULTILINE)
+    assert text.endswith("the run lies in runs/digits: metrics.jsonl, plan.json, run.toml, checkpoints\n")
+    rows = [json.loads(one) for one in Path("runs/digits/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "held_out" in row] == [0, 6]
+    assert rows[-1]["held_out"]["loss"] < rows[0]["held_out"]["loss"]
+    assert sorted(path.name for path in Path("runs/digits/checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert config.load("runs/digits/run.toml").optimizer.lr == 0.01
+
+
+def test_the_same_command_goes_on_where_the_run_stopped(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["train", str(run_file), "--train.directory", "whole"]) == 0
+    assert cli(["train", str(run_file), "--train.steps", "4"]) == 0
+    capsys.readouterr()
+    # A run that died after its last checkpoint has rows that will be made again.
+    with Path("runs/digits/metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 9.0}\n{"step": 6, "lo')
+    assert cli(["train", str(run_file), "--optimizer.lr", "0.01"]) == 0
+    text = capsys.readouterr().out
+    assert "going on at step 4 of 6\nchanged since: train.steps: 4 -> 6\n" in text
+    stopped, whole = (
+        [json.loads(one) for one in Path(f"{name}/metrics.jsonl").read_text().splitlines()]
+        for name in ("runs/digits", "whole")
+    )
+    losses = [[(row["step"], row["loss"]) for row in rows if "loss" in row] for rows in (stopped, whole)]
+    assert losses[0] == losses[1]
+    assert cli(["train", str(run_file)]) == 0
+    assert "this run is complete at step 6 of 6\n" in capsys.readouterr().out
+
+
+def test_a_factory_and_a_loss_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(
+        "import torch\n"
+        "def net(width): return torch.nn.Linear(3, width)\n"
+        "def loss(model, batch): return (model(batch['x']) - batch['y']).square().mean()\n"
+    )
+    torch.save({"x": torch.randn(40, 3), "y": torch.randn(40, 2)}, "data.pt")
+    Path("mine.toml").write_text(
+        '[model]\nfactory = "mine:net"\nloss = "mine:loss"\narguments = {width = 2}\n'
+        '[data]\nkind = "tensors"\npath = "data.pt"\nbatch_size = 8\nheld_out = 0.25\n'
+        '[optimizer]\nname = "sgd"\nlr = 0.1\n[schedule]\nname = "linear"\nwarmup_steps = 2\n'
+        '[train]\nsteps = 4\nranks = 1\nmax_grad_norm = 1.0\ndtype = "float64"\n'
+    )
+    assert cli(["train", "mine.toml"]) == 0
+    assert re.search(r"step 4/4  loss \S+  grad_norm \S+  samples/s", capsys.readouterr().out)
+    rates = [json.loads(one).get("lr") for one in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
+    assert rates[1:-1] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.01])
+    assert cli(["train", "mine.toml", "--model.arguments.depth", "2"]) == 2
+    assert "model.arguments: mine:net cannot be called with them: got an unexpected" in capsys.readouterr().err
+
+
+def test_the_demo_is_a_run_file_that_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["demo", "--print"]) == 0
+    text = capsys.readouterr().out
+    assert config.make(config.tables(text.encode(), where="demo"), where="demo").train.steps >= 100
+    assert (
+        cli(
+            ["demo", "--steps", "2", "--train.ranks", "1", "--sample.length", "20", *SMALL, "--model.sequence_length=0"]
+        )
+        == 0
+    )
+    text = capsys.readouterr().out
+    assert re.search(r"--- it writes, after 'The':\n.*\n---\n", text, re.DOTALL)
+    assert re.search(r"held out: after step 0: loss \S+ \S+ bits per byte\n +after step 2: loss \S+ \S+ bits", text)
+    (directory,) = Path("runs").iterdir()
+    assert re.fullmatch(r"demo-\d{8}-\d{6}", directory.name)
+    assert f"the run lies in {directory}:" in text
+
+
+def test_held_out_results_read_well() -> None:
+    assert str(HeldOut(step=1, loss=2.0)) == "loss 2.0000"
+    assert str(HeldOut(step=1, loss=2.0, bits_per_byte=2.885)) == "loss 2.0000, 2.885 bits per byte"
+    assert str(HeldOut(step=1, loss=2.0, accuracy=0.9876)) == "loss 2.0000, accuracy 98.76%"

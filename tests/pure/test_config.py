@@ -1,0 +1,222 @@
+"""RUN.toml and the options of the command line: typed values, defaults, and errors that name file and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import config
+from meshwright.cli.overrides import keys, overridden
+from meshwright.errors import FileFormatError, MeshwrightError
+from meshwright.ir import files
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import Layout, Plan, Stage
+from meshwright.ir.run import SGD, AdamW, FactoryModel, GPTModel, LearningRate, MLPModel, Run, TextData
+
+TEXT = """
+[model]
+name = "gpt"
+layers = 2
+
+[data]
+kind = "text"
+paths = ["a.txt", "b/*.txt"]
+batch_size = 12
+"""
+
+
+def made(text: str = TEXT, *options: str) -> Run:
+    return config.make(overridden(config.tables(text.encode(), where="RUN.toml"), options), where="RUN.toml")
+
+
+def message(text: str = TEXT, *options: str) -> str:
+    with pytest.raises(MeshwrightError) as caught:
+        made(text, *options)
+    return str(caught.value)
+
+
+def test_what_is_not_said_has_its_default() -> None:
+    run = made()
+    assert isinstance(run.model, GPTModel)
+    assert (run.model.layers, run.model.width, run.model.loss) == (2, 256, "")
+    assert isinstance(run.data, TextData)
+    assert run.data.paths == ("a.txt", "b/*.txt")
+    assert run.optimizer == AdamW()
+    assert run.layout.chosen() == Layout(dp=-1)
+    assert run.sample is None
+
+
+def test_the_kind_of_an_optimizer_decides_its_keys() -> None:
+    assert made(TEXT + '[optimizer]\nname = "sgd"\nmomentum = 0.9').optimizer == SGD(momentum=0.9)
+    assert made(TEXT + "[optimizer]\nbetas = [0.9, 0.95]").optimizer == AdamW(betas=(0.9, 0.95))
+    error = message(TEXT + "[optimizer]\nmomentum = 0.9")
+    assert error.startswith("RUN.toml: optimizer.momentum: unknown key")
+
+
+def test_a_model_with_a_factory_needs_no_name() -> None:
+    run = made(
+        '[model]\nfactory = "mine:net"\nloss = "classification"\n[model.arguments]\nn = 3\n[data]\nkind = "digits"'
+    )
+    assert run.model == FactoryModel(factory="mine:net", loss="classification", arguments={"n": 3})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "expected"),
+    [
+        ("layers", "layerz", "RUN.toml: model.layerz: unknown key\n  -> did you mean `layers`? known keys: loss,"),
+        ("[data]", "[dta]", "RUN.toml: dta: unknown key\n  -> did you mean `data`? known keys: model, data, layout"),
+        ("layers = 2", 'layers = "two"', "RUN.toml: model.layers: Expected `int`, got `str`"),
+        ("layers = 2", "layers = 0", "RUN.toml: model.layers: Expected `int` >= 1"),
+        ('"gpt"', '"gtp"', "RUN.toml: model.name: unknown name 'gtp'\n  -> did you mean `gpt`? known: gpt, mlp, lenet"),
+        ('name = "gpt"', "", "RUN.toml: model: `name` is missing\n  -> add name = one of gpt, mlp, lenet, resnet"),
+        ("layers = 2", "layers = ", "RUN.toml: not valid TOML"),
+        ("layers = 2", "width = 50", "RUN.toml: model.width: 50 is not divisible by heads = 4"),
+        ("layers = 2", "vocabulary = 100", "RUN.toml: model.vocabulary: text has 256 different bytes, the model's"),
+        ("layers = 2", "sequence_length = 8", "RUN.toml: model.sequence_length: the model has 8 positions, but"),
+    ],
+)  # fmt: skip
+def test_an_error_names_file_and_key(wrong: str, right: str, expected: str) -> None:
+    assert message(TEXT.replace(wrong, right)).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('factory = "net"\nloss = "a:b"', "RUN.toml: model.factory: 'net' does not name a function"),
+        ('factory = "a:b"', "RUN.toml: model.loss: is missing\n  -> write package.module:function, or classification"),
+    ],
+)
+def test_a_factory_must_be_named_with_its_module(text: str, expected: str) -> None:
+    assert message(f'[model]\n{text}\n[data]\nkind = "digits"').startswith(expected)
+
+
+def test_only_a_model_of_text_writes() -> None:
+    text = '[model]\nname = "mlp"\n[data]\nkind = "digits"\n[sample]\nlength = 3'
+    assert message(text).startswith("RUN.toml: sample: only a model of text can write")
+
+
+def test_a_plan_leaves_no_room_for_sizes() -> None:
+    assert message(TEXT + '[layout]\nplan = "plan.json"\ntp = 2').startswith(
+        "RUN.toml: layout: both a plan and tp are given"
+    )
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match=r"none\.toml: cannot read the file: No such file"):
+        config.load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "value"),
+    [
+        (["--optimizer.lr", "3e-4"], "optimizer.lr", 3e-4),
+        (["--optimizer.lr=3e-4"], "optimizer.lr", 3e-4),
+        (["--train.ranks", "4"], "train.ranks", 4),
+        (["--train.ranks", "auto"], "train.ranks", "auto"),
+        (["--train.directory", "123"], "train.directory", "123"),
+        (["--data.paths", "c.txt"], "data.paths", "c.txt"),
+        (["--data.paths", '["c", "d"]'], "data.paths", ("c", "d")),
+        (["--sample.length", "7"], "sample.length", 7),
+        (["--layout.pin.blocks.*", "none@tp"], "layout.pin", {"blocks.*": "none@tp"}),
+        (["--model.tied_head", "false"], "model.tied_head", False),
+        (["--optimizer.momentum", "0.5", "--optimizer.name", "sgd"], "optimizer.momentum", 0.5),
+    ],
+)
+def test_an_option_has_the_type_of_its_key(option: list[str], key: str, value: Any) -> None:
+    section, name = key.split(".")
+    assert getattr(getattr(made(TEXT, *option), section), name) == value
+
+
+def test_options_do_not_change_the_tables_they_are_put_into() -> None:
+    raw = config.tables(TEXT.encode(), where="RUN.toml")
+    overridden(raw, ["--model.layers", "5"])
+    assert raw["model"]["layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--optimizer.lrr", "1"], "--optimizer.lrr: there is no such key in RUN.toml\n  -> did you mean `--opt"),
+        (["--steps", "3"], "--steps: there is no such key in RUN.toml\n  -> did you mean `--train.steps`?"),
+        (["--optimizer.lr", "high"], "--optimizer.lr: 'high': Expected `float`, got `str`"),
+        (["--train.steps", "0"], "--train.steps: '0': Expected `int` >= 1"),
+        (["--train.steps"], "--train.steps: has no value"),
+        (["--optimizer", "sgd"], "--optimizer: is a table\n  -> give one of its keys"),
+        (["--optimizer.momentum", "1"], "--optimizer.momentum: there is no such key in RUN.toml\n  -> only another"),
+        (["stray"], "command line: unexpected argument 'stray'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_named_with_the_nearest(options: list[str], expected: str) -> None:
+    assert message(TEXT, *options).startswith(expected)
+
+
+def test_every_key_is_listed_with_its_default() -> None:
+    listed = list(keys())
+    assert ("optimizer.lr", "0.001", "adamw") in listed
+    assert ("train.steps", "1000", "") in listed
+
+
+def test_a_saved_run_reads_back_equal_and_its_changes_are_told(tmp_path: Path) -> None:
+    run = made(TEXT, "--sample.length", "7", "--layout.pin.head", "none@tp")
+    config.save(run, tmp_path / "run.toml")
+    assert config.load(tmp_path / "run.toml") == run
+    assert config.changes(tmp_path / "run.toml", run) == []
+    other = made(TEXT, "--optimizer.lr", "0.5", "--layout.pin.head", "none@tp")
+    assert config.changes(tmp_path / "run.toml", other) == [
+        "optimizer.lr: 0.001 -> 0.5",
+        "sample.prompt: \n -> not given",
+        "sample.length: 7 -> not given",
+        "sample.temperature: 0.8 -> not given",
+    ]
+    assert config.changes(tmp_path / "none.toml", run) == []
+
+
+def test_references_are_runs() -> None:
+    for name, tables in config.REFERENCES.items():
+        assert config.make(tables, where=name).model.__struct_config__.tag == name
+
+
+def test_a_learning_rate_warms_up_and_goes_down() -> None:
+    cosine = LearningRate(name="cosine", warmup_steps=3, final=0.1)
+    factors = [cosine.factor(step, 10) for step in range(10)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[3:] == sorted(factors[3:], reverse=True)
+    assert factors[-1] == pytest.approx(0.1)
+    linear = LearningRate(name="linear", final=0.0)
+    assert [linear.factor(step, 5) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert LearningRate(warmup_steps=1).factor(500, 10) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "ranks"),
+    [
+        ([], 2, 2),
+        ([], 16, 12),  # a batch of 12 divides no further
+        ([], 5, 4),
+        ([], 1, 1),
+        (["--layout.tp", "2"], 16, 12),  # dp 6
+        (["--layout.tp", "2"], 1, 2),  # the layout cannot do with fewer
+        (["--layout.dp", "3"], 16, 3),
+        (["--layout.dp", "2", "--layout.tp", "-1"], 16, 16),
+        (["--layout.dp", "2", "--layout.tp", "4"], 2, 8),
+        (["--train.ranks", "7"], 2, 7),
+    ],
+)
+def test_ranks_are_the_cores_as_far_as_they_are_useful(options: list[str], cores: int, ranks: int) -> None:
+    assert made(TEXT, *options).num_ranks(cores) == ranks
+
+
+def test_a_plan_says_how_many_ranks_it_needs(tmp_path: Path) -> None:
+    plan = Plan(
+        model="GPT", graph_fingerprint="", batch_size=12, cluster="", mesh=Mesh.of(dp=3, tp=2),
+        stages=(Stage(strategies={}, storage={}),), layout=Layout(dp=3, tp=2),
+    )  # fmt: skip
+    files.save(plan, tmp_path / "plan.json")
+    assert made(TEXT, "--layout.plan", str(tmp_path / "plan.json")).num_ranks(2) == 6
+
+
+def test_the_model_can_change_its_name_on_the_command_line() -> None:
+    text = '[model]\nname = "gpt"\n[data]\nkind = "random"'
+    assert isinstance(made(text, "--model.name", "mlp").model, MLPModel)
