@@ -31,8 +31,8 @@ from meshwright.ir.placement import (
     local_shape,
     output_placements,
 )
-from meshwright.ir.rule import Rule
 from meshwright.ir.plan import Plan
+from meshwright.ir.rule import Rule
 from meshwright.lower.local import LocalCall
 from meshwright.lower.spmd import lower
 from meshwright.ops import collectives

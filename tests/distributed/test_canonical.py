@@ -1,0 +1,282 @@
+"""Canonical forms: they compute what the operator computes, out of operators that have rules, and divide by no count
+that a shard would see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.ops.loss import MEAN, NONE, SUM
+from meshwright.ops.table import CANONICAL, operator_rule
+from tests.distributed.lockstep import compare, present
+from tests.distributed.rule_cases import CASES, Arguments, Draw
+
+aten = torch.ops.aten
+Build = Callable[[Draw], Arguments]
+
+
+def _added(*shapes: Callable[..., list[int]]) -> Build:
+    def build(draw: Draw) -> Arguments:
+        sizes = draw.sizes(4)
+        options = {"beta": draw.pick(0, 1, 2.0), "alpha": draw.pick(1, 0.5)} if draw.flag() else {}
+        return tuple(draw.tensor(*shape(*sizes)) for shape in shapes), options
+
+    return build
+
+
+def _convolution(draw: Draw) -> Arguments:
+    (source, weight, _, *settings), _ = CASES[aten.convolution.default](draw)
+    filters = weight.shape[1] * settings[-1] if settings[3] else weight.shape[0]
+    return (source, weight, draw.tensor(filters) if draw.flag() else None, *settings), {}
+
+
+def _convolution_backward(draw: Draw) -> Arguments:
+    (grad, source, weight, _, *settings, _), _ = CASES[aten.convolution_backward.default](draw)
+    mask = draw.pick([True, True, True], [False, True, True], [True, True, False], [False, False, True])
+    return (grad, source, weight, [grad.shape[1]], *settings, mask), {}
+
+
+def _likelihood(forward: bool, target: Any, space: bool) -> Build:
+    name = aten.nll_loss2d_forward if space else aten.nll_loss_forward
+
+    def build(draw: Draw) -> Arguments:
+        (logarithms, labels, weight, _, ignore), _ = CASES[name.default](draw)
+        reduction = draw.pick(MEAN, MEAN, SUM, NONE)
+        if forward:
+            return (logarithms, labels, weight, reduction, ignore), {}
+        output, total = name(logarithms, labels, weight, reduction, ignore)
+        return (draw.tensor(*output.shape), logarithms, labels, weight, reduction, ignore, total), {}
+
+    return build
+
+
+def _loss(*before: Any, after: tuple[Any, ...] = (), positive: bool = False) -> Build:
+    def build(draw: Draw) -> Arguments:
+        shape = draw.shape()
+        make = draw.positive if positive else draw.tensor
+        pair = make(*shape), make(*shape)
+        reduction = draw.pick(MEAN, MEAN, SUM, NONE)
+        if reduction == MEAN and draw.flag():
+            return pair, {}
+        return (*pair, *before, reduction, *after), {}
+
+    return build
+
+
+def _loss_backward(*before: Any, after: tuple[Any, ...] = (), positive: bool = False) -> Build:
+    def build(draw: Draw) -> Arguments:
+        shape = draw.shape()
+        make = draw.positive if positive else draw.tensor
+        reduction = draw.pick(MEAN, SUM, NONE)
+        grad = draw.tensor(*shape) if reduction == NONE else draw.tensor()
+        return (grad, make(*shape), make(*shape), *before, reduction, *after), {}
+
+    return build
+
+
+def _mean(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*shape), draw.pick(draw.dims(len(shape)), None), draw.flag()), {}
+
+
+def _spread(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dims = draw.pick(draw.dims(len(shape)), None)
+    return (draw.tensor(*shape), dims), {"correction": draw.pick(None, 0, 1), "keepdim": draw.flag()}
+
+
+def _norm(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    order = draw.pick(0, 1, 2, 3, math.inf, -math.inf)
+    return (draw.tensor(*shape), order, draw.pick(draw.dims(len(shape)), None), draw.flag()), {}
+
+
+def _old_norm(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*shape), draw.pick(None, 1, 2, 3), draw.dims(len(shape)), draw.flag()), {}
+
+
+def _one(draw: Draw) -> Arguments:
+    return (draw.tensor(*draw.shape()),), {}
+
+
+def _halves(draw: Draw) -> tuple[Tensor, int]:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    shape[dim] *= 2
+    return draw.tensor(*shape), dim
+
+
+def _glu(draw: Draw) -> Arguments:
+    return _halves(draw), {}
+
+
+def _glu_backward(draw: Draw) -> Arguments:
+    source, dim = _halves(draw)
+    return (draw.tensor(*aten.glu(source, dim).shape), source, dim), {}
+
+
+def _log_sigmoid_backward(draw: Draw) -> Arguments:
+    source = draw.tensor(*draw.shape()) * 5
+    return (draw.tensor(*source.shape), source, aten.log_sigmoid_forward(source)[1]), {}
+
+
+def _safe_softmax(draw: Draw) -> Arguments:
+    (source, dim, _), _ = CASES[aten._softmax.default](draw)
+    return (source, dim), {}
+
+
+def _made(*values: Any) -> Build:
+    def build(draw: Draw) -> Arguments:
+        options = {"dtype": draw.pick(torch.float32, torch.int64)} if draw.flag() else {}
+        return (draw.tensor(2), draw.shape(), *values), options
+
+    return build
+
+
+def _pixels(up: bool) -> Build:
+    def build(draw: Draw) -> Arguments:
+        times, (n, c, y, x) = draw.pick(1, 2, 3), draw.sizes(4)
+        lead = [n] if draw.flag() else []
+        shape = [c * times**2, y, x] if up else [c, y * times, x * times]
+        return (draw.tensor(*lead, *shape), times), {}
+
+    return build
+
+
+def _cat(draw: Draw) -> Arguments:
+    (parts, dim), _ = CASES[aten.cat.default](draw)
+    empty = [torch.empty(0, dtype=torch.float64)] if draw.flag() else []
+    return ([*empty, *parts[: draw.pick(1, len(parts))]], dim), {}
+
+
+def _stack(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return ([draw.tensor(*shape) for _ in range(draw.pick(1, 3))], draw.dim(len(shape) + 1)), {}
+
+
+def _batch_norm(draw: Draw) -> Arguments:
+    (source, weight, bias, mean, variance, *_), _ = CASES[aten._native_batch_norm_legit_functional.default](draw)
+    return (source, weight, bias, *draw.pick((None, None), (mean, variance)), True, 0.1, 1e-5), {}
+
+
+CANONICAL_CASES: Mapping[Any, Build] = {
+    aten.addmm.default: _added(lambda m, k, n, g: [m, n], lambda m, k, n, g: [m, k], lambda m, k, n, g: [k, n]),
+    aten.addmv.default: _added(lambda m, k, n, g: [m], lambda m, k, n, g: [m, k], lambda m, k, n, g: [k]),
+    aten.baddbmm.default: _added(
+        lambda m, k, n, g: [g, m, n], lambda m, k, n, g: [g, m, k], lambda m, k, n, g: [g, k, n]
+    ),
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.nll_loss_forward.default: _likelihood(True, aten.nll_loss_forward, space=False),
+    aten.nll_loss_backward.default: _likelihood(False, aten.nll_loss_backward, space=False),
+    aten.nll_loss2d_forward.default: _likelihood(True, aten.nll_loss2d_forward, space=True),
+    aten.nll_loss2d_backward.default: _likelihood(False, aten.nll_loss2d_backward, space=True),
+    aten.binary_cross_entropy.default: _loss(None, positive=True),
+    aten.binary_cross_entropy_backward.default: _loss_backward(None, positive=True),
+    aten.huber_loss.default: _loss(after=(0.5,)),
+    aten.huber_loss_backward.default: _loss_backward(after=(0.5,)),
+    aten.mse_loss.default: _loss(),
+    aten.mse_loss_backward.default: _loss_backward(),
+    aten.smooth_l1_loss.default: _loss(after=(0.5,)),
+    aten.smooth_l1_loss_backward.default: _loss_backward(after=(0.5,)),
+    aten.soft_margin_loss.default: _loss(),
+    aten.soft_margin_loss_backward.default: _loss_backward(),
+    aten.mean.default: _one,
+    aten.mean.dim: _mean,
+    aten.var.correction: _spread,
+    aten.std.correction: _spread,
+    aten.var_mean.correction: _spread,
+    aten.std_mean.correction: _spread,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: lambda draw: ((*_one(draw)[0], draw.pick(1, 2, 3)), {}),
+    aten.norm.ScalarOpt_dim: _old_norm,
+    aten.glu.default: _glu,
+    aten.glu_backward.default: _glu_backward,
+    aten.log_sigmoid_forward.default: _one,
+    aten.log_sigmoid_backward.default: _log_sigmoid_backward,
+    aten._safe_softmax.default: _safe_softmax,
+    aten.new_zeros.default: _made(),
+    aten.new_ones.default: _made(),
+    aten.new_full.default: _made(2.0),
+    aten.new_empty.default: _made(),
+    aten.new_empty_strided.default: lambda draw: ((draw.tensor(2), [2, 3], [3, 1]), {}),
+    aten.pixel_shuffle.default: _pixels(up=True),
+    aten.pixel_unshuffle.default: _pixels(up=False),
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.native_batch_norm.default: _batch_norm,
+}
+UNSET = frozenset({aten.new_empty.default, aten.new_empty_strided.default})
+"""Operators whose values are whatever lies in memory."""
+INNER = frozenset({aten._native_batch_norm_legit.default})
+"""What functionalization turns into an operator with a rule."""
+FIRST_ONLY = frozenset({aten.log_sigmoid_forward.default})
+"""Operators whose second output only their own gradient reads."""
+
+
+def test_every_canonical_form_has_a_case() -> None:
+    assert set(CANONICAL_CASES) == set(CANONICAL)
+
+
+@pytest.mark.parametrize("target", CANONICAL_CASES, ids=str)
+def test_canonical_form(target: Any) -> None:
+    rewritten = 0
+
+    @settings(max_examples=10)
+    @given(st.data())
+    def run(data: Any) -> None:
+        nonlocal rewritten
+        args, kwargs = CANONICAL_CASES[target](Draw(data.draw))
+        expected = present(target(*_cloned(args), **kwargs))
+        result = CANONICAL[target](*_cloned(args), **kwargs)
+        if result is NotImplemented:
+            return
+        rewritten += 1
+        found = present(result)
+        if target in FIRST_ONLY:
+            expected, found = expected[:1], found[:1]
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            compare(
+                one if target not in UNSET else other.new_empty(one.shape, dtype=one.dtype).copy_(other),
+                other,
+                f"output {index}",
+            )
+
+    run()
+    assert rewritten
+
+
+@pytest.mark.parametrize("target", CANONICAL_CASES, ids=str)
+def test_canonical_form_is_made_of_operators_with_rules(target: Any) -> None:
+    @settings(max_examples=3)
+    @given(st.data())
+    def run(data: Any) -> None:
+        args, kwargs = CANONICAL_CASES[target](Draw(data.draw))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+        def call(*values: Tensor) -> Any:
+            given_values = iter(values)
+            filled = tree_map(lambda leaf: next(given_values) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+            return target(*filled[0], **filled[1])
+
+        module = make_fx(call, decomposition_table=dict(CANONICAL))(*tensors)
+        for node in module.graph.nodes:
+            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+                assert operator_rule(node.target) is not None or node.target in INNER, node.target
+                assert node.target not in (aten.mean.default, aten.mean.dim)
+
+    run()
+
+
+def _cloned(args: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, args)
