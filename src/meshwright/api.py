@@ -351,16 +351,13 @@ def _choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | N
 
 def _agree(graph: Graph) -> None:
     """Every rank must have captured the same model."""
-    every = from_every_rank((graph.fingerprint, graph.model, graph.batch_size, graph.num_parameters()))
+    dtypes = sorted({graph.tensors[name].dtype for name in graph.parameters})
+    model = f"{graph.model} ({graph.num_parameters():,} parameters, {' '.join(dtypes)})"
+    every = from_every_rank(f"{model}, batch {graph.batch_size}, fingerprint {graph.fingerprint}")
     for rank, other in enumerate(every):
         if other != every[0]:
             raise RankError(
-                f"rank {rank} has {_described(other)}, rank 0 has {_described(every[0])}",
+                f"rank {rank} has {other}, rank 0 has {every[0]}",
                 where=f"rank {rank}",
                 remedy="build the same model and pass batches of the same shape on every rank",
             )
-
-
-def _described(mine: tuple[str, str, int, int]) -> str:
-    fingerprint, model, batch, count = mine
-    return f"{model} ({count:,} parameters, batch {batch}, fingerprint {fingerprint})"

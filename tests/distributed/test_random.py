@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.capture.builder import Capture, capture
-from meshwright.errors import RuleError
+from meshwright.errors import PlanError, RuleError
 from meshwright.ops.base import Unsplit
 from meshwright.ops.random import RULES
 from meshwright.planner.explicit import plan_layout
@@ -171,6 +172,21 @@ def test_another_mask_in_the_backward_would_be_seen() -> None:
     assert len(set(numbers)) == 3
     backward[0].args = (*backward[0].args[:-1], numbers[1])
     assert slope_error(captured, model, batch, mw.Layout()) > 1e-3
+
+
+def test_a_plan_that_splits_a_backward_unlike_its_forward_is_refused() -> None:
+    model, batch = Attentions().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    captured = capture(model, squares, batch)
+    plan = plan_layout(captured.graph, mw.Layout(dp=2), world_size=2)
+    edited = {**plan.stage.strategies, "attention_backward#1": {"dp": "h"}}
+    stage = msgspec.structs.replace(plan.stage, strategies=edited)
+    values = {**{name: value.detach() for name, value in model.named_parameters()}, "batch": batch}
+    with pytest.raises(PlanError) as caught:
+        run_step(captured, msgspec.structs.replace(plan, stages=(stage,)), values)
+    assert str(caught.value) == (
+        "attention_backward#1: it draws the numbers of its forward, which is split over {'dp': 'b'}, "
+        "but it is split over {'dp': 'h'}\n  -> split an operator with dropout and its gradient alike"
+    )
 
 
 def test_steps_draw_differently_and_a_step_is_repeatable() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.capture.builder import Capture, capture
@@ -420,6 +421,42 @@ def test_an_error_inside_a_model_is_named_with_its_module_and_line() -> None:
         capture(BatchCounts(), square, torch.zeros(2, 3))
     assert caught.value.problem.startswith("the step cannot be traced: RuntimeError: ")
     assert caught.value.where == f"module inner, tests/end_to_end/test_capture.py:{line}"
+
+
+def test_a_parameter_that_is_reached_past_the_model_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    weight = model.weight
+    with pytest.raises(CaptureError) as caught:
+        capture(model, lambda model, batch: model(batch).sum() + weight.square().sum(), torch.zeros(2, 4))
+    assert str(caught.value) == (
+        "loss_fn: weight is used by other means than the model passed to loss_fn\n"
+        "  -> use only the model that loss_fn is given, and no reference to its parameters kept elsewhere"
+    )
+
+
+def test_a_tensor_of_the_user_s_own_is_a_constant() -> None:
+    scale = torch.arange(4.0)
+    graph = capture(nn.Linear(4, 4), lambda model, batch: (model(batch) * scale).sum(), torch.zeros(2, 4)).graph
+    assert [name for name, tensor in graph.tensors.items() if tensor.kind == "constant"] == [
+        "constant._tensor_constant0"
+    ]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_model_s_own_recomputation_is_left_to_the_plan(use_reentrant: bool) -> None:
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLP((4, 8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, checkpoint(self.inner, x, use_reentrant=use_reentrant))
+
+    found = capture(Recomputing(), square, torch.zeros(2, 4)).graph
+    expected = capture(nn.Sequential(MLP((4, 8, 4))), square, torch.zeros(2, 4)).graph
+    assert Counter(one.target for one in found.operators) == Counter(one.target for one in expected.operators)
+    assert not [tensor for tensor in found.tensors.values() if tensor.kind == "constant"]
+    assert checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).grad_fn is not None
 
 
 def test_capture_leaves_the_model_as_it_was() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ from meshwright.runtime.verify import Comparison, Record, compare
 from tests.distributed.pool import Ranks
 
 SMALL = ["--model.layers", "1", "--model.width", "32", "--data.sequence_length", "16", "--data.max_bytes", "100000"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a busy machine, the threads of a small model mostly wait for each other."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -62,6 +62,16 @@ def checkpoints(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").iterdir())
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a busy machine, the threads of a small model mostly wait for each other."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def busy_port() -> Iterator[int]:
     with socket.socket() as listener:
@@ -374,7 +384,7 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path: Path) -> None
     )
     try:
         deadline = time.monotonic() + 120
-        while not (tmp_path / "run" / "checkpoints" / "step-00000004").exists():
+        while not (tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json").exists():
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -388,8 +398,11 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path: Path) -> None
     assert output.endswith("meshwright: stopped\n")
     assert re.search(r"checkpoints/step-\d+ is saved: --train.directory \S+ goes on from there\n", output)
     assert not living(process.pid)
-    steps = [int(name.removeprefix("step-")) for name in checkpoints(tmp_path / "run")]
-    assert api.train(small_run(tmp_path / "run", steps=max(steps) + 1)).resumed_from == max(steps)
+    # The rank may have been in the middle of writing a later one.
+    last = max((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json")).parent
+    step = int(last.name.removeprefix("step-"))
+    assert step >= 4
+    assert api.train(small_run(tmp_path / "run", steps=step + 1)).resumed_from == step
 
 
 def test_under_torchrun_no_further_ranks_are_started(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.capture.functionalize import functionalized
 from meshwright.capture.provenance import Provenance, user_line
+from meshwright.capture.recompute import nothing_recomputed
 from meshwright.errors import CaptureError
 from meshwright.ops import library
 
@@ -151,6 +152,7 @@ def trace(
             model.train(training)
         with ExitStack() as stack:
             stack.enter_context(mode)
+            stack.enter_context(nothing_recomputed())
             stack.enter_context(fx_traceback.preserve_node_meta())
             first = make_fx(
                 run,
@@ -172,6 +174,7 @@ def trace(
         for part, was_training in modes:
             part.training = was_training
     constants = {node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    _refuse_own_values(constants, {**parameters, **buffers})
     return Traced(
         module=module,
         parameters=list(parameters),
@@ -185,6 +188,19 @@ def trace(
         mode=mode,
         constants=constants,
     )
+
+
+def _refuse_own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> None:
+    """A parameter that was reached past the traced call would stay at its first value for ever."""
+    names = {value.data_ptr(): name for name, value in state.items() if value.numel() and value.device.type != "meta"}
+    for value in constants.values():
+        name = names.get(value.data_ptr()) if value.numel() else None
+        if name is not None:
+            raise CaptureError(
+                f"{name} is used by other means than the model passed to loss_fn",
+                where="loss_fn",
+                remedy="use only the model that loss_fn is given, and no reference to its parameters kept elsewhere",
+            )
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

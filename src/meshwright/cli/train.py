@@ -69,9 +69,10 @@ def run_training(run: Run) -> None:
             train_rank, run, num_ranks=num_ranks, directory=Path(run.train.directory), port=run.train.port
         )
     except KeyboardInterrupt:
-        saved = sorted((Path(run.train.directory) / "checkpoints").glob("step-*"))
-        if saved:
-            display.console().print(f"{saved[-1]} is saved: --train.directory {run.train.directory} goes on from there")
+        whole = sorted((Path(run.train.directory) / "checkpoints").glob("step-*/manifest.json"))
+        if whole:
+            directory = run.train.directory
+            display.console().print(f"{whole[-1].parent} is saved: --train.directory {directory} goes on from there")
         raise
     finally:
         display.restore_cursor()

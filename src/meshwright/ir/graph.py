@@ -117,12 +117,12 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def fingerprint(graph: Graph) -> str:
-    """A digest of the model and its step, the same for every batch size: parameters, operators, patterns, and the
-    sizes of all factors that are not batch."""
+    """A digest of the model and its step, the same for every batch size and dtype: parameters, operators, patterns,
+    and the sizes of all factors that are not batch."""
     digest = hashlib.sha256()
     for name in (*graph.parameters, *graph.buffers):
         tensor = graph.tensors[name]
-        digest.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
+        digest.update(f"{name} {tensor.shape}\n".encode())
     batch = {name for name, factor in graph.factor_classes.items() if factor.role == "batch"}
     for operator in graph.operators:
         digest.update(f"{operator.name} {operator.target}\n".encode())

@@ -125,15 +125,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def explain(self) -> str:
         """Every module, its split, its reason, as a table for people."""
         head = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
-        lines = [
-            f"{self.model} on {self.cluster}: {head}, {self.mesh.world_size} ranks, global batch {self.batch_size}"
-        ]
+        ranks = "1 rank" if self.mesh.world_size == 1 else f"{self.mesh.world_size} ranks"
+        lines = [f"{self.model} on {self.cluster}: {head}, {ranks}, global batch {self.batch_size}"]
         rows = [("module", "split", "why"), *((note.module, note.split, note.reason) for note in self.notes)]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]
-        for bucket in self.buckets:
-            size = f"{len(bucket.parameters)} gradients, {bucket.num_bytes / 2**20:.2f} MiB"
-            lines.append(f"  all-reduce over {bucket.axis}: {size}")
+        for axis in dict.fromkeys(bucket.axis for bucket in self.buckets):
+            buckets = [bucket for bucket in self.buckets if bucket.axis == axis]
+            count = sum(len(bucket.parameters) for bucket in buckets)
+            size = sum(bucket.num_bytes for bucket in buckets) / 2**20
+            where = "1 bucket" if len(buckets) == 1 else f"{len(buckets)} buckets"
+            lines.append(f"  all-reduce over {axis}: {count} gradients, {size:.2f} MiB in {where}")
         return "\n".join(lines)
 
     def check(self, graph: Graph, where: str = "plan") -> None:
@@ -150,6 +152,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 where=where,
                 remedy="plan this model again (meshwright plan), or pass the model that the plan belongs to",
             )
+        self._check_supported(where)
+        self._check_storage(graph, where)
         sizes = {axis.name: axis.size for axis in self.mesh.axes}
         names = {operator.name for operator in graph.operators}
         starred_names = {starred(name) for name in names}
@@ -179,6 +183,44 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         where=place, remedy="a factor must divide evenly over its axis",
                     )  # fmt: skip
         self._check_buckets(graph, self._check_partials(graph, where), where)
+
+    def _check_supported(self, where: str) -> None:
+        """That nothing is asked for that this version would leave undone."""
+        asked = {
+            "stages": (len(self.stages), 1),
+            "microbatches": (self.microbatches, 1),
+            "schedule": (self.schedule, "none"),
+            "precision": (self.precision, None),
+            "codec": (self.codec, None),
+            "consistency": (self.consistency, "sync"),
+            "stages[0].recompute": (self.stage.recompute, ()),
+        }
+        for key, (value, only) in asked.items():
+            if value != only:
+                raise PlanError(
+                    f"{value!r} cannot be run by this version", where=f"{where}: {key}", remedy=f"it must be {only!r}"
+                )
+
+    def _check_storage(self, graph: Graph, where: str) -> None:
+        """That parameters are cut between factors, evenly, over axes that exist."""
+        sizes = {axis.name: axis.size for axis in self.mesh.axes}
+        for name, placements in self.stage.storage.items():
+            place = f"{where}: storage[{name!r}]"
+            if name not in graph.parameters:
+                raise PlanError(f"there is no parameter {name!r}", where=place, remedy="remove the line")
+            for axis, placement in placements.items():
+                if axis not in sizes:
+                    raise PlanError(f"unknown axis {axis!r}", where=place, remedy=f"axes are {', '.join(sizes)}")
+                if isinstance(placement, Partial):
+                    raise PlanError("a parameter cannot be Partial", where=place, remedy="make it shard or replicate")
+                if not isinstance(placement, Shard):
+                    continue
+                dims = graph.tensors[name].shape
+                if not 0 <= placement.dim < len(dims) or dims[placement.dim] % (placement.outer * sizes[axis]):
+                    raise PlanError(
+                        f"{placement} over {sizes[axis]} ranks does not fit shape {list(dims)}",
+                        where=place, remedy="choose a dim and an outer that divide evenly",
+                    )  # fmt: skip
 
     def _check_partials(self, graph: Graph, where: str) -> dict[str, Placements]:
         """That carets stand where Partials arrive; returns the placements of all activations."""
@@ -212,8 +254,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def _check_buckets(self, graph: Graph, placements: dict[str, Placements], where: str) -> None:
         """That the gradients in buckets lie as their parameters do, but for the sum over the bucket's axis."""
         gradients = {entry.parameter: entry.gradient for entry in graph.gradients}
+        seen: set[str] = set()
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
+                if parameter in seen:
+                    raise PlanError(
+                        f"the gradient of {parameter!r} is in two buckets",
+                        where=f"{where}: buckets[{index}]", remedy="take it out of one",
+                    )  # fmt: skip
+                seen.add(parameter)
                 storage = self.stage.storage.get(parameter, {})
                 wanted: Placements = {axis: one for axis, one in storage.items() if isinstance(one, Shard)}
                 wanted[bucket.axis] = Partial("sum")

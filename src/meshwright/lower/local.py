@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import input_placements, is_linear, local_shape, output_placements
@@ -29,11 +30,14 @@ class LocalCall:
         call: tuple[Target, tuple[Any, ...], dict[str, Any]],
         emit: Callable[..., fx.Node],
         random_key: fx.Node,
+        drawn: dict[str, dict[str, str]] | None = None,
     ) -> None:
+        """``drawn`` is shared by the calls of one graph: how those that draw under a name are split."""
         self.target, self.args, self.kwargs = call
         self.name = operator.name
         self._graph, self._groups, self._operator, self._letters = graph, groups, operator, letters
         self._strategy, self._emit, self._random_key = strategy, emit, random_key
+        self._drawn = drawn if drawn is not None else {}
 
     def shape(self, output: int = 0) -> list[int]:
         name = self._operator.outputs[output]
@@ -79,6 +83,15 @@ class LocalCall:
         coordinates = [
             self._groups[axis].index + 1 for axis, choice in sorted(self._strategy.items()) if not is_linear(choice)
         ]
+        if name:
+            split = {axis: factor for factor in self._letters for axis in self._axes(factor)}
+            if self._drawn.setdefault(name, split) != split:
+                raise PlanError(
+                    f"it draws the numbers of its forward, which is split over {self._drawn[name] or 'nothing'}, "
+                    f"but it is split over {split or 'nothing'}",
+                    where=self.name,
+                    remedy="split an operator with dropout and its gradient alike",
+                )
         return self._random_key, mix(zlib.crc32((name or self.name).encode()), *coordinates)
 
     def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:

@@ -70,6 +70,7 @@ class _Lowering:
         self.resharder = Resharder(self.emit, groups)
         self.meta: dict[str, Any] = {}
         self.random_key: fx.Node | None = None
+        self.drawn: dict[str, dict[str, str]] = {}
 
     # --- emission ------------------------------------------------------------------------------------------------
 
@@ -120,7 +121,8 @@ class _Lowering:
         if "dp" not in self.groups:
             return {}
         for dim, classes in enumerate(self.ir.tensors[name].dims):
-            if classes and self.ir.factor_classes[classes[0]].role == "batch":
+            divides = self.ir.tensors[name].shape[dim] % self.groups["dp"].size == 0
+            if classes and self.ir.factor_classes[classes[0]].role == "batch" and divides:
                 return {"dp": Shard(dim)}
         return {}
 
@@ -196,6 +198,7 @@ class _Lowering:
             (source.target, tuple(args), dict(kwargs)),
             self.emit,
             self.random_key,
+            self.drawn,
         )
         rule = operator_rule(source.target, self.capture.rules)
         emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged

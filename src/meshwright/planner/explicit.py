@@ -92,7 +92,8 @@ class _Planner:
 
     def _check_batch(self) -> None:
         dp, size = self.sizes["dp"], self.graph.batch_size
-        if size % dp:
+        evaluates = self.base is not None and not self.graph.gradients
+        if size % dp and not evaluates:  # an evaluation of a ragged batch runs whole on every rank
             lower = size // dp * dp
             fits = f"{lower} or {lower + dp}" if lower else str(dp)
             raise LayoutError(
@@ -158,6 +159,10 @@ class _Planner:
             if name not in chosen and self._splits_everywhere(name, axis) and not self._conflicts(name, chosen):
                 chosen[name] = "hidden features: column then row, one all-reduce forward and one backward"
         for name in vocabulary:
+            size, parts = self.graph.factor_classes[name].size, self.sizes[axis]
+            if size % parts:
+                self._note_replicated(name, axis, f"vocabulary: {size} does not divide over {parts} ranks")
+                continue
             if (
                 name in chosen
                 or not self._splits_everywhere(name, axis, decompose=True)
@@ -330,9 +335,15 @@ class _Planner:
         for glob, text in self.layout.pin.items():
             factor, at, axis = text.partition("@")
             where = f"layout: pin[{glob!r}]"
-            if not at or axis not in {one.name for one in self.mesh.axes}:
+            if not at:
                 raise LayoutError(f"{text!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
+            if axis not in self.mesh.names:
+                raise LayoutError(
+                    f"unknown axis {axis!r}", where=where, remedy=f"axes are {', '.join(self.mesh.names)}"
+                )
             members = [one for one in self.graph.operators if fnmatch.fnmatch(one.module, glob)]
+            if not members and self.base is not None:
+                continue
             if not members:
                 modules = sorted({one.module for one in self.graph.operators if one.module})
                 raise LayoutError("matches no module", where=where, remedy=f"modules are: {', '.join(modules[:20])}")
@@ -340,6 +351,8 @@ class _Planner:
                 continue
             hits = 0
             for operator in members:
+                if axis in self.strategies[operator.name]:  # the base plan has settled it
+                    continue
                 for letter, name in operator.classes.items():
                     wanted = self._is_batch(name) if factor == "batch" else letter == factor
                     if wanted and self._fits(operator, letter, axis):
@@ -349,7 +362,7 @@ class _Planner:
                 else:
                     self.strategies[operator.name].setdefault(axis, "")
                 self.notes[operator.module][axis] = f"{text}\0pinned"
-            if not hits and factor != "none":
+            if not hits and factor != "none" and self.base is None:
                 known = sorted({letter for one in members for letter in one.classes})
                 raise LayoutError(
                     f"no operator there can split {factor!r} over {axis}={self.sizes[axis]}",
