@@ -59,11 +59,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Gradients (by parameter) that are reduced together over one axis."""
+    """Gradients (by parameter) that are reduced together over one axis. They are large and hide under backward, so
+    that ``native`` serves them best: it needs no thread of ours to finish."""
 
     axis: str
     parameters: tuple[str, ...]
     num_bytes: int
+    algorithm: str = "native"
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

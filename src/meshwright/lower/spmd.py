@@ -246,7 +246,7 @@ class _Lowering:
         flat = self.emit(aten.cat.default, [self.emit(aten.reshape.default, node, [-1]) for node in nodes])
         flat.meta["device"] = self.device
         self.bucket_nodes[id(bucket)] = (
-            self.emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm), list(bucket.parameters),
+            self.emit(collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm), list(bucket.parameters),
         )  # fmt: skip
 
     def _want(self, name: str, wanted: Placements) -> fx.Node:
