@@ -41,8 +41,8 @@ from meshwright.runtime.ranks import run_ranks
 from tests.distributed.pool import Ranks
 
 BATCH = {"inputs": torch.zeros(6, 8), "label": torch.zeros(6, dtype=torch.int64)}
-SECONDS = 60.0
-"""A failed rank must end a run in seconds, of which processes on a busy machine need some to start."""
+SECONDS = 15.0
+"""How soon after a rank has failed the whole run must have ended, on a busy machine."""
 
 
 def tables(directory: Path, **train: Any) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def test_ranks_that_pass_different_models_are_named_on_each(ranks: Ranks) -> Non
     first, second = ranks(2, different_models)
     assert first == second
     assert re.fullmatch(
-        r"rank 1: rank 1 has MLP \(69 parameters, batch 6, fingerprint \w+\), rank 0 has MLP \(36 parameters, .*\)\n"
+        r"rank 1: rank 1 has MLP \(69 parameters, .*\), batch 6, .*, rank 0 has MLP \(36 parameters, .*\), batch 6, .*\n"
         r"  -> build the same model and pass batches of the same shape on every rank",
         first,
     )
@@ -243,7 +243,7 @@ def test_an_occupied_port_under_another_launcher(busy_port: int) -> None:
         "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy_port),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert f"MASTER_PORT: port {busy_port} cannot be used: another program uses it\n" in done.stderr
 
@@ -299,13 +299,14 @@ def test_a_loss_that_becomes_nan_leaves_checkpoints_and_metrics(tmp_path: Path) 
 class Failing(Silent):
     """Progress that makes this rank fail after step 3."""
 
-    def __init__(self, how: str) -> None:
-        self.how, self.steps = how, 0
+    def __init__(self, how: str, note: Path) -> None:
+        self.how, self.note, self.steps = how, note, 0
 
     def advance(self) -> None:
         self.steps += 1
         if self.steps < 3 or api.launched_rank() != 1:
             return
+        self.note.write_text(f"{time.monotonic()}")
         if self.how == "raise":
             raise ValueError("rank 1 will not\nand says so in two lines")
         if self.how == "refuse":
@@ -314,7 +315,7 @@ class Failing(Silent):
 
 
 def train_and_fail(run: Run, how: str) -> int:
-    return api.train(run, Failing(how)).steps
+    return api.train(run, Failing(how, Path(run.train.directory, "failed"))).steps
 
 
 @pytest.mark.parametrize(
@@ -336,10 +337,9 @@ def train_and_fail(run: Run, how: str) -> int:
 def test_a_rank_that_fails_in_step_3_ends_the_run_with_its_own_error(
     how: str, kind: type[MeshwrightError], error: str, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
     with pytest.raises(kind) as caught:
         run_ranks(train_and_fail, small_run(tmp_path), how, num_ranks=2, directory=tmp_path)
-    assert time.monotonic() - began < SECONDS
+    assert time.monotonic() - float((tmp_path / "failed").read_text()) < SECONDS
     found = re.fullmatch(error, str(caught.value))
     assert found, str(caught.value)
     if how == "raise":
