@@ -157,7 +157,8 @@ def test_ranks_that_pass_different_models_are_named_on_each(ranks: Ranks) -> Non
     first, second = ranks(2, different_models)
     assert first == second
     assert re.fullmatch(
-        r"rank 1: rank 1 has MLP \(69 parameters, .*\), batch 6, .*, rank 0 has MLP \(36 parameters, .*\), batch 6, .*\n"
+        r"rank 1: rank 1 has MLP \(69 parameters, .*\), batch 6, .*, "
+        r"rank 0 has MLP \(36 parameters, .*\), batch 6, .*\n"
         r"  -> build the same model and pass batches of the same shape on every rank",
         first,
     )
