@@ -76,7 +76,7 @@ def composites(subject: Subject) -> dict[str, int]:
 
 
 def property_test(
-    target: Any, build: Callable[[Draw], Any], own: Mapping[Any, OperatorRule] | None = None, examples: int = 8
+    target: Any, build: Callable[[Draw], Any], own: Mapping[Any, OperatorRule] | None = None, examples: int = 6
 ) -> set[str]:
     """Check random calls of an operator; returns every factor (and caret) that was split at least once."""
     seen: set[str] = set()
@@ -111,7 +111,7 @@ def test_rule(target: Any) -> None:
 
 @pytest.mark.parametrize("target", POINTWISE, ids=str)
 def test_element_by_element_rule(target: Any) -> None:
-    assert property_test(target, POINTWISE[target], examples=5)
+    assert property_test(target, POINTWISE[target], examples=4)
 
 
 # --- the test can fail ------------------------------------------------------------------------------------------------

@@ -89,6 +89,23 @@ def test_views_keep_their_memory_alive() -> None:
     assert aten.exp.out not in _targets(_traced(build))
 
 
+def test_parts_of_a_split_are_memory_of_the_input() -> None:
+    def build(graph: fx.Graph, a: fx.Node) -> fx.Node:
+        parts = graph.call_function(aten.split.Tensor, (a, 2))
+        return graph.call_function(aten.exp.default, (graph.call_function(operator.getitem, (parts, 0)),))
+
+    assert aten.exp.out not in _targets(_traced(build))
+
+
+def test_outputs_of_one_operator_are_apart() -> None:
+    def build(graph: fx.Graph, a: fx.Node) -> list[fx.Node]:
+        extremes = graph.call_function(aten.max.dim, (a, 0))
+        value, index = (graph.call_function(operator.getitem, (extremes, position)) for position in (0, 1))
+        return [graph.call_function(aten.exp.default, (value,)), index]
+
+    assert aten.exp.out in _targets(_traced(build))
+
+
 def test_a_product_and_its_bias_become_one_operator() -> None:
     graph = fx.Graph()
     a, b, bias = (graph.placeholder(name) for name in "abc")
