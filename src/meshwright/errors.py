@@ -74,5 +74,9 @@ class RankError(MeshwrightError):
     """A rank that failed, was killed, stopped answering, or disagrees with the others."""
 
 
+class LostRankError(RankError):
+    """A rank that another one no longer hears from: it ended, or does not answer."""
+
+
 class NonFiniteLossError(MeshwrightError):
     """A loss that became NaN or infinite."""

@@ -111,7 +111,8 @@ def test_rule(target: Any) -> None:
 
 @pytest.mark.parametrize("target", POINTWISE, ids=str)
 def test_element_by_element_rule(target: Any) -> None:
-    assert property_test(target, POINTWISE[target], examples=4)
+    # A few random calls may all be scalars, or of size 1, which nothing splits.
+    assert property_test(target, POINTWISE[target], examples=4) or property_test(target, POINTWISE[target], examples=40)
 
 
 # --- the test can fail ------------------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
 """The kernels of the collective operators: torch.distributed's own, or our exchange, started without waiting."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.library import Library
 
-from meshwright.comm.groups import process_group
+from meshwright.comm.groups import exchange, process_group
+from meshwright.comm.transport.base import Work
 
 LIBRARY = Library("meshwright_comm", "IMPL")
 
@@ -18,26 +18,7 @@ _WORK = "_meshwright_work"
 """The attribute of a tensor in flight that holds what to wait for."""
 
 
-class _Work(Protocol):
-    def wait(self) -> Any: ...
-
-
-class _Exchange:
-    """Two ranks send each other what they have, and then do what is left to do: one round, each byte once each way."""
-
-    def __init__(self, mine: Tensor, theirs: Tensor, group: dist.ProcessGroup, finish: Callable[[], object]) -> None:
-        peer = 1 - group.rank()
-        self._works = (group.recv([theirs], peer, 0), group.send([mine], peer, 0))
-        self._kept = (mine, theirs)
-        self._finish = finish
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._finish()
-
-
-def _in_flight(value: Tensor, work: _Work | None) -> Tensor:
+def _in_flight(value: Tensor, work: Work | None) -> Tensor:
     setattr(value, _WORK, work)
     return value
 
@@ -48,8 +29,13 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str) -> Tens
         value = value.contiguous()
     ranks = process_group(group)
     if algorithm == "exchange":
-        theirs = torch.empty_like(value)
-        return _in_flight(value, _Exchange(value, theirs, ranks, lambda: _REDUCE[op](value, theirs, out=value)))
+        flat, reduce = value.view(-1), _REDUCE[op]
+
+        def add(theirs: Tensor, begin: int) -> None:
+            mine = flat[begin : begin + theirs.numel()]
+            reduce(mine, theirs, out=mine)
+
+        return _in_flight(value, exchange(ranks).start(value, add))
     return _in_flight(value, dist.all_reduce(value, _OPS[op], ranks, async_op=True))
 
 
@@ -59,9 +45,13 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str) -> Te
     result = value.new_empty(size, *value.shape)
     ranks = process_group(group)
     if algorithm == "exchange":
-        me = ranks.rank()
-        result[me].copy_(value)
-        return _in_flight(result, _Exchange(value, result[1 - me], ranks, lambda: None))
+        result[ranks.rank()].copy_(value)
+        into = result[1 - ranks.rank()].view(-1)
+
+        def keep(theirs: Tensor, begin: int) -> None:
+            into[begin : begin + theirs.numel()].copy_(theirs)
+
+        return _in_flight(result, exchange(ranks).start(value, keep))
     flat = result.view(size * value.numel())
     return _in_flight(result, dist.all_gather_single(flat, value.view(-1), ranks, async_op=True))
 
@@ -72,8 +62,13 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     result = value.new_empty(value.shape[1:])
     ranks = process_group(group)
     if algorithm == "exchange":
-        mine, yours = value[ranks.rank()], value[1 - ranks.rank()]
-        return _in_flight(result, _Exchange(yours, result, ranks, lambda: _REDUCE[op](mine, result, out=result)))
+        mine, flat, reduce = value[ranks.rank()].view(-1), result.view(-1), _REDUCE[op]
+
+        def add(theirs: Tensor, begin: int) -> None:
+            end = begin + theirs.numel()
+            reduce(mine[begin:end], theirs, out=flat[begin:end])
+
+        return _in_flight(result, exchange(ranks).start(value[1 - ranks.rank()], add))
     flat = result.view(-1)
     return _in_flight(result, dist.reduce_scatter_single(flat, value.view(-1), _OPS[op], ranks, async_op=True))
 

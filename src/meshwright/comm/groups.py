@@ -2,36 +2,47 @@
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from meshwright.comm.transport.base import Exchange, timeout_of
+from meshwright.comm.transport.point_to_point import PointToPoint
+from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.errors import MeshwrightError
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements, Shard
 
 T = TypeVar("T")
 
+_EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, Exchange] = WeakKeyDictionary()
+"""What torch.distributed's own table of groups by name has no room for; an entry ends with its group."""
+
 
 def axis_groups(mesh: Mesh, rank: int, algorithms: dict[str, str] | None = None) -> dict[str, AxisGroup]:
     """Make the process groups of every axis (all ranks must call this), and return this rank's."""
     coordinates = mesh.coordinates(rank)
+    world = dist.group.WORLD
+    assert world is not None
     result: dict[str, AxisGroup] = {}
     for axis in mesh.axes:
         if axis.size == 1:
             continue
         if axis.size == mesh.world_size:
-            group = dist.group.WORLD
+            group = world
         else:
             group = None
             for ranks in mesh.groups(axis.name):
-                made = dist.new_group(list(ranks))
+                made = dist.new_group(list(ranks), timeout=timeout_of(world))
                 if rank in ranks:
                     group = made
         assert group is not None
         algorithm = (algorithms or {}).get(axis.name, "native")
+        if algorithm == "exchange":
+            exchange(group)
         result[axis.name] = AxisGroup(group.group_name, axis.size, coordinates[axis.name], algorithm)
     return result
 
@@ -39,6 +50,13 @@ def axis_groups(mesh: Mesh, rank: int, algorithms: dict[str, str] | None = None)
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def exchange(group: dist.ProcessGroup) -> Exchange:
+    """What the two ranks of a group swap data by; both must ask for it the first time."""
+    if group not in _EXCHANGES:
+        _EXCHANGES[group] = SharedMemory.connect(group) or PointToPoint(group)
+    return _EXCHANGES[group]
 
 
 def sum_over(value: Tensor, group: AxisGroup) -> Tensor:

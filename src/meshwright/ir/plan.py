@@ -59,8 +59,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Gradients (by parameter) that are reduced together over one axis. They are large and hide under backward, so
-    that ``native`` serves them best: it needs no thread of ours to finish."""
+    """Gradients (by parameter) that are reduced together over one axis, and by which algorithm."""
 
     axis: str
     parameters: tuple[str, ...]

@@ -83,12 +83,19 @@ def gradient_buckets(
     placements: dict[str, Placements],
     storage: dict[str, dict[str, Placement]],
     axis_sizes: dict[str, int],
+    algorithms: dict[str, str],
 ) -> tuple[Bucket, ...]:
     """Gradients that only lack a sum over one axis, in the order that backward makes them."""
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
     pending: dict[tuple[str, str], tuple[list[str], int]] = {}
-    buckets: list[tuple[int, Bucket]] = []
+    buckets: list[Bucket] = []
+
+    def close(axis: str, names: list[str], num_bytes: int) -> None:
+        buckets.append(
+            Bucket(axis=axis, parameters=tuple(names), num_bytes=num_bytes, algorithm=algorithms.get(axis, "native"))
+        )
+
     entries = [entry for entry in graph.gradients if entry.gradient is not None]
     counts: dict[str, int] = defaultdict(int)
     for entry in entries:
@@ -109,12 +116,12 @@ def gradient_buckets(
         key = (axes[0], tensor.dtype)
         names, total = pending.get(key, ([], 0))
         if names and total + num_bytes > BUCKET_BYTES:
-            buckets.append((len(buckets), Bucket(axis=axes[0], parameters=tuple(names), num_bytes=total)))
+            close(axes[0], names, total)
             names, total = [], 0
         pending[key] = ([*names, entry.parameter], total + num_bytes)
     for (axis, _), (names, total) in pending.items():
-        buckets.append((len(buckets), Bucket(axis=axis, parameters=tuple(names), num_bytes=total)))
-    return tuple(bucket for _, bucket in buckets)
+        close(axis, names, total)
+    return tuple(buckets)
 
 
 def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:

@@ -68,6 +68,7 @@ class _Planner:
         used = {
             name: {a: c for a, c in strategy.items() if a in self.sizes} for name, strategy in self.strategies.items()
         }
+        algorithms = self._algorithms()
         return Plan(
             model=self.graph.model,
             graph_fingerprint=self.graph.fingerprint,
@@ -76,17 +77,25 @@ class _Planner:
             mesh=self.mesh,
             stages=(Stage(strategies=grouped(used), storage=storage),),
             layout=self.layout,
-            buckets=gradient_buckets(self.graph, placements, storage, self.sizes),
-            algorithms=self._algorithms(),
+            buckets=gradient_buckets(self.graph, placements, storage, self.sizes, algorithms),
+            algorithms=algorithms,
             notes=self._explained(),
         )
 
     def _algorithms(self) -> dict[str, str]:
-        """Two CPU ranks swap what they have in one round; elsewhere torch.distributed's own collectives."""
+        """Two CPU ranks of one box swap what they have in one round; elsewhere torch.distributed's own collectives."""
         if self.base is not None:
             return self.base.algorithms
-        exchange = self.cluster is None or self.cluster.device.kind == "cpu"
-        return {axis: "exchange" if exchange and size == 2 else "native" for axis, size in self.sizes.items()}
+        return {axis: "exchange" if self._swaps(axis) else "native" for axis in self.sizes}
+
+    def _swaps(self, axis: str) -> bool:
+        if self.sizes[axis] != 2 or self.cluster is None:
+            return self.sizes[axis] == 2
+        if self.cluster.device.kind != "cpu" or not self.cluster.levels:
+            return False
+        box = self.cluster.levels[-1]
+        one_box = len(self.cluster.levels) == 1  # which may hold more ranks than devices
+        return one_box or all(self.cluster.level_of(*ranks).name == box.name for ranks in self.mesh.groups(axis))
 
     # --- data parallel -------------------------------------------------------------------------------------------
 

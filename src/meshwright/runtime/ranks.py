@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import msgspec
 
 from meshwright import errors
-from meshwright.errors import LaunchError, MeshwrightError, RankError
+from meshwright.errors import LaunchError, LostRankError, MeshwrightError, RankError
 from meshwright.ir import files
 from meshwright.runtime import launch
 
@@ -196,6 +196,8 @@ def _lost_peer(error: BaseException | None) -> bool:
     """Whether the error says that another rank no longer answers."""
     while error is not None:
         text = str(error)
+        if isinstance(error, LostRankError):
+            return True
         if "gloo/transport" in text or "NCCL" in text or type(error).__name__ in ("DistStoreError", "DistNetworkError"):
             return True
         error = error.__cause__ or error.__context__
