@@ -50,7 +50,7 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "plan", "verify", "clusters"])
+@pytest.mark.parametrize("command", ["demo", "train", "plan", "verify", "schedule", "clusters"])
 def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli([command, "--help"]) == 0
     text = capsys.readouterr().out
