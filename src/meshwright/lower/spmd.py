@@ -81,8 +81,8 @@ class _Lowering:
 
     def lower(self) -> Lowered:
         inputs = self._placeholders()
-        storages = self._storage_readers()
         self._plan_uses()
+        storages = self._storage_readers()
         # what depends on no parameter comes first: its collectives (label counts) hide under the model
         for operator in sorted(self.ir.operators, key=lambda operator: not operator.prologue):
             self._operator(operator, storages)
@@ -127,8 +127,12 @@ class _Lowering:
         return {}
 
     def _storage_readers(self) -> dict[str, int]:
-        """How often the memory behind a tensor is read, other than by views of it."""
+        """How often the memory behind a tensor is read, other than by views of it: by operators, as an output, and
+        as a gradient in a bucket."""
         readers: dict[str, int] = {}
+        for name in (*(name for name, _ in self.outputs), *self.bucket_of):
+            storage = self.ir.tensors[name].storage
+            readers[storage] = readers.get(storage, 0) + 1
         for operator in self.ir.operators:
             views = {self.ir.tensors[output].storage for output in operator.outputs}
             for name in operator.inputs:
@@ -148,9 +152,8 @@ class _Lowering:
             for position, name in enumerate(operator.inputs):
                 wanted = input_placements(operator.rule, strategy, position) if operator.rule else {}
                 self.uses.setdefault(name, []).append(wanted)
-        self.outputs: dict[str, Placements] = {self.ir.loss: {}}
-        whole = [*self.ir.metrics.values(), *self.ir.buffer_updates.values()]
-        self.outputs |= {name: {} for name in whole}
+        whole = [self.ir.loss, *self.ir.metrics.values(), *self.ir.buffer_updates.values()]
+        self.outputs: list[tuple[str, Placements]] = [(name, {}) for name in whole]
         self.bucket_of: dict[str, Bucket] = {}
         gradients = {entry.parameter: entry.gradient for entry in self.ir.gradients}
         for bucket in self.plan.buckets:
@@ -162,8 +165,8 @@ class _Lowering:
         }
         for entry in self.ir.gradients:
             if entry.gradient is not None and entry.gradient not in self.bucket_of:
-                self.outputs[entry.gradient] = self.gradient_wants[entry.parameter]
-        for name, wanted in self.outputs.items():
+                self.outputs.append((entry.gradient, self.gradient_wants[entry.parameter]))
+        for name, wanted in self.outputs:
             self.uses.setdefault(name, []).append(wanted)
         self.bucket_left = {id(bucket): len(bucket.parameters) for bucket in self.bucket_of.values()}
         self.bucket_nodes: dict[int, tuple[fx.Node, list[str]]] = {}
@@ -222,10 +225,7 @@ class _Lowering:
             node.meta.setdefault("local_shape", local_shape(tensor.shape, placements, self.sizes))
             node.meta.setdefault("dtype", values[index].dtype)
             root = self.ir.tensors[tensor.storage]
-            owned = (
-                root.kind in ("activation", "gradient")
-                and storages.get(tensor.storage, 0) + (name in self.outputs) <= 1
-            )
+            owned = root.kind in ("activation", "gradient") and storages.get(tensor.storage, 0) <= 1
             value = self.values[name] = _Value(node, placements, owned=owned)
             self._start(name, value)
 
