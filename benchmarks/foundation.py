@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def num_ranks(self) -> int:
-        return self.layout.dp * self.layout.tp
+        return self.layout.num_ranks
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from meshwright.errors import ClusterError, LayoutError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.plan import Layout, Plan
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run, TextData
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.explicit import adapt_plan, plan_layout
@@ -68,8 +69,7 @@ def plan(
     """
     known = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or "cpu-local")
     layout = layout if layout is not None else Layout(dp=-1)
-    asked = layout.dp * layout.tp
-    world_size = devices or (asked if asked > 0 else known.num_devices)
+    world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(graph, layout, world_size=world_size, cluster=known)
 
 

@@ -52,7 +52,7 @@ class Case:
     @property
     def num_ranks(self) -> int:
         layout = LAYOUTS[self.layout]
-        return layout.dp * layout.tp
+        return layout.num_ranks
 
     def __str__(self) -> str:
         return ", ".join((self.model, self.layout, self.optimizer, self.clipping, self.labels))

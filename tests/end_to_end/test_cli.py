@@ -16,7 +16,8 @@ import meshwright as mw
 from meshwright import api, config
 from meshwright.cli import run as cli
 from meshwright.ir import files
-from meshwright.ir.plan import Layout, Plan
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
 from meshwright.models import classification_loss
 from meshwright.runtime.loop import HeldOut
 from meshwright.runtime.verify import Comparison, Record, compare

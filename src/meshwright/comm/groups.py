@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from meshwright.comm.transport.base import Exchange, timeout_of
+from meshwright.comm.transport.base import Channel, Exchange, Work, timeout_of
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.errors import MeshwrightError
@@ -57,6 +57,28 @@ def exchange(group: dist.ProcessGroup) -> Exchange:
     if group not in _EXCHANGES:
         _EXCHANGES[group] = SharedMemory.connect(group) or PointToPoint(group)
     return _EXCHANGES[group]
+
+
+class _Plain:
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+
+    def send(self, tensor: Tensor) -> Work:
+        return dist.isend(tensor, self.peer)  # type: ignore[return-value]
+
+    def receive(self, into: Tensor, label: str = "") -> Work:
+        return dist.irecv(into, self.peer)  # type: ignore[return-value]
+
+
+def channel(peer: int) -> Channel:
+    """Messages to and from another rank of the world."""
+    return _Plain(peer)
+
+
+def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
+    """Give all ranks of the group the value of the one at ``index``."""
+    ranks = process_group(group.name)
+    dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
 
 
 def sum_over(value: Tensor, group: AxisGroup) -> Tensor:

@@ -152,6 +152,23 @@ def _gradient(part: Any) -> fx.Node | None:
     return source if ours and source.target in _INTO and "out" not in source.kwargs else None
 
 
+def accumulate_products(graph: fx.Graph) -> None:
+    """Let products be added into gradients while they are made: ``total.add_(mm(a, b))`` -> ``total.addmm_(a, b)``."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.add_.Tensor:
+            continue
+        total, product = node.args
+        if (
+            isinstance(product, fx.Node)
+            and product.target is aten.mm.default
+            and list(product.users) == [node]
+            and total.meta["val"].dtype == product.meta["val"].dtype
+        ):
+            node.target = aten.addmm_.default
+            node.args = (total, *product.args)
+            graph.erase_node(product)
+
+
 def reuse_memory(graph: fx.Graph) -> None:
     """Let element-wise operators write into an input that nobody reads again: less memory, fewer page faults.
 

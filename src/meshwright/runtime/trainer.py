@@ -22,12 +22,12 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Plan
 from meshwright.lower.reshard import local_part
-from meshwright.lower.spmd import Lowered, lower
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.runtime import checkpoint
 from meshwright.runtime.checkpoint import Stateful
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.state import LocalParameters, full_state_dict
+from meshwright.runtime.steps import Step, StepResult, lowered_step
 
 log = logging.getLogger("meshwright")
 
@@ -75,13 +75,13 @@ class Trainer:
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
         self._optimizer = self._make_optimizer(optimizer)
         self._names_trained = tuple(self.parameters.trainable)
-        self._lowered: OrderedDict[Any, tuple[Lowered, Graph]] = OrderedDict()
+        self._lowered: OrderedDict[Any, tuple[Step, Graph]] = OrderedDict()
         traced, tensors = captured.traced, captured.graph.tensors
         shapes = tuple((tensors[name].shape, tensors[name].dtype) for name in captured.graph.inputs)
         others = tuple(repr(leaf) for leaf in traced.constant_leaves.values())
         self._batch_spec = traced.batch_spec
         first = (tuple(traced.differentiable), traced.batch_spec, shapes, others)
-        self._lowered[first] = (lower(captured, plan, self.groups, device), captured.graph)
+        self._lowered[first] = (lowered_step(captured, plan, self.groups, self.rank, device), captured.graph)
         self.graph = captured.graph
 
     # --- what a user calls ---------------------------------------------------------------------------------------
@@ -119,15 +119,11 @@ class Trainer:
             OptimizerError: the trainer was made without an optimizer.
         """
         optimizer = self.optimizer
-        lowered, values = self._prepare(batch, local, training=True)
-        result = lowered.function(values)
-        loss = self._finish(lowered, result)
+        result = self._run(batch, local, training=True)
+        loss = self._finish(result)
         parameters = self.parameters.trainable
-        offset = 1 + len(lowered.metrics)
-        gradients = result[offset : offset + len(lowered.differentiable)]
-        for name, gradient in zip(lowered.differentiable, gradients, strict=True):
-            parameters[name].grad = gradient
-        del gradients
+        for name, parameter in parameters.items():
+            parameter.grad = result.gradients.get(name)
         del result
         if self.max_grad_norm is not None:
             self.metrics["grad_norm"] = self._clip(self.max_grad_norm)
@@ -139,11 +135,8 @@ class Trainer:
 
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """The loss of a batch in evaluation mode: no gradients, no dropout, buffers as they are."""
-        lowered, values = self._prepare(batch, local, training=False)
-        result = lowered.function(values)
-        self.metrics = dict(zip(["loss", *lowered.metrics], result, strict=False))
-        loss: Tensor = result[0]
-        return loss
+        self.metrics = self._run(batch, local, training=False).scalars
+        return self.metrics["loss"]
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
@@ -232,7 +225,7 @@ class Trainer:
             return (shape[0] * self.data_shard[1], *shape[1:])
         return shape
 
-    def _prepare(self, batch: Any, local: bool, training: bool) -> tuple[Lowered, list[Any]]:
+    def _run(self, batch: Any, local: bool, training: bool) -> StepResult:
         leaves, spec = pytree.tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shapes = tuple((self._whole_shape(value, batch, local), _dtype(value)) for value in tensors)
@@ -243,13 +236,17 @@ class Trainer:
             entry = self._capture_again(key, batch, leaves, spec, shapes, training)
         else:
             self._lowered.move_to_end(key)
-        lowered = entry[0]
-        inputs = []
-        for name, value in zip(lowered.inputs, tensors, strict=True):
-            placements = {} if local else lowered.input_placements[name]
-            inputs.append(local_part(value, placements, self.groups).to(self.device, non_blocking=True))
-        random_key = step_key(self.seed, self.step_number)
-        return lowered, [*self.parameters.values(), *self.parameters.buffers(), *inputs, random_key]
+        step = entry[0]
+        inputs = {}
+        for name, value in zip(step.inputs, tensors, strict=True):
+            placements = {} if local else step.input_placements.get(name, {})
+            inputs[name] = local_part(value, placements, self.groups).to(self.device, non_blocking=True)
+        return step.run(
+            self.parameters.values(),
+            self.parameters.named_buffers,
+            inputs,
+            lambda microbatch: step_key(self.seed, self.step_number, microbatch),
+        )
 
     def _trained(self) -> tuple[str, ...]:
         """The names of the parameters that are not frozen (any more).
@@ -272,7 +269,7 @@ class Trainer:
 
     def _capture_again(
         self, key: Any, batch: Any, leaves: list[Any], spec: Any, shapes: tuple[Any, ...], training: bool
-    ) -> tuple[Lowered, Graph]:
+    ) -> tuple[Step, Graph]:
         """The same plan for another batch shape, for evaluation, or with other parameters frozen."""
         if training and spec != self._batch_spec:
             raise DataError(
@@ -290,21 +287,22 @@ class Trainer:
             self._model, self._loss_fn, pytree.tree_unflatten(shaped, spec), training=training, rules=self._rules
         )
         plan = self._replan(self.plan, captured.graph)
-        entry = (lower(captured, plan, self.groups, self.device), captured.graph)
+        entry = (lowered_step(captured, plan, self.groups, self.rank, self.device), captured.graph)
         self._lowered[key] = entry
         while len(self._lowered) > SHAPES_KEPT:
             self._lowered.pop(next(one for one in self._lowered if one != key))
         return entry
 
-    def _finish(self, lowered: Lowered, result: list[Any]) -> Tensor:
-        loss: Tensor = result[0]
+    def _finish(self, result: StepResult) -> Tensor:
+        loss = result.scalars["loss"]
         if self.device.type == "cpu" and not torch.isfinite(loss):
             self._refuse(float(loss), self.step_number + 1)
         previous = self.metrics.get("loss")
         if self.device.type != "cpu" and previous is not None and not torch.isfinite(previous):
             self._refuse(float(previous), self.step_number)
-        self.metrics = dict(zip(["loss", *lowered.metrics], result, strict=False))
-        for buffer, value in zip(self.parameters.buffers(), result[len(result) - len(lowered.buffers) :], strict=True):
+        self.metrics = result.scalars
+        for name, value in result.buffers.items():
+            buffer = self.parameters.named_buffers[name]
             if value is not buffer:
                 buffer.copy_(value)
         return loss
@@ -318,11 +316,11 @@ class Trainer:
         )
 
     def _clip(self, max_norm: float) -> Tensor:
-        """Clip by the norm over all ranks: split gradients are summed over the axes that split them."""
+        """Clip by the norm over all ranks: split gradients are summed over the axes that split them, stages over pp."""
         whole: list[Tensor] = []
         split: dict[tuple[str, ...], list[Tensor]] = {}
         for name, parameter in self.parameters.trainable.items():
-            if parameter.grad is None:
+            if parameter.grad is None or not self.parameters.counts(name):
                 continue
             axes = tuple(
                 axis for axis, placement in self.parameters.placements(name).items() if isinstance(placement, Shard)
@@ -334,6 +332,8 @@ class Trainer:
             for axis in axes:
                 squares = sum_over(squares, self.groups[axis])
             total = total + squares
+        if "pp" in self.groups:
+            total = sum_over(total, self.groups["pp"])
         norm = total.sqrt()
         torch.nn.utils.clip_grads_with_norm_(list(self.parameters.trainable.values()), max_norm, norm)
         return norm

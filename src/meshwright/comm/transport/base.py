@@ -28,6 +28,18 @@ class Exchange(Protocol):
         ...
 
 
+class Channel(Protocol):
+    """Messages to and from one other rank, in the order in which they were sent."""
+
+    def send(self, tensor: Tensor) -> Work:
+        """Send a contiguous tensor, without waiting for the peer; after ``wait`` it may be overwritten."""
+        ...
+
+    def receive(self, into: Tensor, label: str = "") -> Work:
+        """Receive into a contiguous tensor, which ``wait`` waits for; ``label`` names it in errors."""
+        ...
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the ranks of a group wait for each other."""
     timeout: timedelta = group.get_group_store().timeout  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     ``stage_of`` holds forward and backward operators; prologue operators belong to every stage that reads them, and
     additions that join gradients across stages to none. ``up[s]`` are the tensors that stage s sends to s + 1, in the
     order in which they are made; ``down[s]`` those that stage s + 1 sends to s. ``terms`` are, by parameter and stage,
-    the tensors whose sum is that stage's gradient; ``owners`` the stages that hold a parameter.
+    the tensors whose sum is that stage's gradient; ``owners`` the stages that hold a parameter or buffer.
     """
 
     num_stages: int
@@ -95,7 +95,7 @@ def _late(graph: Graph) -> set[str]:
     late: set[str] = set()
     made: set[str] = set()
     for operator in graph.operators:
-        if operator.backward or made.intersection(operator.inputs):
+        if not operator.prologue and (operator.backward or made.intersection(operator.inputs)):
             late.add(operator.name)
             made.update(operator.outputs)
     return late
@@ -181,7 +181,7 @@ def _crossings(
         source, gradient = stage_of[maker.name], maker.name in late
         if (stage > source and gradient) or (stage < source and not backward):
             raise PlanError(
-                f"{name!r} of stage {source} is read in stage {stage}, {'by a later' if gradient else 'an earlier'} one",
+                f"{name!r} of stage {source} is read in stage {stage}, {'a later' if gradient else 'an earlier'} one",
                 where=where,
                 remedy="cut the graph elsewhere",
             )
@@ -206,10 +206,21 @@ def _crossings(
 def _owners(
     graph: Graph, stage_of: dict[str, int], terms: dict[str, dict[int, tuple[str, ...]]]
 ) -> dict[str, tuple[int, ...]]:
-    result: dict[str, set[int]] = {name: set(terms.get(name, ())) for name in graph.parameters}
+    result: dict[str, set[int]] = {name: set(terms.get(name, ())) for name in (*graph.parameters, *graph.buffers)}
     for operator in graph.operators:
         stage = stage_of.get(operator.name)
         for name in operator.inputs:
             if name in result and stage is not None:
                 result[name].add(stage)
+    producers = graph.producers()
+    for buffer, update in graph.buffer_updates.items():
+        maker = producers.get(update)
+        stage = stage_of.get(maker.name) if maker is not None else None
+        if stage is not None and result[buffer] - {stage}:
+            raise PlanError(
+                f"buffer {buffer!r} is updated in stage {stage} and read in another",
+                where=f"{maker.name if maker else buffer}",
+                remedy="cut the graph elsewhere",
+            )
+        result[buffer] = {stage} if stage is not None else result[buffer]
     return {name: tuple(sorted(stages)) or (0,) for name, stages in result.items()}
