@@ -140,7 +140,8 @@ def hugging_face_t5(ragged: bool) -> Subject:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=40, decoder_start_token_id=0, dropout_rate=0.0
+        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=40, decoder_start_token_id=0,
+        dropout_rate=0.0,
     )  # fmt: skip
     batches = []
     for _ in range(STEPS):
