@@ -39,23 +39,19 @@ class LocalParameters:
         self._given: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
         materialize(model, device, seed)
-        names = {id(value): name for name, value in model.named_parameters()}
         owned = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         if groups:
             with torch.no_grad():
                 broadcast_tensors([*owned.values(), *buffers.values()])
-        meta = []
         for name in graph.parameters:
             parameter = owned[name]
             if self.is_sharded(name):
                 part = local_part(parameter.detach(), self._placements[name], groups).clone().contiguous().to(device)
                 self._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-                meta.append(name)
                 self._given[name] = nn.Parameter(
                     torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
                 )
-                _replace(model, parameter, self._given[name])
             else:
                 if parameter.device != device:
                     parameter.data = parameter.data.to(device)
@@ -65,10 +61,17 @@ class LocalParameters:
             if buffer.device != device:
                 buffer.data = buffer.data.to(device)
             self._buffers[name] = buffer
-        if meta:
+
+    def take_over(self) -> None:
+        """Make the caller's split parameters meta tensors, now that nothing can fail any more."""
+        owned = dict(self.model.named_parameters())
+        for name, given in self._given.items():
+            _replace(self.model, owned[name], given)
+        if self._given:
             log.info(
-                "%d of %d parameters are split; in the given module they are now meta tensors", len(meta), len(names)
-            )
+                "%d of %d parameters are split; in the given module they are now meta tensors",
+                len(self._given), len(owned),
+            )  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
