@@ -29,8 +29,9 @@ from meshwright.runtime import launch, manifest
 from meshwright.runtime.launch import launched, launched_rank, num_devices
 from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
 from meshwright.runtime.metrics import Meter
+from meshwright.runtime.optimizer import OptimizerFactory, check_factory
 from meshwright.runtime.ranks import Status, run_ranks
-from meshwright.runtime.trainer import OptimizerFactory, Trainer
+from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
 
 __all__ = [
@@ -107,6 +108,8 @@ def parallelize(
     Raises:
         CaptureError, LayoutError, PlanError, FileFormatError, OptimizerError, RankError.
     """
+    _check_plan(plan)
+    check_factory(optimizer, max_grad_norm)
     target = launch.start(device)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     captured = builder.capture(model, loss_fn, batch, rules=rules)
@@ -347,6 +350,13 @@ def _choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | N
     if chosen.batch_size != graph.batch_size:
         chosen = adapt_plan(chosen, graph)
     return chosen
+
+
+def _check_plan(plan: Any) -> None:
+    if not isinstance(plan, str | os.PathLike | Layout | Plan):
+        raise LayoutError(
+            f"it is {plan!r}", where="plan", remedy='pass "auto", a mw.Layout, a Plan, or the path of a plan file'
+        )
 
 
 def _agree(graph: Graph) -> None:

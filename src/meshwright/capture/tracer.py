@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
@@ -15,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
 from meshwright.capture.functionalize import functionalized
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
 from meshwright.errors import CaptureError
-from meshwright.ops import library
 
 LossFunction = Callable[[nn.Module, Any], Any]
 aten = torch.ops.aten
@@ -59,20 +58,14 @@ class _Step(nn.Module):
 class _Watch(TorchFunctionMode):
     """Sees every torch function: notes source lines, and captures attention as one operator."""
 
-    def __init__(self, provenance: Provenance) -> None:
+    def __init__(self, provenance: Provenance, attention: Attention) -> None:
         super().__init__()
-        self._provenance = provenance
-        self._attentions = 0
+        self._provenance, self._attention = provenance, attention
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._provenance.see()
-        if function is F.scaled_dot_product_attention:
-            self._attentions += 1
-            result = library.attention(*args, **{**kwargs, "number": self._attentions})
-            if result is not None:
-                return result
-        return function(*args, **kwargs)
+        return (self._attention if function is SCALED_DOT_PRODUCT else function)(*args, **kwargs)
 
 
 def batch_size_of(batch: Any) -> int:
@@ -125,7 +118,8 @@ def trace(
         for position, value in zip(tensors, inputs, strict=True):
             full[position] = value
         every = {**weights, **dict(zip(buffers, states, strict=True))}
-        with _Watch(provenance), provenance.forward():
+        attention = Attention()
+        with _Watch(provenance, attention), attention.everywhere(), provenance.forward():
             result = torch.func.functional_call(
                 step, {f"model.{name}": value for name, value in every.items()}, (pytree.tree_unflatten(full, spec),)
             )

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from meshwright.comm.transport.base import Channel, Exchange, Work, timeout_of
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements, Shard
 
@@ -125,20 +125,34 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank; its error is raised on every rank. ``make`` runs on rank 0 only."""
+    """What rank 0 makes, on every rank. ``make`` runs on rank 0 only.
+
+    Raises:
+        MeshwrightError: rank 0's, on every rank.
+        RankError: on the other ranks, where rank 0 failed in another way; rank 0 raises what it was.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     box: list[Any] = [None, None]
+    own: Exception | None = None
     if dist.get_rank() == 0:
         try:
             box[0] = make()
-        except MeshwrightError as error:
-            box[1] = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
+            own = error
+            box[1] = error if isinstance(error, MeshwrightError) else _failed(error)
     dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
+    if own is not None or box[1] is not None:
+        raise own or box[1]
     result: T = box[0]
     return result
+
+
+def _failed(error: Exception) -> RankError:
+    """An error of rank 0 in words, which can be sent whatever the error holds."""
+    return RankError(
+        f"it failed: {type(error).__name__}: {error}", where="rank 0", remedy="look at the error that rank 0 raised"
+    )
 
 
 def from_every_rank(value: T) -> list[T]:

@@ -34,6 +34,16 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     pin: dict[str, str] = {}
     """Module globs to ``"factor@axis"`` (``{"conv*": "batch@tp"}``, ``{"head": "none@tp"}``), before the rule."""
 
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                raise LayoutError(
+                    f"{field.name} is {value!r}", where="layout", remedy=str(error).replace("`", "")
+                ) from None
+
     @property
     def num_ranks(self) -> int:
         """The ranks that it needs; negative where a size is open."""

@@ -11,7 +11,7 @@ from meshwright.capture.builder import Capture
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
 from meshwright.ir.plan import Bucket, Plan, Strategy
-from meshwright.lower.fuse import fuse, propagate, reuse_memory, write_into_buckets
+from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write_into_buckets
 from meshwright.lower.local import LocalCall
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
@@ -308,6 +308,8 @@ class Lowering:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         shapes: list[Any] = [(node.meta["local_shape"], node.meta["dtype"]) for node in placeholders[:-1]]
         propagate(self.graph, [*shapes, 0], traced.constants)
+        first = 1 + len(metrics)
+        separate(self.graph, [first + k for k, name in enumerate(traced.differentiable) if name not in reduced])
         write_into_buckets(self.graph)
         reuse_memory(self.graph)
         self.graph.lint()

@@ -45,24 +45,19 @@ class LocalParameters:
         self._given: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
         materialize(model, device, seed)
-        names = {id(value): name for name, value in model.named_parameters()}
         owned = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         if groups:
             with torch.no_grad():
                 broadcast_tensors([*owned.values(), *buffers.values()])
-        meta = []
         for name in graph.parameters:
             parameter = owned[name]
             if not self.holds(name):
-                _replace(model, parameter, _on_meta(parameter))
-                meta.append(name)
+                self._given[name] = _on_meta(parameter)
             elif self.is_sharded(name):
                 part = local_part(parameter.detach(), self._placements[name], groups).clone().contiguous().to(device)
                 self._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-                meta.append(name)
                 self._given[name] = _on_meta(parameter)
-                _replace(model, parameter, self._given[name])
             else:
                 if parameter.device != device:
                     parameter.data = parameter.data.to(device)
@@ -74,11 +69,17 @@ class LocalParameters:
             if buffer.device != device:
                 buffer.data = buffer.data.to(device)
             self._buffers[name] = buffer
-        if meta:
+
+    def take_over(self) -> None:
+        """Make the caller's split parameters meta tensors, now that nothing can fail any more."""
+        owned = dict(self.model.named_parameters())
+        for name, given in self._given.items():
+            _replace(self.model, owned[name], given)
+        if self._given:
             log.info(
                 "%d of %d parameters are not whole on this rank; in the given module they are now meta tensors",
-                len(meta),
-                len(names),
+                len(self._given),
+                len(owned),
             )
 
     def __iter__(self) -> Iterator[str]:
@@ -91,12 +92,13 @@ class LocalParameters:
         """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own).
 
         Returns:
-            The names of the parameters that are trained now.
+            The names of the parameters that are trained now, on whatever rank.
         """
         for name, given in self._given.items():
-            if self._parameters[name].requires_grad != given.requires_grad:
+            if name in self._parameters and self._parameters[name].requires_grad != given.requires_grad:
                 self._parameters[name].requires_grad_(given.requires_grad)
-        return tuple(name for name, value in self._parameters.items() if value.requires_grad)
+        caller = {**self._parameters, **self._given}
+        return tuple(name for name in self.graph.parameters if caller[name].requires_grad)
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,15 @@ from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.runtime import checkpoint
 from meshwright.runtime.checkpoint import Stateful
+from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.state import LocalParameters, full_state_dict
 from meshwright.runtime.steps import Step, StepResult, lowered_step
 
 log = logging.getLogger("meshwright")
 
-OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Replan = Callable[[Plan, Graph], Plan]
 SHAPES_KEPT = 8
-NEEDS_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP")
 
 
 class Trainer:
@@ -72,16 +71,20 @@ class Trainer:
         self.groups: dict[str, AxisGroup] = (
             axis_groups(plan.mesh, self.rank, plan.algorithms) if plan.mesh.world_size > 1 else {}
         )
+        lowered = lowered_step(
+            captured, plan, self.groups, self.rank, device
+        )  # before anything of the caller's changes
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
-        self._optimizer = self._make_optimizer(optimizer)
-        self._names_trained = tuple(self.parameters.trainable)
+        self._optimizer = make_optimizer(optimizer, self.parameters) if optimizer is not None else None
+        self.parameters.take_over()
+        self._names_trained = self.parameters.follow()
         self._lowered: OrderedDict[Any, tuple[Step, Graph]] = OrderedDict()
         traced, tensors = captured.traced, captured.graph.tensors
         shapes = tuple((tensors[name].shape, tensors[name].dtype) for name in captured.graph.inputs)
         others = tuple(repr(leaf) for leaf in traced.constant_leaves.values())
         self._batch_spec = traced.batch_spec
         first = (tuple(traced.differentiable), traced.batch_spec, shapes, others)
-        self._lowered[first] = (lowered_step(captured, plan, self.groups, self.rank, device), captured.graph)
+        self._lowered[first] = (lowered, captured.graph)
         self.graph = captured.graph
 
     # --- what a user calls ---------------------------------------------------------------------------------------
@@ -203,20 +206,6 @@ class Trainer:
         return checkpoint.load_latest(self, self._optimizer, directory, loader, extra)
 
     # --- inside --------------------------------------------------------------------------------------------------
-
-    def _make_optimizer(self, factory: OptimizerFactory | None) -> torch.optim.Optimizer | None:
-        if factory is None:
-            return None
-        optimizer = factory(list(self.parameters.trainable.items()))
-        name = type(optimizer).__name__
-        sharded = [one for one in self.parameters.trainable if self.parameters.is_sharded(one)]
-        if name in NEEDS_WHOLE_TENSORS and (sharded or name == "LBFGS"):
-            raise OptimizerError(
-                f"{name} needs whole tensors" if name != "LBFGS" else "LBFGS needs to evaluate the step several times",
-                where=f"optimizer; {sharded[0]} is split" if sharded else "optimizer",
-                remedy="use an element-wise optimizer (SGD, AdamW, ...), or a layout that does not split parameters",
-            )
-        return optimizer
 
     def _whole_shape(self, value: Tensor, batch: Any, local: bool) -> tuple[int, ...]:
         """The global shape of a batch tensor of which this rank may have been given its part only."""

@@ -13,8 +13,9 @@ from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import gather_whole
 from meshwright.errors import CaptureError
 from meshwright.runtime.loop import Progress
+from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.state import materialize
-from meshwright.runtime.trainer import OptimizerFactory, Trainer
+from meshwright.runtime.trainer import Trainer
 
 TOLERANCE = 1e-9
 """Values may differ by this times the largest of them, or times 1 where all are smaller."""
