@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from meshwright.comm.transport.base import Channel, Exchange, Work, timeout_of
+from meshwright.comm.transport.base import Channel, Exchange, timeout_of
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.errors import MeshwrightError, RankError
@@ -19,6 +19,7 @@ from meshwright.ir.placement import Placements, Shard
 T = TypeVar("T")
 
 _EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, Exchange] = WeakKeyDictionary()
+_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 """What torch.distributed's own table of groups by name has no room for; an entry ends with its group."""
 
 
@@ -55,24 +56,24 @@ def process_group(name: str) -> dist.ProcessGroup:
 def exchange(group: dist.ProcessGroup) -> Exchange:
     """What the two ranks of a group swap data by; both must ask for it the first time."""
     if group not in _EXCHANGES:
-        _EXCHANGES[group] = SharedMemory.connect(group) or PointToPoint(group)
+        _EXCHANGES[group] = _connected(group, "exchange", 1 - group.rank())
     return _EXCHANGES[group]
 
 
-class _Plain:
-    def __init__(self, peer: int) -> None:
-        self.peer = peer
-
-    def send(self, tensor: Tensor) -> Work:
-        return dist.isend(tensor, self.peer)  # type: ignore[return-value]
-
-    def receive(self, into: Tensor, label: str = "") -> Work:
-        return dist.irecv(into, self.peer)  # type: ignore[return-value]
-
-
 def channel(peer: int) -> Channel:
-    """Messages to and from another rank of the world."""
-    return _Plain(peer)
+    """Messages to and from another rank of the world, which must ask for it too."""
+    world = dist.group.WORLD
+    assert world is not None
+    known = _CHANNELS.setdefault(world, {})
+    if peer not in known:
+        known[peer] = _connected(world, "channel", peer)
+    return known[peer]
+
+
+def _connected(group: dist.ProcessGroup, name: str, peer: int) -> SharedMemory | PointToPoint:
+    timeout_s = timeout_of(group).total_seconds()
+    made = SharedMemory.connect(group.get_group_store(), name, group.rank(), peer, timeout_s)
+    return made or PointToPoint(group, peer)
 
 
 def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:

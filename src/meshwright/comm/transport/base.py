@@ -1,4 +1,4 @@
-"""What carries bytes between two ranks that swap what they have."""
+"""What carries bytes between two ranks."""
 
 from collections.abc import Callable
 from datetime import timedelta
