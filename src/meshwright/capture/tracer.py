@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
+from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.functionalize import functionalized
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
@@ -32,8 +33,7 @@ class Traced:
     parameters: list[str]
     buffers: list[str]
     inputs: list[str]
-    batch_spec: pytree.TreeSpec
-    constant_leaves: dict[int, Any]
+    leaves: Leaves
     metrics: list[str]
     differentiable: list[str]
     tied: dict[str, str]
@@ -68,18 +68,6 @@ class _Watch(TorchFunctionMode):
         return (self._attention if function is SCALED_DOT_PRODUCT else function)(*args, **kwargs)
 
 
-def batch_size_of(batch: Any) -> int:
-    """The batch size: the length of dim 0 of the first tensor.
-
-    Raises:
-        CaptureError: the batch holds no tensor with a dim.
-    """
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return int(leaf.shape[0])
-    raise CaptureError("the batch holds no tensor", where="batch", remedy="pass tensors whose dim 0 is the batch")
-
-
 def trace(
     model: nn.Module, loss_fn: LossFunction, batch: Any, *, training: bool = True, batch_size: int | None = None
 ) -> Traced:
@@ -89,15 +77,14 @@ def trace(
 
     Raises:
         CaptureError: the step cannot be traced; names the module and the source line.
+        DataError: the batch holds no tensor with a dim, or arrays that are no tensors.
     """
-    actual = batch_size_of(batch)
+    leaves = take_apart(batch)
+    actual = leaves.size
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = _Step(model, loss_fn)
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    leaves, spec = pytree.tree_flatten(batch)
-    names = [f"batch{_key(path)}" for path, _ in pytree.tree_flatten_with_path(batch)[0]]
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def fake(tensor: Tensor, resize: bool = False) -> Tensor:
         shape = list(tensor.shape)
@@ -114,14 +101,11 @@ def trace(
         weights = {
             name: value.detach().requires_grad_(name in wanted) for name, value in zip(parameters, values, strict=True)
         }
-        full = list(leaves)
-        for position, value in zip(tensors, inputs, strict=True):
-            full[position] = value
         every = {**weights, **dict(zip(buffers, states, strict=True))}
         attention = Attention()
         with _Watch(provenance, attention), attention.everywhere(), provenance.forward():
             result = torch.func.functional_call(
-                step, {f"model.{name}": value for name, value in every.items()}, (pytree.tree_unflatten(full, spec),)
+                step, {f"model.{name}": value for name, value in every.items()}, (leaves.with_tensors(inputs),)
             )
         loss, extra = _loss_and_metrics(result)
         metrics[:] = list(extra)
@@ -139,7 +123,7 @@ def trace(
     arguments = (
         [fake(value) for value in parameters.values()],
         [fake(value) for value in buffers.values()],
-        [fake(leaves[index], resize=True) for index in tensors],
+        [fake(value, resize=True) for value in leaves.tensors.values()],
     )
     try:
         if model.training != training:  # modules that the user has set apart from the model stay as they are
@@ -173,9 +157,8 @@ def trace(
         module=module,
         parameters=list(parameters),
         buffers=list(buffers),
-        inputs=[names[index] for index in tensors],
-        batch_spec=spec,
-        constant_leaves={index: leaf for index, leaf in enumerate(leaves) if index not in tensors},
+        inputs=list(leaves.tensors),
+        leaves=leaves.without_values(),
         metrics=metrics,
         differentiable=wanted,
         tied=tied_names(model),
@@ -207,10 +190,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         else:
             first[id(value)] = name
     return tied
-
-
-def _key(path: Any) -> str:
-    return "".join(str(pytree.keystr((part,))).replace("['", ".").replace("']", "") for part in path)
 
 
 def _visible_batch_norm(
