@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from meshwright.capture import refusals
 from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.functionalize import functionalized
@@ -51,8 +52,10 @@ class _Step(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
 
-    def forward(self, batch: Any) -> Any:
-        return self.loss_fn(self.model, batch)
+    def forward(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+        """The result, and the buffers as the step leaves them: changed in place, or other tensors."""
+        result = self.loss_fn(self.model, batch)
+        return result, dict(self.model.named_buffers())
 
 
 class _Watch(TorchFunctionMode):
@@ -93,6 +96,7 @@ def trace(
         with mode:
             return torch.empty(shape, dtype=tensor.dtype, device="cpu")
 
+    refusals.hooks(parameters)
     wanted = [name for name, value in parameters.items() if value.requires_grad] if training else []
     provenance = Provenance(model)
     metrics: list[str] = []
@@ -104,7 +108,7 @@ def trace(
         every = {**weights, **dict(zip(buffers, states, strict=True))}
         attention = Attention()
         with _Watch(provenance, attention), attention.everywhere(), provenance.forward():
-            result = torch.func.functional_call(
+            result, after = torch.func.functional_call(
                 step, {f"model.{name}": value for name, value in every.items()}, (leaves.with_tensors(inputs),)
             )
         loss, extra = _loss_and_metrics(result)
@@ -117,7 +121,8 @@ def trace(
                 )
             provenance.follow_backward(loss)
             gradients = torch.autograd.grad(loss, [weights[name] for name in wanted], allow_unused=True)
-        return loss.detach(), [value.detach() for value in extra.values()], list(gradients), states
+        updates = refusals.updated(dict(zip(buffers, states, strict=True)), after)
+        return loss.detach(), [value.detach() for value in extra.values()], list(gradients), updates
 
     modes = [(part, part.training) for part in model.modules()]
     arguments = (
@@ -129,6 +134,7 @@ def trace(
         if model.training != training:  # modules that the user has set apart from the model stay as they are
             model.train(training)
         with ExitStack() as stack:
+            stack.enter_context(refusals.no_other_random_numbers())
             stack.enter_context(mode)
             stack.enter_context(nothing_recomputed())
             stack.enter_context(fx_traceback.preserve_node_meta())
@@ -142,7 +148,7 @@ def trace(
                 if "sequence" not in custom and "seq_nr" in node.meta:
                     custom["sequence"] = node.meta["seq_nr"]
                 node.meta["custom"] = custom
-            module = functionalized(first, pytree.tree_leaves(arguments))
+            module, changed = functionalized(first, pytree.tree_leaves(arguments))
     except CaptureError:
         raise
     except Exception as error:
@@ -152,7 +158,8 @@ def trace(
         for part, was_training in modes:
             part.training = was_training
     constants = {node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    _refuse_own_values(constants, {**parameters, **buffers})
+    refusals.own_values(constants, {**parameters, **buffers})
+    refusals.changed_parameters([name for index, name in enumerate(parameters) if index in changed])
     return Traced(
         module=module,
         parameters=list(parameters),
@@ -165,19 +172,6 @@ def trace(
         mode=mode,
         constants=constants,
     )
-
-
-def _refuse_own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> None:
-    """A parameter that was reached past the traced call would stay at its first value for ever."""
-    names = {value.data_ptr(): name for name, value in state.items() if value.numel() and value.device.type != "meta"}
-    for value in constants.values():
-        name = names.get(value.data_ptr()) if value.numel() else None
-        if name is not None:
-            raise CaptureError(
-                f"{name} is used by other means than the model passed to loss_fn",
-                where="loss_fn",
-                remedy="use only the model that loss_fn is given, and no reference to its parameters kept elsewhere",
-            )
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
