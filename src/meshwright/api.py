@@ -91,8 +91,10 @@ def parallelize(
 
     Args:
         model: any traceable module; rank 0's values are used; it may be on the meta device.
-        loss_fn: ``loss_fn(model, batch)`` gives a scalar, or (scalar, {metric: scalar}).
-        batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch.
+        loss_fn: ``loss_fn(model, batch)`` gives a scalar, or (scalar, {metric: scalar}). It is captured, not
+            called in every step: numbers that it, or the model, takes from elsewhere (a variable, an attribute) stay as
+            they are then. What changes from step to step must come in the batch.
+        batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch, and of numbers.
         plan: ``"auto"`` (the batch divided over all ranks), a Layout, a Plan, or the path of a plan file.
         optimizer: gets a list of (name, parameter), as torch.optim takes it:
             ``lambda p: torch.optim.AdamW(p, lr=3e-4)``.

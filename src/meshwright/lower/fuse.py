@@ -101,8 +101,9 @@ def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) 
 
 
 def separate(graph: fx.Graph, positions: Sequence[int]) -> None:
-    """Give the outputs at these positions (gradients) memory of their own, so that who writes into one writes into
-    nothing else: a copy, where the memory is an input's or another output's, or where elements of it overlap.
+    """Give the outputs at these positions (gradients, new values of buffers) memory of their own, so that who writes
+    into one, or into a buffer, writes into nothing else: a copy, where the memory is an input's or another output's, or
+    where elements of it overlap.
 
     Needs :func:`propagate`.
     """

@@ -308,8 +308,10 @@ class Lowering:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         shapes: list[Any] = [(node.meta["local_shape"], node.meta["dtype"]) for node in placeholders[:-1]]
         propagate(self.graph, [*shapes, 0], traced.constants)
-        first = 1 + len(metrics)
-        separate(self.graph, [first + k for k, name in enumerate(traced.differentiable) if name not in reduced])
+        first, last = 1 + len(metrics), 1 + len(metrics) + len(gradients)
+        written = [first + k for k, name in enumerate(traced.differentiable) if name not in reduced]
+        written += [last + k for k, name in enumerate(traced.buffers) if name in self.ir.buffer_updates]
+        separate(self.graph, written)
         write_into_buckets(self.graph)
         reuse_memory(self.graph)
         self.graph.lint()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from meshwright.capture.batch import as_dicts
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import gather_whole
 from meshwright.errors import CaptureError
@@ -53,7 +54,9 @@ def in_float64(model: nn.Module, seed: int) -> nn.Module:
 
 def batch_in_float64(batch: Any) -> Any:
     """The batch with its floating-point tensors in float64."""
-    return pytree.tree_map_only(Tensor, lambda value: value.double() if value.is_floating_point() else value, batch)
+    return pytree.tree_map_only(
+        Tensor, lambda value: value.double() if value.is_floating_point() else value, as_dicts(batch)
+    )
 
 
 def parallel_steps(trainer: Trainer, batch: Any, steps: int, progress: Progress) -> Record:
