@@ -75,13 +75,16 @@ class LaunchError(MeshwrightError):
 
 
 class RankError(MeshwrightError):
-    """A rank that failed, was killed, stopped answering, or disagrees with the others."""
+    """A rank that failed, was killed, stopped answering, or disagrees with the others.
+
+    ``doing``: what it did when it ended, such as ``at step 3``; only the launcher knows.
+    """
+
+    doing = ""
 
 
 class FailedRankError(RankError):
-    """A rank that was killed, or failed with what is no error of Meshwright's. ``doing``: ``at step 3``."""
-
-    doing = ""
+    """A rank that was killed, or failed with what is no error of Meshwright's."""
 
 
 class LostRankError(RankError):
