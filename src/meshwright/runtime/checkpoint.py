@@ -36,6 +36,8 @@ log = logging.getLogger("meshwright")
 
 T = TypeVar("T")
 Path_ = str | os.PathLike[str]
+OTHER_BYTES = 16 * 2**10
+"""About what a checkpoint takes on the disk besides tensors and state."""
 
 
 class Stateful(Protocol):
@@ -76,7 +78,7 @@ def save(
     parts, state = everywhere(where, lambda: _state_of(trainer, optimizer, loader, extra or {}))
     check_same(where, "the loader's position", repr(state["loader"]))
     packed, mine = _packed(state), Share(parts)
-    num_bytes = mine.num_bytes + len(packed)
+    num_bytes = mine.num_bytes + len(packed) + OTHER_BYTES
     try:
         data = from_rank_0(lambda: told(where, lambda: manifest.begin(path, num_bytes)))
     except DiskError as error:
@@ -104,6 +106,7 @@ def save(
             manifest=made,
             share=mine,
             state=packed,
+            num_bytes=num_bytes,
             keep=keep,
             rank=trainer.rank,
             num_ranks=trainer.plan.mesh.world_size,
@@ -175,14 +178,15 @@ def save_in(
 def load_latest(
     trainer: Trainer, optimizer: Optimizer | None, directory: Path_, loader: Stateful | None, extra: Extra | None
 ) -> Path | None:
-    """``load`` the latest checkpoint of ``save_in`` that is whole; None where there is none at all.
+    """``load`` the latest checkpoint of ``save_in`` that is whole; None where none was ever written to its end.
 
     Raises:
         CheckpointError: none is whole, or the latest whole one does not fit (see ``load``).
     """
     directory, where = same_path(directory)
     damaged = []
-    for name in from_rank_0(lambda: told(where, lambda: manifest.steps_in(directory))):
+    names, written = from_rank_0(lambda: told(where, lambda: _steps_in(directory)))
+    for name in names:
         try:
             load(trainer, optimizer, directory / name, loader, extra)
         except DamagedCheckpointError as error:
@@ -191,7 +195,7 @@ def load_latest(
                 log.warning("%s: %s; the one before it is tried", error.where, error.problem)
         else:
             return directory / name
-    if damaged:
+    if written:  # others were never finished: the run was stopped in its first save
         problems = "".join(f"\n  {error.where}: {error.problem}" for error in damaged)
         raise CheckpointError(
             f"none of its {len(damaged)} checkpoints is whole:{problems}",
@@ -199,6 +203,12 @@ def load_latest(
             remedy="restore one from a copy, or start without",
         )
     return None
+
+
+def _steps_in(directory: Path) -> tuple[list[str], bool]:
+    """The names of checkpoints, the latest first, and whether one of them was ever written to its end."""
+    names = manifest.steps_in(directory)
+    return names, any((directory / name / manifest.MANIFEST).exists() for name in names)
 
 
 # --- what is saved ---------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class Save:
     Args:
         manifest: what will be the checkpoint's, without its files.
         state: the bytes of ``trainer.pt``.
+        num_bytes: about what the checkpoint takes on the disk.
         keep: how many checkpoints stay in the directory around it; 0: all, it is no such directory.
     """
 
@@ -58,6 +59,7 @@ class Save:
     manifest: Manifest
     share: Share
     state: bytes
+    num_bytes: int
     keep: int
     rank: int
     num_ranks: int
@@ -127,7 +129,7 @@ class Save:
             told(f"{self.path}", lambda: self._commit(reports))
         except DiskError as error:
             manifest.abandon(self.path, self.manifest.data)  # first, so that its room counts as free
-            return manifest.no_room(self.path, self.share.num_bytes) or error
+            return manifest.no_room(self.path, self.num_bytes) or error
         except MeshwrightError as error:
             return error
         log.info("step %d is saved in %s", self.manifest.step, self.path)

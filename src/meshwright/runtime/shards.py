@@ -52,8 +52,8 @@ from meshwright.ir.placement import Placements, Shard
 from meshwright.lower.reshard import local_part
 from meshwright.runtime.state import LocalParameters
 
-CHUNK_OVERHEAD_BYTES = 1500
-"""What torch's file format adds to a chunk, at least."""
+CHUNK_OVERHEAD_BYTES = 2000
+"""About what torch's file format and index add to a chunk."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Share:
     Every rank must make it; each then writes its share without the others, and one rank writes the index.
 
     Attributes:
-        num_bytes: of all ranks' shares, at least.
+        num_bytes: of all ranks' shares, about.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:

@@ -219,7 +219,7 @@ class Trainer:
         loader: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
     ) -> Path | None:
-        """``load`` the latest whole checkpoint of ``save_in``, and return its path; None where there is none at all.
+        """``load`` the latest whole checkpoint of ``save_in``, and return its path; None where none was ever finished.
 
         A damaged one is named in a warning, and the one before it is taken.
         """
