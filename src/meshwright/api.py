@@ -26,16 +26,18 @@ from meshwright.ir.run import Run, TextData
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.explicit import adapt_plan, plan_layout
 from meshwright.runtime import launch, manifest
+from meshwright.runtime.failures import Status
 from meshwright.runtime.launch import launched, launched_rank, num_devices
 from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
-from meshwright.runtime.ranks import Status, run_ranks
+from meshwright.runtime.ranks import run_ranks
+from meshwright.runtime.restarts import Restarts
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
 
 __all__ = [
-    "Comparison", "HeldOut", "Progress", "Trained", "capture", "cluster_names", "launched", "launched_rank",
+    "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "capture", "cluster_names", "launched", "launched_rank",
     "load_cluster", "num_devices", "parallelize", "plan", "plan_run", "run_ranks", "train", "verify", "verify_run",
 ]  # fmt: skip
 

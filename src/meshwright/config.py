@@ -68,7 +68,7 @@ def make(raw: dict[str, Any], *, where: str) -> Run:
 def save(run: Run, path: Path) -> None:
     """Write the run, with all its defaults, as a RUN.toml."""
     tree = {key: value for key, value in msgspec.to_builtins(run).items() if value is not None}
-    files.write_atomically(path, msgspec.toml.encode(tree))
+    files.write_if_changed(path, msgspec.toml.encode(tree))
 
 
 def completed(raw: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,10 @@ class CheckpointError(MeshwrightError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
+class DiskError(CheckpointError):
+    """A disk that did not take or give back a checkpoint: full, gone, not permitted. Later it may."""
+
+
 class OptimizerError(MeshwrightError):
     """An optimizer that cannot be used with the plan."""
 
@@ -71,7 +75,16 @@ class LaunchError(MeshwrightError):
 
 
 class RankError(MeshwrightError):
-    """A rank that failed, was killed, stopped answering, or disagrees with the others."""
+    """A rank that failed, was killed, stopped answering, or disagrees with the others.
+
+    ``doing``: what it did when it ended, such as ``at step 3``; only the launcher knows.
+    """
+
+    doing = ""
+
+
+class FailedRankError(RankError):
+    """A rank that was killed, or failed with what is no error of Meshwright's."""
 
 
 class LostRankError(RankError):

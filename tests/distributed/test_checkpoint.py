@@ -336,13 +336,12 @@ def test_every_rank_refuses_a_bad_checkpoint_alike(ranks: Ranks, tmp_path: Path)
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(2, fail_while_writing, str(tmp_path))
     assert first == second
-    assert first["tensors"].startswith(f"CheckpointError: {tmp_path}/ckpt/data-")
-    assert first["tensors"].endswith(
-        ": tensors could not be written (rank 1: No space left on device)\n"
-        "  -> make room, or save elsewhere; nothing was replaced"
+    assert first["tensors"] == (
+        f"DiskError: {tmp_path}/ckpt: tensors could not be written (rank 1: No space left on device)\n"
+        "  -> check the disk's space and permissions"
     )
     assert first["trainer"] == (
-        f"CheckpointError: {tmp_path}/ckpt: No space left on device\n  -> check the disk's space and permissions"
+        f"DiskError: {tmp_path}/ckpt: No space left on device\n  -> check the disk's space and permissions"
     )
     assert first["left"] == "data, manifest.json", "what the failed saves wrote is gone"
 

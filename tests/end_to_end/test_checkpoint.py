@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 import meshwright as mw
 from meshwright.errors import CheckpointError
 from meshwright.models import ResNet, classification_loss
-from meshwright.runtime import manifest, shards
+from meshwright.runtime import manifest
 from meshwright.runtime.data import TensorLoader
+from meshwright.runtime.manifest import SavedFile
 from meshwright.runtime.shards import Part
 from tests.end_to_end.checkpoint_cases import (
     OPTIMIZERS,
@@ -166,7 +168,7 @@ class Stopped(BaseException):
 
 @pytest.mark.parametrize(
     "place",
-    ["meshwright.runtime.shards.write", "meshwright.runtime.manifest.written", "meshwright.ir.files.os.replace"],
+    ["meshwright.runtime.shards.Share.write", "meshwright.runtime.manifest.written", "meshwright.ir.files.os.replace"],
 )
 def test_a_save_that_stops_anywhere_leaves_the_checkpoint_before(
     saved: Path, place: str, monkeypatch: pytest.MonkeyPatch
@@ -198,7 +200,8 @@ def test_a_first_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(CheckpointError) as caught:
         trainer.save(tmp_path / "ckpt")
     assert str(caught.value) == (
-        f"{tmp_path}/ckpt: No space left on device\n  -> check the disk's space and permissions"
+        f"{tmp_path}/ckpt: tensors could not be written (rank 0: No space left on device)\n"
+        "  -> check the disk's space and permissions"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -249,10 +252,17 @@ def test_a_damaged_checkpoint_may_be_replaced(saved: Path) -> None:
 
 
 def test_ranks_that_do_not_share_the_directory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "write", lambda directory, parts: directory.mkdir() or {"__1_0.distcp"})
+    written = manifest.written
+
+    def written_elsewhere(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
+        found = written(directory, names)
+        (directory / "__0_0.distcp").unlink()
+        return found
+
+    monkeypatch.setattr(manifest, "written", written_elsewhere)
     with pytest.raises(CheckpointError) as caught:
         a_trainer().save(tmp_path / "ckpt")
-    assert ": rank 0 does not see what another rank wrote (__1_0.distcp)" in str(caught.value)
+    assert ": rank 0 does not see what another rank wrote (__0_0.distcp)" in str(caught.value)
     assert str(caught.value).endswith("\n  -> save to a directory that all ranks share")
     assert list(tmp_path.iterdir()) == []
 

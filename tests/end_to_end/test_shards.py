@@ -152,10 +152,15 @@ def test_a_fused_projection_is_three_chunks() -> None:
     assert chunks_of((0, 3), {}, groups) == []
 
 
+def write(directory: Path, parts: dict[str, Part]) -> None:
+    share = shards.Share(parts)
+    share.write_index(directory, [share.write(directory)])
+
+
 def test_saved_chunks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
     groups = {"tp": AxisGroup("tp", 2, 0)}
     half = Part(torch.zeros(2), (4,), chunks_of((4,), {"tp": Shard(0)}, groups))
-    shards.write(tmp_path / "data", {"x": half})
+    write(tmp_path / "data", {"x": half})
     with pytest.raises(CheckpointError) as caught:
         shards.read(tmp_path / "data", {"x": Part(torch.zeros(4), (4,), chunks_of((4,), {}, {}))})
     assert str(caught.value) == (
@@ -170,7 +175,7 @@ def test_empty_and_scalar_parameters(tmp_path: Path) -> None:
         "scalar": Part(torch.tensor(2.5), (), chunks_of((), {}, {})),
         "strided": Part(torch.arange(6.0).view(2, 3).t(), (3, 2), chunks_of((3, 2), {}, {})),
     }
-    shards.write(tmp_path / "data", parts)
+    write(tmp_path / "data", parts)
     found = {name: Part(nn.Parameter(torch.zeros(one.shape)), one.shape, one.chunks) for name, one in parts.items()}
     shards.read(tmp_path / "data", found)
     assert all(torch.equal(found[name].value, one.value) for name, one in parts.items())

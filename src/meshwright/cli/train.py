@@ -22,7 +22,7 @@ EPILOG = """[bold]Examples[/bold]
 
   torchrun --nproc-per-node 4 -m meshwright.cli train gpt.toml
 
-Run the same command again, and it goes on from the last checkpoint.
+If a rank is lost, all start again from the last checkpoint. Run the same command again, and it goes on from there too.
 """
 EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -64,14 +64,15 @@ def run_training(run: Run) -> None:
         return
     num_ranks = run.num_ranks(api.num_devices())
     display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} in {run.train.directory}")
+    directory = Path(run.train.directory)
+    again = api.Restarts(directory / "checkpoints", display.console().print)
     try:
         result = api.run_ranks(
-            train_rank, run, num_ranks=num_ranks, directory=Path(run.train.directory), port=run.train.port
+            train_rank, run, num_ranks=num_ranks, directory=directory, port=run.train.port, again=again
         )
     except KeyboardInterrupt:
-        whole = sorted((Path(run.train.directory) / "checkpoints").glob("step-*/manifest.json"))
+        whole = sorted((directory / "checkpoints").glob("step-*/manifest.json"))
         if whole:
-            directory = run.train.directory
             display.console().print(f"{whole[-1].parent} is saved: --train.directory {directory} goes on from there")
         raise
     finally:

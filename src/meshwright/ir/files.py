@@ -83,7 +83,13 @@ def save(value: msgspec.Struct, path: str | os.PathLike[str]) -> None:
     """Write a noun to ``.json`` or ``.toml``, atomically (a reader never sees half a file)."""
     path = Path(path)
     data = msgspec.toml.encode(value, enc_hook=_to_file) if path.suffix == ".toml" else encode_json(value)
-    write_atomically(path, data)
+    write_if_changed(path, data)
+
+
+def write_if_changed(path: Path, data: bytes) -> None:
+    """``write_atomically``, unless it stands there already: that needs no room on a disk that may be full."""
+    if not path.is_file() or path.read_bytes() != data:
+        write_atomically(path, data)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -12,21 +12,22 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from meshwright import __version__
-from meshwright.comm.groups import from_every_rank, from_rank_0
-from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.comm.groups import from_rank_0
+from meshwright.errors import CheckpointError, DiskError
 from meshwright.ir import files
-from meshwright.runtime import manifest, optimizer_state, shards
+from meshwright.runtime import manifest, optimizer_state, saving, shards
+from meshwright.runtime.agree import check_same, everywhere, same_path, share_of, told
 from meshwright.runtime.manifest import DamagedCheckpointError, Manifest, SavedTensor
-from meshwright.runtime.shards import Part, part_of
+from meshwright.runtime.saving import TRAINER, Save
+from meshwright.runtime.shards import Part, Share, part_of
 
 if TYPE_CHECKING:
     from meshwright.runtime.trainer import Trainer
@@ -35,7 +36,8 @@ log = logging.getLogger("meshwright")
 
 T = TypeVar("T")
 Path_ = str | os.PathLike[str]
-TRAINER = "trainer.pt"
+OTHER_BYTES = 16 * 2**10
+"""About what a checkpoint takes on the disk besides tensors and state."""
 
 
 class Stateful(Protocol):
@@ -52,45 +54,66 @@ Extra = Mapping[str, Stateful]
 
 
 def save(
-    trainer: Trainer, optimizer: Optimizer | None, path: Path_, loader: Stateful | None, extra: Extra | None
+    trainer: Trainer,
+    optimizer: Optimizer | None,
+    path: Path_,
+    loader: Stateful | None,
+    extra: Extra | None,
+    *,
+    blocking: bool,
+    keep: int = 0,
 ) -> None:
     """Write a checkpoint; what was at ``path`` stays until the new one is whole. Every rank must call it.
 
+    Without ``blocking`` what is saved is copied, and written beside the steps that follow. ``keep`` is ``save_in``'s.
+
     Raises:
-        CheckpointError: on every rank; what was at ``path`` has not changed.
+        CheckpointError: on every rank; what was at ``path`` has not changed. Without ``blocking`` this may be of the
+            save before; what the disk refuses is then not raised but told in a warning, and by ``Saver.wait``.
     """
-    path, where = _same_path(path)
-    parts, state = _everywhere(where, lambda: _state_of(trainer, optimizer, loader, extra or {}))
-    _check_same(where, "the loader's position", repr(state["loader"]))
-    data = from_rank_0(lambda: _told(where, lambda: manifest.begin(path)))
-    directory = path / data
+    error = trainer.saver.wait()
+    path, where = same_path(path)
+    if error is not None and not isinstance(error, DiskError):
+        raise error
+    parts, state = everywhere(where, lambda: _state_of(trainer, optimizer, loader, extra or {}))
+    check_same(where, "the loader's position", repr(state["loader"]))
+    packed, mine = _packed(state), Share(parts)
+    num_bytes = mine.num_bytes + len(packed) + OTHER_BYTES
     try:
-        tensors = shards.write(directory, parts)
-        names = from_rank_0(lambda: _told(where, lambda: _write_trainer(directory, state, tensors)))
-        mine = _everywhere(where, lambda: manifest.written(directory, _share(names)))
-        saved = {name: file for some in from_every_rank(mine) for name, file in some.items()}
-        made = Manifest(
-            step=trainer.step_number,
-            model=trainer.graph.model,
-            fingerprint=trainer.graph.fingerprint,
-            optimizer=type(optimizer).__name__ if optimizer is not None else None,
-            torch=str(torch.__version__),
-            meshwright=__version__,
-            data=data,
-            files={name: saved[name] for name in names},
-            tensors=_tensors_of(trainer),
-            plan=json.loads(files.encode_json(trainer.plan)),
-        )
-        from_rank_0(lambda: _told(where, lambda: manifest.commit(path, made)))
-    except MeshwrightError:  # every rank is here, and none leaves before the remains are gone
-        from_rank_0(lambda: manifest.abandon(path, data))
-        raise
-    except BaseException:  # this rank alone
+        data = from_rank_0(lambda: told(where, lambda: manifest.begin(path, num_bytes)))
+    except DiskError as error:
+        if blocking:
+            raise
+        trainer.saver.fail(error)
         if trainer.rank == 0:
-            manifest.abandon(path, data)
-        raise
-    if trainer.rank == 0:
-        log.info("step %d is saved in %s", trainer.step_number, where)
+            saving.warn(error)
+        return
+    made = Manifest(
+        step=trainer.step_number,
+        model=trainer.graph.model,
+        fingerprint=trainer.graph.fingerprint,
+        optimizer=type(optimizer).__name__ if optimizer is not None else None,
+        torch=str(torch.__version__),
+        meshwright=__version__,
+        data=data,
+        files={},
+        tensors=_tensors_of(trainer),
+        plan=json.loads(files.encode_json(trainer.plan)),
+    )
+    trainer.saver.start(
+        Save(
+            path=path,
+            manifest=made,
+            share=mine,
+            state=packed,
+            num_bytes=num_bytes,
+            keep=keep,
+            rank=trainer.rank,
+            num_ranks=trainer.plan.mesh.world_size,
+            board=trainer.saver.board(),
+        ),
+        blocking=blocking,
+    )
 
 
 def load(
@@ -104,15 +127,17 @@ def load(
             could not be read after all.
         DataError: the loader's data are others (nothing has changed).
     """
-    path, where = _same_path(path)
+    trainer.saver.wait()  # its failure has been told, and what is loaded is another checkpoint
+    path, where = same_path(path)
     extra = extra or {}
-    found = from_rank_0(lambda: _told(where, lambda: _examine(trainer, path)))
+    found = from_rank_0(lambda: told(where, lambda: _examine(trainer, path)))
     directory = path / found.data
-    _everywhere(where, lambda: manifest.verify(directory, {name: found.files[name] for name in _share([*found.files])}))
-    state = from_rank_0(lambda: _told(where, lambda: _read_trainer(directory)))
-    _everywhere(where, lambda: _check_state(where, trainer, optimizer, state, loader, extra))
+    mine = {name: found.files[name] for name in share_of([*found.files])}
+    everywhere(where, lambda: manifest.verify(directory, mine))
+    state = from_rank_0(lambda: told(where, lambda: _read_trainer(directory)))
+    everywhere(where, lambda: _check_state(where, trainer, optimizer, state, loader, extra))
     if loader is not None:
-        _everywhere(where, lambda: loader.load_state_dict(state["loader"]))
+        everywhere(where, lambda: loader.load_state_dict(state["loader"]))
     parts = _model_parts(trainer)
     if optimizer is None:
         shards.read(directory, parts)
@@ -121,7 +146,7 @@ def load(
         shards.read(directory, parts | more)
         optimizer_state.take(trainer.parameters, optimizer, state["optimizer"], states)
     trainer.step_number, trainer.seed, trainer.metrics = state["step"], state["seed"], {}
-    _everywhere(where, lambda: _give_back(extra, state["extra"]))
+    everywhere(where, lambda: _give_back(extra, state["extra"]))
     if trainer.rank == 0:
         log.info("step %d is loaded from %s", trainer.step_number, where)
         if optimizer is not None and loader is None and state["loader"] is not None:
@@ -135,35 +160,33 @@ def save_in(
     keep: int,
     loader: Stateful | None,
     extra: Extra | None,
+    *,
+    blocking: bool,
 ) -> Path:
-    """``save`` as ``directory/step-00000120``, then remove all but the ``keep`` latest.
+    """``save`` as ``directory/step-00000120``; when it is whole, remove all but the ``keep`` latest.
 
     Raises:
         CheckpointError: on every rank; nothing is removed then.
     """
     if keep < 1:
         raise CheckpointError(f"keep is {keep}", where=f"{directory}", remedy="keep at least 1 checkpoint")
-    name = manifest.step_name(trainer.step_number)
-    path = Path(directory) / name
-    save(trainer, optimizer, path, loader, extra)
-    where = str(directory)
-    later = from_rank_0(lambda: _told(where, lambda: manifest.prune(Path(directory), name, keep)))
-    if later and trainer.rank == 0:
-        log.warning("%s holds later steps than the one just saved; load_latest takes %s", where, later[0])
+    path = Path(directory) / manifest.step_name(trainer.step_number)
+    save(trainer, optimizer, path, loader, extra, blocking=blocking, keep=keep)
     return path
 
 
 def load_latest(
     trainer: Trainer, optimizer: Optimizer | None, directory: Path_, loader: Stateful | None, extra: Extra | None
 ) -> Path | None:
-    """``load`` the latest checkpoint of ``save_in`` that is whole; None where there is none at all.
+    """``load`` the latest checkpoint of ``save_in`` that is whole; None where none was ever written to its end.
 
     Raises:
         CheckpointError: none is whole, or the latest whole one does not fit (see ``load``).
     """
-    directory, where = _same_path(directory)
+    directory, where = same_path(directory)
     damaged = []
-    for name in from_rank_0(lambda: _told(where, lambda: manifest.steps_in(directory))):
+    names, written = from_rank_0(lambda: told(where, lambda: _steps_in(directory)))
+    for name in names:
         try:
             load(trainer, optimizer, directory / name, loader, extra)
         except DamagedCheckpointError as error:
@@ -172,7 +195,7 @@ def load_latest(
                 log.warning("%s: %s; the one before it is tried", error.where, error.problem)
         else:
             return directory / name
-    if damaged:
+    if written:  # others were never finished: the run was stopped in its first save
         problems = "".join(f"\n  {error.where}: {error.problem}" for error in damaged)
         raise CheckpointError(
             f"none of its {len(damaged)} checkpoints is whole:{problems}",
@@ -180,6 +203,12 @@ def load_latest(
             remedy="restore one from a copy, or start without",
         )
     return None
+
+
+def _steps_in(directory: Path) -> tuple[list[str], bool]:
+    """The names of checkpoints, the latest first, and whether one of them was ever written to its end."""
+    names = manifest.steps_in(directory)
+    return names, any((directory / name / manifest.MANIFEST).exists() for name in names)
 
 
 # --- what is saved ---------------------------------------------------------------------------------------------------
@@ -247,19 +276,6 @@ def _unpacked(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _write_trainer(directory: Path, state: dict[str, Any], tensors: set[str]) -> list[str]:
-    """Write what is not in the tensors' files, and return the names of all files."""
-    files.write_atomically(directory / TRAINER, _packed(state))
-    names = sorted(one.name for one in directory.iterdir())
-    if missing := sorted(tensors.difference(names)):
-        raise CheckpointError(
-            f"rank 0 does not see what another rank wrote ({missing[0]})",
-            where=f"{directory}",
-            remedy="save to a directory that all ranks share",
-        )
-    return names
-
-
 # --- what is loaded --------------------------------------------------------------------------------------------------
 
 
@@ -308,55 +324,4 @@ def _check_state(
 
 def _give_back(extra: Extra, states: dict[str, Any]) -> None:
     for name, one in extra.items():
-        _told(f"extra {name!r}", lambda one=one, state=states[name]: one.load_state_dict(state))  # type: ignore[misc]
-
-
-# --- together --------------------------------------------------------------------------------------------------------
-
-
-def _share(names: list[str]) -> list[str]:
-    """This rank's share of the files."""
-    return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
-
-
-def _same_path(path: Path_) -> tuple[Path, str]:
-    where = os.fspath(path)
-    _check_same("checkpoint", "the path", where)
-    return Path(path), where
-
-
-def _check_same(where: str, what: str, mine: str) -> None:
-    every = from_every_rank(mine)
-    for rank, other in enumerate(every):
-        if other != every[0]:
-            raise CheckpointError(
-                f"{what} is {other} on rank {rank}, {every[0]} on rank 0",
-                where=where,
-                remedy="call save and load with the same on every rank",
-            )
-
-
-def _everywhere(where: str, action: Callable[[], T]) -> T:
-    """Do it on every rank; if it fails on one, every rank raises the first one's error."""
-    result, mine = None, None
-    try:
-        result = _told(where, action)
-    except MeshwrightError as error:
-        mine = error
-    for first in from_every_rank(mine):
-        if first is not None:
-            raise first
-    return result  # type: ignore[return-value]
-
-
-def _told(where: str, action: Callable[[], T]) -> T:
-    """Do it, and raise every error as one that can be sent to other ranks."""
-    try:
-        return action()
-    except MeshwrightError:
-        raise
-    except OSError as error:
-        problem, place = error.strerror or f"{error}", str(error.filename or where)
-        raise CheckpointError(problem, where=place, remedy="check the disk's space and permissions") from error
-    except Exception as error:
-        raise CheckpointError(f"{type(error).__name__}: {error}", where=where) from error
+        told(f"extra {name!r}", lambda one=one, state=states[name]: one.load_state_dict(state))  # type: ignore[misc]

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,9 +11,10 @@ import msgspec
 import torch
 
 from meshwright.comm.groups import from_rank_0
+from meshwright.errors import CheckpointError
 from meshwright.runtime.data import Loader
+from meshwright.runtime.failures import Status, lost_peer
 from meshwright.runtime.metrics import Meter
-from meshwright.runtime.ranks import Status
 from meshwright.runtime.trainer import Trainer
 
 log = logging.getLogger("meshwright")
@@ -107,7 +109,11 @@ class Loop:
         return found
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Train. Whatever happens, what the steps have told is in metrics.jsonl."""
+        """Train. Whatever happens, what the steps have told is in metrics.jsonl.
+
+        Raises:
+            CheckpointError: the last step could not be saved (before it, what the disk refuses is a warning).
+        """
         trainer, steps = self.trainer, self.options.steps
         if self.held_out is not None and not self.evaluations:
             self.evaluate()
@@ -123,11 +129,19 @@ class Loop:
                 self.meter.note(trainer.step_number, trainer.metrics, lr)
                 self.progress.advance()
                 self._after(trainer.step_number)
+        except Exception as error:
+            if not lost_peer(error):
+                with suppress(CheckpointError):
+                    trainer.wait_for_save()  # it is of an earlier step, and worth having
+            raise
         finally:
             self.progress.end()
             self._tell()
         if self.held_out is not None and (not self.evaluations or self.evaluations[-1].step != trainer.step_number):
             self.evaluate()
+        self.meter.finish()
+        self.status.set("while saving the last step")
+        trainer.wait_for_save()
 
     def evaluate(self) -> HeldOut:
         """Evaluate on all held-out data, and note it."""
@@ -172,7 +186,7 @@ class Loop:
         if save:
             self._tell()
             self.status.set(f"while saving step {step}")
-            self.trainer.save_in(self.checkpoints, keep=due.keep, loader=self.loader)
+            self.trainer.save_in(self.checkpoints, keep=due.keep, loader=self.loader, blocking=False)
             self.meter.start()
 
     def _tell(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from meshwright.errors import CheckpointError, FileFormatError
+from meshwright.errors import CheckpointError, DiskError, FileFormatError
 from meshwright.ir import files
 
 MANIFEST = "manifest.json"
@@ -72,11 +72,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Of everything else in the manifest."""
 
 
-def begin(path: Path) -> str:
-    """Make room for a save in ``path``: returns the name of a directory that does not exist there yet.
+def begin(path: Path, num_bytes: int) -> str:
+    """Begin a save of ``num_bytes`` in ``path``: returns the name of a directory that does not exist there yet.
 
     Raises:
         CheckpointError: ``path`` is a file, or a directory of something else.
+        DiskError: it cannot be written to, or has no room.
     """
     remedy = "choose another path: a checkpoint is a directory of its own"
     if path.exists() and not path.is_dir():
@@ -86,8 +87,21 @@ def begin(path: Path) -> str:
         left = {name for name in names if _DATA.fullmatch(name) or name.startswith(_TEMPORARY)}
         if others := sorted(names - left - ({MANIFEST} if left else set())):
             raise CheckpointError(f"the directory holds other files ({others[0]})", where=f"{path}", remedy=remedy)
+    if full := no_room(path, num_bytes):
+        raise full
     path.mkdir(parents=True, exist_ok=True)
     return f"data-{secrets.token_hex(4)}"
+
+
+def no_room(path: Path, num_bytes: int) -> DiskError | None:
+    """What is wrong if ``num_bytes`` do not fit on the disk of ``path``."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    free = shutil.disk_usage(there).free
+    if free >= num_bytes:
+        return None
+    needed, left, missing = (_size(size) for size in (num_bytes, free, num_bytes - free))
+    problem = f"no space left on the disk: a checkpoint takes {needed}, {left} are free, {missing} are missing"
+    return DiskError(problem, where=f"{path}", remedy="make room there; what was saved before is as it was")
 
 
 def abandon(path: Path, data: str) -> None:
@@ -186,6 +200,12 @@ def steps_in(directory: Path) -> list[str]:
     return sorted(names, key=lambda name: int(name.removeprefix("step-")), reverse=True)
 
 
+def latest_step(directory: Path) -> int:
+    """The latest step in a directory of checkpoints that was written to its end; -1: there is none."""
+    names = (name for name in steps_in(directory) if (directory / name / MANIFEST).is_file())
+    return next((int(name.removeprefix("step-")) for name in names), -1)
+
+
 def step_name(step: int) -> str:
     """``step-00000120``."""
     return f"step-{step:08d}"
@@ -228,6 +248,14 @@ def _is_manifest(file: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(raw, dict) and {"version", "data", "checksum"} <= raw.keys()
+
+
+def _size(num_bytes: int) -> str:
+    """``1.25 GiB``, ``12 KiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{-(-num_bytes // 1024)} KiB"
 
 
 def _checksum(raw: dict[str, Any]) -> str:

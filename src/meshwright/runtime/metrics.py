@@ -1,6 +1,9 @@
 """What a training run tells while it goes: the log line, and metrics.jsonl with a row per step."""
 
+import errno
 import json
+import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.ir import files
+log = logging.getLogger("meshwright")
 
 Row = dict[str, Any]
 
@@ -73,6 +76,7 @@ class Meter:
     peak_flops_per_s: float
     device: torch.device
     _pending: list[tuple[Row, Mapping[str, Tensor]]] = field(default_factory=list)
+    _unwritten: list[Row] = field(default_factory=list)
     _last: float = 0.0
     _first: float = 0.0
 
@@ -111,22 +115,50 @@ class Meter:
         )
 
     def write(self, *rows: Row) -> None:
-        """Append rows to metrics.jsonl."""
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows))
+        """Append rows to metrics.jsonl. Rows that a full disk does not take are tried again with the next ones."""
+        if self.path is None or not (rows or self._unwritten):
+            return
+        waited = bool(self._unwritten)
+        self._unwritten.extend(rows)
+        data = "".join(json.dumps(row) + "\n" for row in self._unwritten).encode()
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                size = file.tell()
+                if file.write(data) < len(data):  # half a row would be none
+                    file.truncate(size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not waited:
+                log.warning("%s: %s; its rows wait until there is room", self.path, error.strerror)
+        else:
+            self._unwritten.clear()
+
+    def finish(self) -> None:
+        """Say which rows could not be written to the end."""
+        self.write()
+        if self._unwritten:
+            log.warning("%s: there was no room for the rows from step %d on", self.path, self._unwritten[0]["step"])
 
     def rewind(self, step: int) -> list[Row]:
-        """Remove the rows after ``step`` (they will be made again), and return the ones before."""
+        """Cut off the rows after ``step`` (they will be made again), and return the ones before."""
         if self.path is None or not self.path.exists():
             return []
-        rows = []
-        for line in self.path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:  # the last line of a run that was killed
-                continue
-            if row["step"] <= step:
-                rows.append(row)
-        files.write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        rows: list[Row] = []
+        size = 0
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            row = _row(line)
+            if row is None or row["step"] > step:
+                break
+            rows.append(row)
+            size += len(line)
+        os.truncate(self.path, size)  # needs no room, which a new file would
         return rows
+
+
+def _row(line: bytes) -> Row | None:
+    """A line of metrics.jsonl; None for the last one of a run that was killed."""
+    try:
+        row: Row = json.loads(line)
+    except ValueError:
+        return None
+    return row if line.endswith(b"\n") else None

@@ -1,21 +1,19 @@
 """Our own launcher: a function on several ranks of this machine, and what went wrong on the first that failed.
 
-The ranks are processes of torch's elastic agent. Beside them, in ``DIRECTORY/ranks``, lie for rank N:
-
-    N.status     what it is doing, for the case that it is killed      N.failure    its error, as data
-    N.log        its output (of rank 0 only what C++ code prints)      N.traceback  its error, for developers
+The ranks are processes of torch's elastic agent. What they leave behind is described in ``runtime/failures.py``.
 """
 
 import fcntl
+import itertools
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,14 +21,13 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
-import msgspec
-
-from meshwright import errors
-from meshwright.errors import LaunchError, LostRankError, MeshwrightError, RankError
-from meshwright.ir import files
+from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
 from meshwright.runtime import launch
+from meshwright.runtime.failures import Failure, Status, as_error, file_of, first_failure, record
 
 T = TypeVar("T")
+Again = Callable[[RankError, Path], bool]
+"""Whether to start all ranks again after this error; the path is where the files of those that failed then lie."""
 
 STOP_S = 5
 """How long stopped ranks may take before they are killed."""
@@ -38,63 +35,47 @@ LINGER_S = 10.0
 """How long a rank that lost another waits to be stopped, so that the other one's failure is seen first."""
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank failed. ``lost_peer``: because another rank did."""
-
-    rank: int
-    time_ns: int
-    kind: str
-    problem: str
-    where: str = ""
-    remedy: str = ""
-    lost_peer: bool = False
-
-
-class Status:
-    """What this rank is doing, in a file that outlives it: ``at step 3``, ``while saving step 10``."""
-
-    LENGTH = 80
-
-    def __init__(self, directory: Path, rank: int) -> None:
-        path = _file(directory, rank, "status")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
-
-    def set(self, doing: str) -> None:
-        """Say what this rank does from now on. Costs microseconds."""
-        os.pwrite(self._file, doing[: self.LENGTH].ljust(self.LENGTH).encode(), 0)
-
-    @staticmethod
-    def read(directory: Path, rank: int) -> str:
-        """What a rank was last doing, or nothing."""
-        path = _file(directory, rank, "status")
-        return path.read_text().strip() if path.exists() else ""
-
-
-def run_ranks(function: Callable[..., T], *args: Any, num_ranks: int, directory: Path, port: int = 0) -> T:
+def run_ranks(
+    function: Callable[..., T],
+    *args: Any,
+    num_ranks: int,
+    directory: Path,
+    port: int = 0,
+    again: Again | None = None,
+) -> T:
     """Run ``function(*args)`` on ``num_ranks`` ranks of this machine, and return rank 0's result.
 
     The function is a top-level one of an importable module; arguments and results can be pickled. One rank runs in
     this process. With several, the first that fails ends the others within seconds. Ctrl-C stops all of them.
 
     Args:
-        directory: for the files named above; no other ``run_ranks`` may be at work there.
+        directory: for what ranks leave behind; no other ``run_ranks`` may be at work there.
         port: through which the ranks meet on this machine; 0: a free one.
+        again: asked when one of several ranks was killed, lost the others, or raised what is no MeshwrightError.
 
     Raises:
         MeshwrightError: that a rank raised; of several ranks, the first one's.
-        RankError: a rank raised something else, was killed, or ended.
+        FailedRankError: a rank raised something else, was killed, or ended.
         LaunchError: the port is taken, or another run is at work in the directory.
         KeyboardInterrupt: Ctrl-C; all ranks are stopped.
     """
     if port:
         launch.check_port(port)
     with _locked(directory):
-        for old in (directory / "ranks").glob("*.*"):
-            old.unlink()
+        shutil.rmtree(directory / "ranks", ignore_errors=True)
         if num_ranks == 1:
             return _alone(function, args, directory)
-        return _together(function, args, num_ranks, directory, port)
+        for attempt in itertools.count(1):
+            kept = directory / "ranks" / f"failed-{attempt}"
+            try:
+                return _together(function, args, num_ranks, directory, port)
+            except (FailedRankError, LostRankError) as error:
+                if again is None or not again(error, kept):
+                    raise
+            kept.mkdir(parents=True)
+            for file in (directory / "ranks").glob("*.*"):
+                file.rename(kept / file.name)
+    raise AssertionError("count has no end")
 
 
 def _alone(function: Callable[..., T], args: tuple[Any, ...], directory: Path) -> T:
@@ -104,8 +85,8 @@ def _alone(function: Callable[..., T], args: tuple[Any, ...], directory: Path) -
     except MeshwrightError:
         raise
     except Exception as error:
-        failure = _record(error, directory, 0)
-        raise _as_error(failure, directory) from error
+        failure = record(error, directory, 0)
+        raise as_error(failure, directory) from error
 
 
 def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, port: int) -> T:
@@ -136,7 +117,7 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
         except ChildFailedError as error:
             signals.raise_received()
             rank, first = error.get_first_failure()
-            raise _first_failure(directory, num_ranks, rank, first.exitcode) from None
+            raise first_failure(directory, num_ranks, rank, first.exitcode) from None
         except Exception:
             signals.raise_received()
             raise
@@ -156,14 +137,14 @@ def _rank(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, dir
     try:
         status = Status(directory, rank)
         status.set("while starting")
-        _redirect_output(_file(directory, rank, "log"), keep_python=rank == 0)
+        _redirect_output(file_of(directory, rank, "log"), keep_python=rank == 0)
         launch.share_cores(num_ranks)
         result = function(*args)
         status.set("while ending")
         launch.finish()
         return result if rank == 0 else None
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must be told
-        _fail(_record(error, directory, rank))
+        _fail(record(error, directory, rank))
 
 
 def _fail(failure: Failure) -> NoReturn:
@@ -173,39 +154,6 @@ def _fail(failure: Failure) -> NoReturn:
     if failure.lost_peer:
         time.sleep(LINGER_S)
     os._exit(1)
-
-
-def _record(error: BaseException, directory: Path, rank: int) -> Failure:
-    ours = error if isinstance(error, MeshwrightError) else None
-    failure = Failure(
-        rank=rank,
-        time_ns=time.time_ns(),
-        kind=type(error).__name__,
-        problem=ours.problem if ours else _first_line(error),
-        where=ours.where if ours else "",
-        remedy=ours.remedy if ours else "",
-        lost_peer=_lost_peer(error),
-    )
-    text = "".join(traceback.format_exception(error))
-    files.write_atomically(_file(directory, rank, "traceback"), text.encode())
-    files.write_atomically(_file(directory, rank, "failure"), msgspec.json.encode(failure))
-    return failure
-
-
-def _lost_peer(error: BaseException | None) -> bool:
-    """Whether the error says that another rank no longer answers."""
-    while error is not None:
-        text = str(error)
-        if isinstance(error, LostRankError):
-            return True
-        if "gloo/transport" in text or "NCCL" in text or type(error).__name__ in ("DistStoreError", "DistNetworkError"):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _redirect_output(log: Path, *, keep_python: bool) -> None:
@@ -223,52 +171,6 @@ def _redirect_output(log: Path, *, keep_python: bool) -> None:
 
 
 # --- in the launcher -------------------------------------------------------------------------------------------------
-
-
-def _first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -> MeshwrightError:
-    """The error of the rank that failed first; ``rank`` is the one that the agent saw fail."""
-    paths = [_file(directory, one, "failure") for one in range(num_ranks)]
-    found = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in paths if path.exists()]
-    own = [failure for failure in found if not failure.lost_peer]
-    if own:
-        return _as_error(min(own, key=lambda failure: failure.time_ns), directory)
-    doing = Status.read(directory, rank)
-    if exit_code < 0:
-        memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
-        return RankError(
-            f"rank {rank} was killed by {_signal_name(-exit_code)} {doing}".rstrip(),
-            remedy=f"{memory}its output is in {_file(directory, rank, 'log')}; run again to go on from a checkpoint",
-        )
-    if found:
-        return _as_error(found[0], directory)
-    return RankError(
-        f"rank {rank} ended with exit code {exit_code} {doing}".rstrip(),
-        remedy=f"its output is in {_file(directory, rank, 'log')}",
-    )
-
-
-def _as_error(failure: Failure, directory: Path) -> MeshwrightError:
-    kind = getattr(errors, failure.kind, None)
-    if isinstance(kind, type) and issubclass(kind, MeshwrightError):
-        return kind(failure.problem, where=failure.where, remedy=failure.remedy)
-    doing = Status.read(directory, failure.rank)
-    text = f"{failure.kind}: {failure.problem}" if failure.problem else failure.kind
-    verb = "lost the other ranks" if failure.lost_peer else "failed"
-    return RankError(
-        f"rank {failure.rank} {verb}{f' {doing}' if doing else ''}: {text}",
-        remedy=f"its traceback is in {_file(directory, failure.rank, 'traceback')}",
-    )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _file(directory: Path, rank: int, name: str) -> Path:
-    return directory / "ranks" / f"{rank}.{name}"
 
 
 @contextmanager

@@ -42,13 +42,18 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from meshwright.comm.groups import from_every_rank
 from meshwright.errors import CheckpointError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard
 from meshwright.lower.reshard import local_part
 from meshwright.runtime.state import LocalParameters
+
+CHUNK_OVERHEAD_BYTES = 2000
+"""About what torch's file format and index add to a chunk."""
 
 
 @dataclass(frozen=True)
@@ -116,27 +121,44 @@ def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
     return [(indices[start], start, end - start) for start, end in zip([0, *breaks], ends, strict=True) if end > start]
 
 
-def write(directory: Path, parts: Mapping[str, Part]) -> set[str]:
-    """Write tensors to a new directory, replicated chunks once; every rank must call it.
+class Share:
+    """What this rank writes of the tensors of all: of equal chunks (replicas) one rank writes one.
 
-    Returns:
-        The names of all ranks' files.
+    Every rank must make it; each then writes its share without the others, and one rank writes the index.
 
-    Raises:
-        CheckpointError: on every rank, if a rank could not write.
+    Attributes:
+        num_bytes: of all ranks' shares, about.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is no mistake
-            metadata = dcp.save(
-                dict(parts),
-                storage_writer=_Writer(directory),
-                planner=_SavePlanner(parts),
-                no_dist=not dist.is_initialized(),
-            )
-    except CheckpointException as error:
-        raise _explained(error, directory, "written", "make room, or save elsewhere; nothing was replaced") from error
-    return {place.relative_path for place in metadata.storage_data.values()}
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._planner = _SavePlanner(parts)
+        # Every rank computes the same plan from the same offers.
+        plans, self._metadata = self._planner.create_global_plan(from_every_rank(self._planner.create_local_plan()))
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._plans = plans
+        items = [item for plan in plans for item in plan.items]
+        self.num_bytes = sum((item.tensor_storage_size() or 0) + CHUNK_OVERHEAD_BYTES for item in items)
+
+    def stage(self) -> None:
+        """Copy it, so that steps may go on before it is written."""
+        self._planner.stage(self._plans[self._rank])
+
+    def write(self, directory: Path) -> list[WriteResult]:
+        """Write it to a directory, on the disk when this returns; for ``write_index``."""
+        writer = _Writer(directory)
+        writer.set_up_storage_writer(is_coordinator=self._rank == 0)
+        directory.mkdir(parents=True, exist_ok=True)
+        plan = writer.prepare_global_plan(self._plans)[self._rank]
+        return list(writer.write_data(plan, self._planner).wait())
+
+    def write_index(self, directory: Path, written: list[list[WriteResult]]) -> None:
+        """Write where each chunk lies, by what ``write`` returned on every rank."""
+        _Writer(directory).finish(self._metadata, written)
+
+
+def files_of(written: list[WriteResult]) -> list[str]:
+    """The names of the files that a rank has written."""
+    return sorted({one.storage_data.relative_path for one in written})
 
 
 def read(directory: Path, parts: Mapping[str, Part]) -> None:
@@ -156,10 +178,10 @@ def read(directory: Path, parts: Mapping[str, Part]) -> None:
             )
     except CheckpointException as error:
         remedy = "load this or another checkpoint before training on: parameters may be half read"
-        raise _explained(error, directory, "read", remedy) from error
+        raise _explained(error, directory, remedy) from error
 
 
-def _explained(error: CheckpointException, directory: Path, verb: str, remedy: str) -> BaseException:
+def _explained(error: CheckpointException, directory: Path, remedy: str) -> BaseException:
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, KeyboardInterrupt):
         return KeyboardInterrupt()
@@ -168,7 +190,7 @@ def _explained(error: CheckpointException, directory: Path, verb: str, remedy: s
         problem = cause.strerror or problem
     elif isinstance(cause, CheckpointError):
         problem = f"{cause.where}: {cause.problem}"
-    return CheckpointError(f"tensors could not be {verb} (rank {rank}: {problem})", where=f"{directory}", remedy=remedy)
+    return CheckpointError(f"tensors could not be read (rank {rank}: {problem})", where=f"{directory}", remedy=remedy)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -178,6 +200,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
         self._views: dict[MetadataIndex, tuple[Part, Chunk]] = {}
+        self._staged: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -193,7 +216,16 @@ class _SavePlanner(dcp.DefaultSavePlanner):
                 items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         return SavePlan(items)
 
+    def stage(self, plan: SavePlan) -> None:
+        """Copy what a plan writes; each copy is let go when it is written."""
+        for item in plan.items:
+            part, chunk = self._views[item.index]
+            copy = torch.empty(chunk.sizes, dtype=part.value.dtype)
+            self._staged[item.index] = copy.copy_(part.view(chunk))
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
+        if write_item.index in self._staged:
+            return self._staged.pop(write_item.index)
         part, chunk = self._views[write_item.index]
         return part.view(chunk)
 

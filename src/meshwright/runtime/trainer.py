@@ -28,6 +28,7 @@ from meshwright.runtime.checkpoint import Stateful
 from meshwright.runtime.inputs import check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.rng import step_key
+from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters, full_state_dict
 from meshwright.runtime.steps import Step, StepResult, lowered_step
 
@@ -68,6 +69,7 @@ class Trainer:
         self.seed = seed
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.saver = Saver()
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = (
             axis_groups(plan.mesh, self.rank, plan.algorithms) if plan.mesh.world_size > 1 else {}
@@ -152,15 +154,28 @@ class Trainer:
         *,
         loader: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
+        blocking: bool = True,
     ) -> None:
         """Write a checkpoint: model, optimizer, step, seed, the loader's position, and ``extra`` (such as
         ``{"scheduler": scheduler}``). Every rank must call it, with a directory that all share; what was there
         before stays until the new checkpoint is whole.
 
+        ``blocking=False`` copies what is saved and writes it while steps go on; the next save, a load and
+        ``wait_for_save`` wait for it. What the disk then refuses is a warning, and raised by ``wait_for_save``.
+
         Raises:
             CheckpointError: on every rank; what was at ``path`` has not changed.
         """
-        checkpoint.save(self, self._optimizer, path, loader, extra)
+        checkpoint.save(self, self._optimizer, path, loader, extra, blocking=blocking)
+
+    def wait_for_save(self) -> None:
+        """Wait for a save with ``blocking=False``. Every rank must call it.
+
+        Raises:
+            CheckpointError: on every rank, if the last such save has failed (once); what was there before stays.
+        """
+        if (error := self.saver.wait()) is not None:
+            raise error
 
     def load(
         self,
@@ -186,9 +201,10 @@ class Trainer:
         keep: int = 2,
         loader: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
+        blocking: bool = True,
     ) -> Path:
         """``save`` as ``directory/step-00000120``, then remove all but the latest ``keep``; returns the path."""
-        return checkpoint.save_in(self, self._optimizer, directory, keep, loader, extra)
+        return checkpoint.save_in(self, self._optimizer, directory, keep, loader, extra, blocking=blocking)
 
     def load_latest(
         self,
@@ -197,7 +213,7 @@ class Trainer:
         loader: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
     ) -> Path | None:
-        """``load`` the latest whole checkpoint of ``save_in``, and return its path; None where there is none at all.
+        """``load`` the latest whole checkpoint of ``save_in``, and return its path; None where none was ever finished.
 
         A damaged one is named in a warning, and the one before it is taken.
         """

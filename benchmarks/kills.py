@@ -1,0 +1,317 @@
+"""Does a run survive ``kill -9`` anywhere? Its losses must be those of a run that nobody disturbed, bit for bit.
+
+Run as ``python -m benchmarks.kills [--kills 50]``; the exit code is 1 if a loss differs. ``meshwright train`` trains a
+tiny GPT in float64 on 2 ranks, with a checkpoint every 3 steps, and at random moments, one after the other,
+
+    step       a rank is killed some steps after it has started again
+    saving     a rank is killed while a checkpoint is being written
+    starting   a rank is killed before its first step
+    cut        a file of the latest checkpoint is cut off, and a rank is killed
+    launcher   the launcher is killed; the same command is given again
+
+until there were enough. A second run is killed twice, and is taken over by tensor parallelism and by one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from meshwright import config
+from meshwright.runtime import manifest
+from meshwright.runtime.failures import Status
+
+NUM_RANKS = 2
+CHECKPOINT_EVERY = 3
+KEEP = 3
+MOST_STEPS = 9
+"""How many steps a rank may live after it has started: farther than to the next checkpoint."""
+STEPS_A_KILL = 8
+"""More than a kill leaves on average, so that the run does not end before the last one."""
+TAKEOVER_STEPS = 24
+TOLERANCE = 1e-9
+PATIENCE_S = 300.0
+LOOK_EVERY_S = 0.001
+KINDS = {"step": 5, "saving": 3, "starting": 1, "cut": 2, "launcher": 1}
+"""How often each happens, relatively."""
+
+T = TypeVar("T")
+Losses = dict[int, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run that was disturbed, beside one that was not. ``kills`` counts them by kind."""
+
+    name: str
+    kills: dict[str, int]
+    steps: int
+    error: float
+    tolerance: float
+    seconds_a_kill: float
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure and self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kills.items())
+        found = self.failure or f"largest difference {self.error:.0e}, allowed {self.tolerance:.0e}"
+        verdict = "pass" if self.passed else "FAIL"
+        kills = f"{sum(self.kills.values())} kills ({kinds})"
+        return f"{verdict}  {self.name}: {kills} in {self.steps} steps, {self.seconds_a_kill:.1f} s a kill; {found}"
+
+
+class DisturbedError(Exception):
+    """A run that did not survive."""
+
+
+class Command:
+    """``meshwright train`` of one run directory, as a process that may be started again."""
+
+    def __init__(self, directory: Path, steps: int) -> None:
+        self.directory, self.steps = directory, steps
+        self.checkpoints = directory / "run" / "checkpoints"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = directory / "RUN.toml"
+        run = config.make(
+            {
+                "model": {"name": "gpt", "layers": 1, "width": 32, "heads": 2},
+                "data": {
+                    "kind": "text", "sequence_length": 32, "batch_size": 8, "max_bytes": 100_000, "held_out": 0.0,
+                },
+                "schedule": {"warmup_steps": 5},
+                "train": {
+                    "steps": steps, "dtype": "float64", "max_grad_norm": 1.0, "log_every": 1,
+                    "checkpoint_every": CHECKPOINT_EVERY, "keep": KEEP, "directory": str(directory / "run"),
+                },
+            },
+            where="benchmarks.kills",
+        )  # fmt: skip
+        config.save(run, self._file)
+
+    def start(self, dp: int = NUM_RANKS, tp: int = 1) -> subprocess.Popen[bytes]:
+        """Give the command."""
+        layout = [f"--layout.dp={dp}", f"--layout.tp={tp}", f"--train.ranks={dp * tp}"]
+        with (self.directory / "output.txt").open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "meshwright.cli", "train", str(self._file), *layout],
+                env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def finish(self, launcher: subprocess.Popen[bytes]) -> None:
+        """Wait for its end, which must be a good one."""
+        if launcher.wait(PATIENCE_S) != 0:
+            raise DisturbedError(f"exit code {launcher.returncode}: {self.last_words()}")
+
+    def last_words(self) -> str:
+        return " | ".join((self.directory / "output.txt").read_text().splitlines()[-3:])
+
+    def losses(self) -> Losses:
+        """By step; a step that is there twice, or missing, is an error."""
+        lines = (self.directory / "run" / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if "loss" in row]
+        steps = [row["step"] for row in rows]
+        if steps != list(range(1, len(steps) + 1)):
+            raise DisturbedError(f"metrics.jsonl does not have each step once, in order: {steps}")
+        return {row["step"]: row["loss"] for row in rows}
+
+    def tensors(self) -> list[str]:
+        """Checksums of the tensors in the last checkpoint."""
+        found = manifest.read(self.checkpoints / manifest.steps_in(self.checkpoints)[0])
+        return [saved.sha256 for name, saved in found.files.items() if name.endswith(".distcp")]
+
+
+# --- disturbing ------------------------------------------------------------------------------------------------------
+
+
+class Killer:
+    """Kills what belongs to one command, at moments that it chooses by its seed."""
+
+    def __init__(self, command: Command, seed: int) -> None:
+        self.command = command
+        self.layout: dict[str, int] = {}
+        self.launcher = command.start()
+        self.draw = random.Random(seed)
+        self.kills: Counter[str] = Counter()
+        self._killed: list[int] = []
+
+    def kill(self, kind: str) -> bool:
+        """Wait for a moment of that kind, and kill; False if the run has ended before it came."""
+        ranks = self._until(lambda: fresh if len(fresh := self._fresh()) == NUM_RANKS else None, 0.02)
+        if ranks is None:
+            return False
+        rank = self.draw.randrange(NUM_RANKS)
+        if kind == "starting":
+            time.sleep(self.draw.random())
+        else:
+            first = self._until(lambda: self._step(rank))
+            aim = (first or 0) + self.draw.randrange(1, MOST_STEPS)
+            if first is None or self._until(lambda: (self._step(rank) or 0) >= aim) is None:
+                return False
+            if kind == "saving" and self._until(lambda: _unfinished(self.command.checkpoints)) is None:
+                return False
+            if kind == "cut":
+                self._cut_off()
+        target = self.launcher.pid if kind == "launcher" else ranks[rank]
+        with suppress(ProcessLookupError):
+            os.kill(target, signal.SIGKILL)
+            self.kills[kind] += 1
+        self._killed += ranks
+        if kind == "launcher":
+            self.launcher.wait()
+            self.launcher = self.command.start(**self.layout)
+        return True
+
+    def _fresh(self) -> list[int]:
+        """The processes of ranks that were not killed yet, by rank."""
+        return [process for process in ranks_of(self.launcher.pid) if process not in self._killed]
+
+    def _step(self, rank: int) -> int | None:
+        """The step that a rank is at."""
+        found = re.fullmatch(r"at step (\d+)", Status.read(self.command.directory / "run", rank))
+        return int(found[1]) if found else None
+
+    def _until(self, look: Callable[[], T | None], every_s: float = LOOK_EVERY_S) -> T | None:
+        """What ``look`` finds; None if the run ends before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := look()):
+            if self.launcher.poll() is not None:
+                return None
+            if time.monotonic() > deadline:
+                raise DisturbedError(f"nothing happens: {self.command.last_words()}")
+            time.sleep(every_s)
+        return found
+
+    def _cut_off(self) -> None:
+        """Cut a file of the latest checkpoint, if another one is there."""
+        whole = [path for path in self.command.checkpoints.glob("step-*") if (path / manifest.MANIFEST).is_file()]
+        if len(whole) > 1:
+            with suppress(FileNotFoundError):  # it may just be replaced
+                file = self.draw.choice(sorted(one for one in max(whole).rglob("*") if one.is_file()))
+                os.truncate(file, self.draw.randrange(file.stat().st_size))
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started as ranks, in their order."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and b"multiprocessing.spawn" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return sorted(found)
+
+
+def _unfinished(checkpoints: Path) -> bool:
+    """Whether a save is under way."""
+    return any(not (path.parent / manifest.MANIFEST).is_file() for path in checkpoints.glob("step-*/data-*"))
+
+
+# --- the benchmark ---------------------------------------------------------------------------------------------------
+
+
+def run(num_kills: int, seed: int = 0) -> list[Row]:
+    """A run under ``num_kills`` kills, and one that other layouts take over."""
+    with _directory() as directory:
+        steps = max(TAKEOVER_STEPS, STEPS_A_KILL * num_kills)
+        alone = Command(directory / "undisturbed", steps)
+        alone.finish(alone.start())
+        return [_killed(alone, steps, num_kills, seed), _taken_over(alone, seed)]
+
+
+def _killed(alone: Command, steps: int, num_kills: int, seed: int) -> Row:
+    command = Command(alone.directory.parent / "killed", steps)
+
+    def disturb(killer: Killer) -> str:
+        while killer.kills.total() < num_kills:
+            (kind,) = killer.draw.choices(list(KINDS), list(KINDS.values()))
+            if not killer.kill(kind):
+                return "the run ended before it was killed often enough"
+        return ""
+
+    row = _disturbed("killed at random", command, alone, disturb, seed, tolerance=0.0)
+    if row.passed and command.tensors() != alone.tensors():
+        return replace(row, failure="the last checkpoints differ")
+    return row
+
+
+def _taken_over(alone: Command, seed: int) -> Row:
+    """Started as dp2, killed, gone on with as tp2, killed, gone on with as one rank."""
+    command = Command(alone.directory.parent / "taken over", TAKEOVER_STEPS)
+
+    def disturb(killer: Killer) -> str:
+        for layout in ({"dp": 1, "tp": 2}, {"dp": 1, "tp": 1}):
+            killer.layout = layout
+            if not killer.kill("launcher"):
+                return "the run ended before it was taken over"
+        return ""
+
+    return _disturbed("taken over by tp2, then by one rank", command, alone, disturb, seed, tolerance=TOLERANCE)
+
+
+def _disturbed(
+    name: str, command: Command, alone: Command, disturb: Callable[[Killer], str], seed: int, tolerance: float
+) -> Row:
+    killer = Killer(command, seed)
+    start, seconds, failure, error = time.monotonic(), 0.0, "", float("inf")
+    try:
+        try:
+            failure = disturb(killer)
+        finally:
+            seconds = time.monotonic() - start
+        command.finish(killer.launcher)
+        losses = command.losses()
+        expected = alone.losses()
+        error = difference(losses, {step: expected[step] for step in range(1, command.steps + 1)})
+    except (DisturbedError, subprocess.TimeoutExpired) as problem:
+        failure = f"{problem}"
+    finally:
+        killer.launcher.kill()
+        killer.launcher.wait()
+    seconds_a_kill = seconds / max(1, killer.kills.total())
+    return Row(name, dict(killer.kills), command.steps, error, tolerance, seconds_a_kill, failure)
+
+
+def difference(mine: Losses, others: Losses) -> float:
+    """The largest difference of a loss; infinite if there are not the same steps."""
+    if mine.keys() != others.keys():
+        return float("inf")
+    return max(abs(mine[step] - others[step]) for step in mine)
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="meshwright-kills-") as directory:
+        yield Path(directory)
+
+
+def main() -> int:
+    """Print a line for each run; 1 if one fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="kills of the first run (50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
+    options = parser.parse_args()
+    rows = run(options.kills, options.seed)
+    for row in rows:
+        print(row)
+    return 0 if all(row.passed for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

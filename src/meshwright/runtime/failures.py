@@ -1,0 +1,148 @@
+"""What a rank was doing and how it failed, in files that outlive it.
+
+In ``DIRECTORY/ranks`` lie for rank N:
+
+    N.status     what it is doing, for the case that it is killed      N.failure    its error, as data
+    N.log        its output (of rank 0 only what C++ code prints)      N.traceback  its error, for developers
+    failed-K     the same of the ranks' K-th attempt, if they were started again after it
+"""
+
+import os
+import signal
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from meshwright import errors
+from meshwright.errors import FailedRankError, LostRankError, MeshwrightError, RankError
+from meshwright.ir import files
+
+
+def file_of(directory: Path, rank: int, name: str) -> Path:
+    """Where one of the files named above lies."""
+    return directory / "ranks" / f"{rank}.{name}"
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank failed. ``ours``: with a MeshwrightError; ``lost_peer``: because another rank did."""
+
+    rank: int
+    time_ns: int
+    kind: str
+    problem: str
+    where: str = ""
+    remedy: str = ""
+    ours: bool = False
+    lost_peer: bool = False
+
+
+class Status:
+    """What this rank is doing, in a file that outlives it: ``at step 3``, ``while saving step 10``."""
+
+    LENGTH = 80
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        path = file_of(directory, rank, "status")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
+
+    def set(self, doing: str) -> None:
+        """Say what this rank does from now on. Costs microseconds; a full disk is no reason to stop."""
+        with suppress(OSError):
+            os.pwrite(self._file, doing[: self.LENGTH].ljust(self.LENGTH).encode(), 0)
+
+    @staticmethod
+    def read(directory: Path, rank: int) -> str:
+        """What a rank was last doing, or nothing."""
+        path = file_of(directory, rank, "status")
+        return path.read_text().strip() if path.exists() else ""
+
+
+def record(error: BaseException, directory: Path, rank: int) -> Failure:
+    """Note, in this rank, what it fails with."""
+    ours = error if isinstance(error, MeshwrightError) else None
+    # The nearest kind that the launcher knows too.
+    kinds = [kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind]
+    failure = Failure(
+        rank=rank,
+        time_ns=time.time_ns(),
+        kind=kinds[0] if ours else type(error).__name__,
+        problem=ours.problem if ours else _first_line(error),
+        where=ours.where if ours else "",
+        remedy=ours.remedy if ours else "",
+        ours=ours is not None,
+        lost_peer=lost_peer(error),
+    )
+    text = "".join(traceback.format_exception(error))
+    with suppress(OSError):  # of a full disk the launcher hears by the exit code
+        files.write_atomically(file_of(directory, rank, "traceback"), text.encode())
+        files.write_atomically(file_of(directory, rank, "failure"), msgspec.json.encode(failure))
+    return failure
+
+
+def lost_peer(error: BaseException | None) -> bool:
+    """Whether the error says that another rank no longer answers."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, LostRankError):
+            return True
+        if "gloo/transport" in text or "NCCL" in text or type(error).__name__ in ("DistStoreError", "DistNetworkError"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -> MeshwrightError:
+    """The error of the rank that failed first; ``rank`` is the one that the agent saw fail."""
+    paths = [file_of(directory, one, "failure") for one in range(num_ranks)]
+    found = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in paths if path.exists()]
+    own = [failure for failure in found if not failure.lost_peer]
+    if own:
+        return as_error(min(own, key=lambda failure: failure.time_ns), directory)
+    doing = Status.read(directory, rank)
+    if exit_code >= 0 and found:
+        return as_error(found[0], directory)
+    end, memory = f"ended with exit code {exit_code}", ""
+    if exit_code < 0:
+        end = f"was killed by {_signal_name(-exit_code)}"
+        memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
+    output = f"its output is in {file_of(directory, rank, 'log')}; run again to go on from a checkpoint"
+    return _failed(f"rank {rank} {end} {doing}".rstrip(), f"{memory}{output}", doing)
+
+
+def as_error(failure: Failure, directory: Path) -> MeshwrightError:
+    """A rank's failure as the launcher raises it: what was a MeshwrightError there is the same one here."""
+    doing = Status.read(directory, failure.rank)
+    if failure.ours:
+        kind: type[MeshwrightError] = getattr(errors, failure.kind)
+        error = kind(failure.problem, where=failure.where, remedy=failure.remedy)
+        if isinstance(error, RankError):
+            error.doing = doing
+        return error
+    text = f"{failure.kind}: {failure.problem}" if failure.problem else failure.kind
+    verb = "lost the other ranks" if failure.lost_peer else "failed"
+    return _failed(
+        f"rank {failure.rank} {verb}{f' {doing}' if doing else ''}: {text}",
+        f"its traceback is in {file_of(directory, failure.rank, 'traceback')}",
+        doing,
+    )
+
+
+def _failed(problem: str, remedy: str, doing: str) -> FailedRankError:
+    error = FailedRankError(problem, remedy=remedy)
+    error.doing = doing
+    return error
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
