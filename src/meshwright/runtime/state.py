@@ -126,6 +126,10 @@ class LocalParameters:
         """Whether a stage of this rank uses the parameter or buffer."""
         return "pp" not in self.groups or self.groups["pp"].index in self._owners[name]
 
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether it is the model's, but only stages of other ranks use it."""
+        return name in self._owners and not self.holds(name)
+
     def counts(self, name: str) -> bool:
         """Whether this rank's stages count the parameter in sums over all of them: the first that holds it does."""
         return "pp" not in self.groups or self.groups["pp"].index == self._owners[name][0]
