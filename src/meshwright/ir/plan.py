@@ -124,6 +124,19 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         rows = [("module", "split", "why"), *((note.module, note.split, note.reason) for note in self.notes)]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]
+        if self.microbatches > 1:
+            each = self.batch_size // self.microbatches
+            lines.append(f"  {self.microbatches} micro-batches of {each}, gradients are accumulated")
+        if len(self.stages) > 1:
+            lines.append(f"  {len(self.stages)} stages, schedule {self.schedule}; they begin at:")
+            pipeline = self.mesh.size("pp")
+            lines += [
+                f"    stage {index} (pp rank {index % pipeline})  {stage.first or 'the first operator'}"
+                for index, stage in enumerate(self.stages)
+            ]
+        again = dict.fromkeys(name for stage in self.stages for name in stage.recompute)
+        if again:
+            lines.append(f"  computed again in backward: {', '.join(again)}")
         for axis in dict.fromkeys(bucket.axis for bucket in self.buckets):
             buckets = [bucket for bucket in self.buckets if bucket.axis == axis]
             count = sum(len(bucket.parameters) for bucket in buckets)

@@ -118,10 +118,6 @@ class LocalParameters:
         """Where a parameter is split (empty: whole everywhere)."""
         return self._placements.get(name, {})
 
-    def owners(self, name: str) -> tuple[int, ...]:
-        """The coordinates of pp that hold a parameter or buffer."""
-        return self._owners[name]
-
     def holds(self, name: str) -> bool:
         """Whether a stage of this rank uses the parameter or buffer."""
         return "pp" not in self.groups or self.groups["pp"].index in self._owners[name]
@@ -138,6 +134,20 @@ class LocalParameters:
         """Whether this rank holds only a part of the parameter."""
         return any(isinstance(placement, Shard) for placement in self._placements.get(name, {}).values())
 
+    def whole(self, name: str, value: Tensor | None) -> Tensor:
+        """The whole of something that lies as the parameter (or buffer) does; every rank must call it, those that do
+        not hold the parameter with None."""
+        shape = self.global_shape(name)
+        if value is None:
+            dtype = getattr(torch, self.graph.tensors[name].dtype)
+            result = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            result = gather_whole(value, shape, self.placements(name), self.groups)
+            result = result.clone() if result.data_ptr() == value.data_ptr() else result
+        if "pp" in self.groups:
+            broadcast_along(result, self.groups["pp"], self._owners[name][0])
+        return result
+
     def global_shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return self.graph.tensors[name].shape
@@ -148,15 +158,7 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
     keep = all_ranks or not dist.is_initialized() or dist.get_rank() == 0
     found: dict[str, Tensor] = {}
     for name in (*parameters.graph.parameters, *parameters.graph.buffers):
-        if parameters.holds(name):
-            mine = parameters[name].detach()
-            whole = gather_whole(mine, parameters.global_shape(name), parameters.placements(name), parameters.groups)
-            whole = whole.clone() if whole.data_ptr() == mine.data_ptr() else whole
-        else:
-            dtype = getattr(torch, parameters.graph.tensors[name].dtype)
-            whole = torch.empty(parameters.global_shape(name), dtype=dtype, device=parameters.device)
-        if "pp" in parameters.groups:
-            broadcast_along(whole, parameters.groups["pp"], parameters.owners(name)[0])
+        whole = parameters.whole(name, parameters[name].detach() if parameters.holds(name) else None)
         if keep:
             found[name] = whole
     if not keep:

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from meshwright.capture.batch import as_dicts
 from meshwright.capture.tracer import LossFunction
-from meshwright.comm.groups import gather_whole
 from meshwright.errors import CaptureError
 from meshwright.runtime.loop import Progress
 from meshwright.runtime.optimizer import OptimizerFactory
@@ -76,10 +75,9 @@ def parallel_steps(trainer: Trainer, batch: Any, steps: int, progress: Progress)
         record.losses.append(trainer.step(batch).detach().clone())
         progress.advance()
     handle.remove()
-    parameters = trainer.parameters
-    for name, value in local.items():
-        shape, placements = parameters.global_shape(name), parameters.placements(name)
-        record.gradients[name] = gather_whole(value, shape, placements, parameters.groups)
+    for entry in trainer.graph.gradients:
+        if entry.gradient is not None:
+            record.gradients[entry.parameter] = trainer.parameters.whole(entry.parameter, local.get(entry.parameter))
     record.state = trainer.full_state_dict()
     return record
 
