@@ -207,8 +207,8 @@ def write(results: Sequence[Result], rounds: int, steps: int) -> None:
         for name, config in ((name, make().config) for name, make in MODELS.items())
     )
     text = f"""Speed is the ratio of two medians over {rounds} alternating rounds of {steps} steps in the same
-processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad, forward, loss,
-backward and SGD with momentum 0.9, in float32, without clipping. Of a peer's several settings the fastest counts.
+processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad, forward,
+loss, backward and SGD with momentum 0.9, in float32, without clipping. Of a peer's several settings the fastest counts.
 Sizes: {described}."""
     how = {"rounds": rounds, "steps_a_round": steps, "sizes": sizes}
     report.write("foundation", "The foundation's targets", COMMAND, how, results, text)

@@ -299,8 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.only:
         text = (
             f"GPT-S with its own head, {SEQUENCES} sequences a micro-batch, float32, one thread a rank; medians "
-            f"over {options.rounds} alternating rounds of {options.steps} steps. Memory: 4 layers, 512 wide, sequence 512; "
-            "the larger rank's peak over two steps, minus what was resident before."
+            f"over {options.rounds} alternating rounds of {options.steps} steps. Memory: 4 layers, 512 wide, sequence "
+            "512; the larger rank's peak over two steps, minus what was resident before."
         )
         report.write("pipelines", "The targets of pipelines", COMMAND, {"rounds": options.rounds}, results, text)
         console.print("written to benchmarks/results/pipelines.md and .json")
