@@ -13,9 +13,9 @@ from meshwright.capture.batch import as_dicts
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import gather_whole
 from meshwright.errors import CaptureError
+from meshwright.runtime.initialize import materialize
 from meshwright.runtime.loop import Progress
 from meshwright.runtime.optimizer import OptimizerFactory
-from meshwright.runtime.state import materialize
 from meshwright.runtime.trainer import Trainer
 
 TOLERANCE = 1e-9
