@@ -56,9 +56,11 @@ CALLS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-def drawn(target: Any, strategy: dict[str, str], at: dict[str, int], key: int = RANDOM_KEY, name: str = "") -> Tensor:
+def drawn(
+    target: Any, strategy: dict[str, str], at: dict[str, int], key: int = RANDOM_KEY, name: str = "", call: Any = None
+) -> Tensor:
     """What the rank at these coordinates of a 2 x 2 mesh draws."""
-    args, kwargs = CALLS[target]
+    args, kwargs = call or CALLS[target]
     one = subject(target, args, kwargs)
     assert not isinstance(one, Unsplit)
     mesh = {"dp": 2, "tp": 2}
@@ -98,6 +100,14 @@ def test_draws_have_the_distribution_of_the_operator(target: Any) -> None:
     error = (one.var() / one.numel() + other.var() / other.numel()).sqrt()
     assert (one.mean() - other.mean()).abs() < 5 * error
     assert 0.8 < one.std() / other.std() < 1.25
+
+
+def test_exponential_numbers_are_never_zero() -> None:
+    """In half precision one uniform number in 2048 is 0; gumbel_softmax takes the logarithm of what becomes of it."""
+    ones = torch.ones(400, 100, dtype=torch.float16)
+    found = drawn(aten.exponential.default, {}, {"dp": 0, "tp": 0}, call=((ones,), {}))
+    assert bool((found > 0).all())
+    assert bool(found.log().isfinite().all())
 
 
 def test_a_random_operator_without_a_key_is_refused() -> None:

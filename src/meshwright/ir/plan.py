@@ -1,6 +1,8 @@
 """What was decided: mesh, strategy of every operator, storage, buckets. People read, diff, edit and rerun it."""
 
 import re
+from itertools import combinations
+from math import prod
 from typing import ClassVar
 
 import msgspec
@@ -171,7 +173,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 )
         strategies = self.strategies(graph)
         for operator in graph.operators:
-            for axis, choice in strategies[operator.name].items():
+            strategy = strategies[operator.name]
+            for axis, choice in strategy.items():
                 place = f"{where}: strategies[{operator.name!r}]"
                 if axis not in sizes:
                     raise PlanError(f"unknown axis {axis!r}", where=place, remedy=f"axes are {', '.join(sizes)}")
@@ -185,10 +188,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         f"factor {choice!r} of {operator.rule.pattern!r} cannot be split", where=place,
                         remedy="choose another factor, or leave the axis out",
                     )  # fmt: skip
-                if operator.rule.sizes[choice] % sizes[axis]:
+                alike = [other for other, one in strategy.items() if one == choice and other in sizes]
+                parts = prod(sizes[other] for other in alike)
+                if operator.rule.sizes[choice] % parts:
+                    axes = f"axis {axis!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"
                     raise PlanError(
-                        f"factor {choice!r} has size {operator.rule.sizes[choice]}, axis {axis!r} has {sizes[axis]}",
-                        where=place, remedy="a factor must divide evenly over its axis",
+                        f"factor {choice!r} has size {operator.rule.sizes[choice]}, {axes} {parts}",
+                        where=place, remedy="a factor must divide evenly over its axes",
                     )  # fmt: skip
         self._check_buckets(graph, self._check_partials(graph, strategies, where), where)
 
@@ -233,6 +239,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         f"{placement} over {sizes[axis]} ranks does not fit shape {list(dims)}",
                         where=place, remedy="choose a dim and an outer that divide evenly",
                     )  # fmt: skip
+            cuts = [(axis, one) for axis, one in placements.items() if isinstance(one, Shard)]
+            for (axis, one), (other, two) in combinations(sorted(cuts, key=lambda cut: cut[1].outer), 2):
+                inner = two.outer if two.outer > one.outer else graph.tensors[name].shape[one.dim] // sizes[other]
+                if one.dim == two.dim and inner % (one.outer * sizes[axis]):
+                    raise PlanError(
+                        f"{one} over {axis!r} and {two} over {other!r} do not cut dim {one.dim} of "
+                        f"{list(graph.tensors[name].shape)} evenly",
+                        where=f"{where}: storage[{name!r}]", remedy="cut another dim, or leave one axis out",
+                    )  # fmt: skip
 
     def _check_partials(self, graph: Graph, strategies: dict[str, Strategy], where: str) -> dict[str, Placements]:
         """That carets stand where Partials arrive; returns the placements of all activations."""
@@ -269,12 +284,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         seen: set[str] = set()
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
-                if parameter in seen:
+                gradient = gradients.get(parameter) or parameter
+                if gradient in seen:
                     raise PlanError(
-                        f"the gradient of {parameter!r} is in two buckets",
+                        f"the gradient of {parameter!r} is in a bucket already",
                         where=f"{where}: buckets[{index}]", remedy="take it out of one",
                     )  # fmt: skip
-                seen.add(parameter)
+                seen.add(gradient)
                 storage = self.storage(parameter)
                 wanted: Placements = {axis: one for axis, one in storage.items() if isinstance(one, Shard)}
                 wanted[bucket.axis] = Partial("sum")

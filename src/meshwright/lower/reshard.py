@@ -61,14 +61,9 @@ class Resharder:
         return node
 
     def _regather(self, axis: str, now: Placements, want: Placements) -> bool:
-        """Whether an outer axis on the same dim must change, which this inner axis would block."""
-        mine = now[axis]
+        """Whether an outer axis begins or ceases to cut the same factor, which this inner axis would block."""
         outer = self._order[: self._order.index(axis)]
-        return any(
-            isinstance(now.get(other), Shard) and now[other].dim == mine.dim and now[other] != want.get(other)  # type: ignore[union-attr]
-            and now[other] == mine
-            for other in outer
-        )  # fmt: skip
+        return any((now.get(other) == now[axis]) != (want.get(other) == now[axis]) for other in outer)
 
     def _fits(self, axis: str, target: Shard, now: Placements) -> bool:
         """Whether the axis can cut as ``target`` beside what other axes cut now: on one dim, an inner factor must

@@ -53,11 +53,14 @@ def bernoulli_tensor_local(local: Local) -> Any:
 
 
 def exponential_local(local: Local) -> Any:
-    """-log(1 - u) / rate."""
+    """-log(1 - u) / rate, and never 0: that is where u is 0, and others take its logarithm."""
     draws = local.call(ours.uniform.default, local.args[0], 0.0, 1.0, *local.key())
     logarithm = local.call(aten.log1p.default, local.call(aten.neg.default, draws))
     rate = local.args[1] if len(local.args) > 1 else 1.0
-    return local.call(aten.div.Tensor, local.call(aten.neg.default, logarithm), rate)
+    least = torch.finfo(local.dtype()).eps / 2
+    return local.call(
+        aten.div.Tensor, local.call(aten.clamp_min.default, local.call(aten.neg.default, logarithm), least), rate
+    )
 
 
 def _integers(local: Local, empty: Value, low: int, high: int) -> Any:

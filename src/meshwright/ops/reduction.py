@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Target, letters, make_rule, normalize_dim
+from meshwright.ops.base import HALVES, Call, Local, OperatorRule, Target, letters, make_rule, normalize_dim
 
 aten = torch.ops.aten
 
@@ -142,9 +142,17 @@ def mean(self: Tensor, *, dtype: Any = None) -> Tensor:
 
 def _average(self: Tensor, dim: list[int] | None, keepdim: bool, dtype: torch.dtype) -> Tensor:
     dims = list(dim) if dim else list(range(self.dim()))
-    # a sum that is not yet divided could leave the range of float16
-    wide = torch.float32 if dtype == torch.float16 else dtype
-    return (self.sum(dims, keepdim, dtype=wide) / prod(self.shape[index] for index in dims)).to(dtype)
+    return (self.sum(dims, keepdim, dtype=_wide(dtype)) / prod(self.shape[index] for index in dims)).to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums and squares are computed in: they could leave the range, or the precision, of half a float."""
+    return torch.float32 if dtype in HALVES else dtype
+
+
+def _sizes(value: Tensor) -> Tensor:
+    """What is squared or raised to a power: magnitudes, where the numbers are complex."""
+    return value.abs() if value.is_complex() else value
 
 
 def var_correction(
@@ -153,15 +161,18 @@ def var_correction(
     """Canonical variance: two passes of sums over global counts."""
     dims = list(dim) if dim else list(range(self.dim()))
     count = prod(self.shape[index] for index in dims)
-    centered = self - _average(self, dims, True, self.dtype)
-    return (centered * centered).sum(dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+    wide = self.to(_wide(self.dtype))
+    centered = _sizes(wide - _average(wide, dims, True, wide.dtype))
+    variance = (centered * centered).sum(dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+    return variance.to(self.dtype.to_real())
 
 
 def std_correction(
     self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
     """Canonical standard deviation."""
-    return var_correction(self, dim, correction=correction, keepdim=keepdim).sqrt()
+    variance = var_correction(self.to(_wide(self.dtype)), dim, correction=correction, keepdim=keepdim)
+    return variance.sqrt().to(self.dtype.to_real())
 
 
 def var_mean_correction(
@@ -182,8 +193,13 @@ def vector_norm(
     self: Tensor, ord: Any = 2, dim: int | list[int] | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     """Canonical norm: a sum (or maximum) of powers."""
-    values = self if dtype is None else self.to(dtype)
+    given = dtype or self.dtype
+    values = _sizes(self.to(_wide(given)))
     dims = [dim] if isinstance(dim, int) else list(dim) if dim else list(range(self.dim()))
+    return _norm(values, ord, dims, keepdim).to(given.to_real())
+
+
+def _norm(values: Tensor, ord: Any, dims: list[int], keepdim: bool) -> Tensor:
     if ord == 2:
         return (values * values).sum(dims, keepdim).sqrt()
     if ord == 0:

@@ -2,21 +2,19 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.comm.groups import broadcast_along, broadcast_tensors, gather_whole
-from meshwright.errors import CaptureError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
 from meshwright.ir.stages import cut
 from meshwright.lower.reshard import local_part
-from meshwright.runtime.rng import named_seed
+from meshwright.runtime.initialize import SplitParameter, materialize
 
 log = logging.getLogger("meshwright")
 
@@ -174,7 +172,7 @@ def _state_names(model: nn.Module) -> list[str]:
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    return SplitParameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -183,47 +181,3 @@ def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
         for name, value in list(module._parameters.items()):
             if value is old:
                 module._parameters[name] = new
-
-
-def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Initialise a model on the meta device, module by module, each seeded by its path: every rank draws the same.
-
-    Raises:
-        CaptureError: a module has parameters on the meta device and no ``reset_parameters``.
-    """
-    initialize: Any = getattr(model, "_init_weights", None)
-    ties = _ties(model)
-    for path, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(value.is_meta for value in own):
-            continue
-        module.to_empty(device=device, recurse=False)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(named_seed(seed, path))
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
-            elif callable(initialize):
-                initialize(module)
-            else:
-                raise CaptureError(
-                    f"{type(module).__name__} is on the meta device and has no reset_parameters",
-                    where=f"module {path or '(model)'}",
-                    remedy="give it a reset_parameters method, or build the model on a real device",
-                )
-    _tie(model, ties)
-
-
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, value in module._parameters.items():
-            if value is not None and value.is_meta:
-                places.setdefault(id(value), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
-
-
-def _tie(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
-    for (first, name), *others in ties:
-        for module, other in others:
-            module._parameters[other] = first._parameters[name]

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from meshwright.capture.batch import as_dicts
 from meshwright.capture.tracer import LossFunction
 from meshwright.errors import CaptureError
+from meshwright.runtime.initialize import materialize
 from meshwright.runtime.loop import Progress
 from meshwright.runtime.optimizer import OptimizerFactory
-from meshwright.runtime.state import materialize
 from meshwright.runtime.trainer import Trainer
 
 TOLERANCE = 1e-9
