@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import meshwright as mw
-from benchmarks import foundation, matrix
+from benchmarks import foundation, kills, matrix
 from benchmarks.side_by_side import WARMUP_STEPS, alternate, ratio
 from meshwright.models import GPT, GPTConfig
 from tests.distributed.oracle import Case
@@ -64,3 +64,16 @@ def test_matrix_table_shows_failures() -> None:
     assert [row.passed for row in rows] == [True, False, False]
     last = matrix.table(rows).splitlines()[-1]
     assert last == "| MLP | SGD | whole | full | 2e-16 | **1e-03** | **failed**: ValueError: no |"
+
+
+def test_a_disturbed_run_is_judged_by_its_largest_difference() -> None:
+    alone = {1: 2.0, 2: 1.5}
+    assert kills.difference({1: 2.0, 2: 1.5}, alone) == 0.0
+    assert kills.difference({1: 2.0, 2: 1.5 + 2**-50}, alone) == 2**-50
+    assert kills.difference({1: 2.0}, alone) == float("inf")
+    row = kills.Row("killed", {"step": 2, "cut": 1}, 2, 2**-50, 0.0, 4.0)
+    assert not row.passed
+    assert str(row) == (
+        "FAIL  killed: 3 kills (2 step, 1 cut; the launcher gave up 0 times) in 2 steps, 4.0 s a kill; "
+        "largest difference 9e-16, allowed 0e+00"
+    )

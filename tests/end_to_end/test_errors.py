@@ -307,6 +307,8 @@ class Failing(Silent):
         self.steps += 1
         if self.steps < 3 or api.launched_rank() != 1:
             return
+        while not (self.note.parent / "checkpoints/step-00000002/manifest.json").exists():  # it is being written
+            time.sleep(0.01)
         self.note.write_text(f"{time.monotonic()}")
         if self.how == "raise":
             raise ValueError("rank 1 will not\nand says so in two lines")
@@ -338,8 +340,15 @@ def train_and_fail(run: Run, how: str) -> int:
 def test_a_rank_that_fails_in_step_3_ends_the_run_with_its_own_error(
     how: str, kind: type[MeshwrightError], error: str, tmp_path: Path
 ) -> None:
+    asked: list[RankError] = []
+
+    def again(error: RankError, kept: Path) -> bool:
+        asked.append(error)
+        return False
+
     with pytest.raises(kind) as caught:
-        run_ranks(train_and_fail, small_run(tmp_path), how, num_ranks=2, directory=tmp_path)
+        run_ranks(train_and_fail, small_run(tmp_path), how, num_ranks=2, directory=tmp_path, again=again)
+    assert [error.doing for error in asked] == ([] if how == "refuse" else ["at step 3"]), "mistakes are not repeated"
     assert time.monotonic() - float((tmp_path / "failed").read_text()) < SECONDS
     found = re.fullmatch(error, str(caught.value))
     assert found, str(caught.value)
