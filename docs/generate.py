@@ -13,6 +13,7 @@ import typer
 
 from meshwright.cli import app
 from meshwright.ir.run import Run
+from meshwright.prediction import COLUMNS, OPTIONAL, family_names
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -117,6 +118,30 @@ def command_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def cases_page() -> str:
+    """The columns of a table of measured runs, for `meshwright validate`."""
+    lines = [
+        "# Tables of measured runs",
+        "",
+        GENERATED.format(source="src/meshwright/planner/cases.py"),
+        "",
+        "`meshwright validate CASES.csv` reads a CSV table: a header, then one run a row. Sizes are counts, times seconds, memory",
+        "bytes; cells have no units. All columns of the first table must be there, in any order; columns of the second may be.",
+        "Others are not read. A row that cannot be read is left out, and said so.",
+        "",
+        "| column | what may stand in it |",
+        "|---|---|",
+        *(f"| `{name}` | {plain(meaning)} |" for name, meaning in COLUMNS.items()),
+        "",
+        "| further column | what may stand in it |",
+        "|---|---|",
+        *(f"| `{name}` | {plain(meaning)} |" for name, meaning in OPTIONAL.items()),
+        "",
+        f"Families: {', '.join(f'`{name}`' for name in family_names())}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def option_text(parameter: Any) -> str:
     """An argument or option of a command as one writes it."""
     if parameter.param_type_name == "argument":
@@ -145,6 +170,7 @@ def readme() -> str:
 PAGES = {
     HERE / "reference" / "cli.md": command_page,
     HERE / "reference" / "run-file.md": run_file_page,
+    HERE / "reference" / "cases.md": cases_page,
     README: readme,
 }
 
