@@ -56,7 +56,9 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     data = setup.dp * setup.cp
     parameters, element = stage_parameters(setup, stage), setup.element_bytes
     mixed = element == 2
-    gradient = 4.0  # summed in float32, whatever the parameters' dtype
+    # Megatron-LM sums gradients in float32; ZeRO's optimizers keep them in the parameters' dtype until they are reduced
+    # to the shard that this rank updates.
+    gradient = float(element) if setup.zero in (1, 2) else 4.0
     states = 12.0 if mixed else 8.0  # Adam's two moments, and with 16-bit parameters their float32 copy
     layers = setup.stage_layers[stage]
     saved = layer_activation_bytes(setup)
