@@ -28,7 +28,7 @@ COLUMNS: dict[str, str] = {
     "hidden": "Width of the model.",
     "ffn": "Width of the MLP. Blank: four times the hidden size.",
     "heads": "Attention heads.",
-    "kv_heads": "Heads of keys and values. Blank: as many as heads.",
+    "kv_heads": "Heads of keys and values. Blank or 0: as many as heads.",
     "vocab": "Vocabulary, as padded.",
     "seq": "Tokens of a sequence.",
     "tp": "Tensor-parallel size. Blank: 1.",
@@ -163,7 +163,7 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
         "layers": _whole(row, "layers"),
         "hidden": _whole(row, "hidden"),
         "heads": _whole(row, "heads"),
-        "kv_heads": _whole(row, "kv_heads", 0),
+        "kv_heads": _whole(row, "kv_heads", 0, least=0),
         "vocabulary": _whole(row, "vocab", least=0),
         "sequence": _whole(row, "seq"),
     }
