@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-foundation bench-pipelines matrix clean
+.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ bench-foundation: $(STAMP) ## measure against eager PyTorch, DistributedDataPara
 
 bench-pipelines: $(STAMP) ## measure pipelines against torch.distributed.pipelining; kill ranks at random
 	@$(BIN)/python -m benchmarks.pipelines
+
+bench-predictor: $(STAMP) ## judge the predictor by published measurements in validation/ (FOLDERS=... for more tables)
+	@$(BIN)/python -m benchmarks.predictor $(FOLDERS)
 
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import math
 import textwrap
 import types
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import typer
 
 from meshwright.cli import app
 from meshwright.ir.run import Run
+from meshwright.prediction import COLUMNS, OPTIONAL, Validation, family_names, validate
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -117,6 +119,113 @@ def command_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def cases_page() -> str:
+    """The columns of a table of measured runs, for `meshwright validate`."""
+    lines = [
+        "# Tables of measured runs",
+        "",
+        GENERATED.format(source="src/meshwright/planner/cases.py"),
+        "",
+        "`meshwright validate CASES.csv` reads a CSV table: a header, then one run a row. Sizes are counts, times",
+        "seconds, memory bytes; cells have no units. All columns of the first table must be there, in any",
+        "order; columns of the second may be. Others are not read. A row that cannot be read is left out, and said so.",
+        "",
+        "| column | what may stand in it |",
+        "|---|---|",
+        *(f"| `{name}` | {plain(meaning)} |" for name, meaning in COLUMNS.items()),
+        "",
+        "| further column | what may stand in it |",
+        "|---|---|",
+        *(f"| `{name}` | {plain(meaning)} |" for name, meaning in OPTIONAL.items()),
+        "",
+        f"Families: {', '.join(f'`{name}`' for name in family_names())}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+TABLES = sorted((HERE.parent / "validation").glob("*.csv"))
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
+
+
+def validation_page() -> str:
+    """Predicted beside measured for the tables in validation/: errors of each, and its worst rows."""
+    found = {path.stem: validate(path) for path in TABLES}
+    lines = [
+        "# Predicted and measured",
+        "",
+        GENERATED.format(source="validation/*.csv"),
+        "",
+        "Published step times, each table with its citation in the column `source`, and what `meshwright validate`",
+        "says of them, with one set of parameters a device ([what was fitted to what](../predictor.md)). Errors are in",
+        "percent; *constant* is the error of one constant efficiency fitted to that very table.",
+        "",
+        "| table | runs | mean | 90th percentile | bias | rank correlation | constant |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        *(
+            f"| [{name}](../../validation/{name}.csv) | {one.cases} | {one.mape:.1f} | {one.p90:.1f} | {one.bias:+.1f} "
+            f"| {one.spearman:.3f} | {one.baseline_mape:.1f} |"
+            for name, one in found.items()
+        ),
+        "",
+        "![predicted against measured](validation.svg)",
+    ]
+    for name, one in found.items():
+        lines += [
+            "",
+            f"## {name}: the worst five",
+            "",
+            "| run | predicted | measured | error |",
+            "|---|---:|---:|---:|",
+        ]
+        worst = sorted(errors_of(one), key=lambda row: -abs(row[2] / row[1] - 1))[:5]
+        lines += [
+            f"| {case} | {ours:.3g} s | {true:.3g} s | {100 * (ours / true - 1):+.1f} % |" for case, true, ours in worst
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def errors_of(found: Validation) -> list[tuple[str, float, float]]:
+    """Name, measured and predicted seconds of the rows that have a time."""
+    return [(row.case, row.measured_s, row.predicted_s) for row in found.rows if row.measured_s]
+
+
+def validation_picture() -> str:
+    """Predicted against measured, both axes logarithmic, with the diagonal and 10 % on either side of it."""
+    size, margin, low, high = 480, 44, -1.0, 3.0
+
+    def at(seconds: float) -> float:
+        return margin + (math.log10(seconds) - low) / (high - low) * (size - 2 * margin)
+
+    def line(left: float, right: float, style: str) -> str:
+        ends = f'x1="{at(left):.1f}" y1="{size - at(right):.1f}" '
+        ends += f'x2="{at(left * 1e4):.1f}" y2="{size - at(right * 1e4):.1f}"'
+        return f"<line {ends} {style}/>"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{size}" height="{size}" fill="white"/>',
+        line(0.1, 0.1, 'stroke="black"'),
+        line(0.1, 0.11, 'stroke="gray" stroke-dasharray="3"'),
+        line(0.11, 0.1, 'stroke="gray" stroke-dasharray="3"'),
+    ]
+    for power in range(-1, 4):
+        where = at(10.0**power)
+        parts.append(f'<text x="{where:.1f}" y="{size - margin + 16}" text-anchor="middle">{10.0**power:g} s</text>')
+        parts.append(f'<text x="{margin - 6}" y="{size - where + 4:.1f}" text-anchor="end">{10.0**power:g} s</text>')
+    for index, path in enumerate(TABLES):
+        color = COLORS[index % len(COLORS)]
+        parts.append(f'<text x="{margin + 10}" y="{margin + 14 * index}" fill="{color}">{path.stem}</text>')
+        for _, true, ours in errors_of(validate(path)):
+            parts.append(
+                f'<circle cx="{at(true):.1f}" cy="{size - at(ours):.1f}" r="2.5" fill="{color}" fill-opacity="0.7"/>'
+            )
+    parts.append(f'<text x="{size / 2:g}" y="{size - 8}" text-anchor="middle">measured</text>')
+    parts.append(
+        f'<text x="12" y="{size / 2:g}" text-anchor="middle" transform="rotate(-90 12 {size / 2:g})">predicted</text>'
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def option_text(parameter: Any) -> str:
     """An argument or option of a command as one writes it."""
     if parameter.param_type_name == "argument":
@@ -145,6 +254,9 @@ def readme() -> str:
 PAGES = {
     HERE / "reference" / "cli.md": command_page,
     HERE / "reference" / "run-file.md": run_file_page,
+    HERE / "reference" / "cases.md": cases_page,
+    HERE / "reference" / "validation.md": validation_page,
+    HERE / "reference" / "validation.svg": validation_picture,
     README: readme,
 }
 

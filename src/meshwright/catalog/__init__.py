@@ -26,10 +26,12 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``devices/NAME.toml``: the device, the links it may have in a box, and the BOX-FABRICs it is known in."""
+    """``devices/NAME.toml``: the device, the links it may have in a box, the BOX-FABRICs it is known in, and other
+    names for it."""
 
     device: Device
     links: dict[str, Link]
+    aliases: tuple[str, ...] = ()
     clusters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,19 +83,21 @@ def load_device(name: str) -> Device:
     Raises:
         ClusterError: there is none of that name; the message says which are near.
     """
-    if name not in device_names():
+    found = _known_devices().get(name)
+    if found is None:
         hint = files.did_you_mean(name, device_names())
         raise ClusterError(f"unknown device {name!r}", remedy=f"{hint} devices: {', '.join(device_names())}".strip())
-    return _device_file(name).device
+    return _device_file(found).device
 
 
 def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> Cluster:
     """A cluster by file, by catalog name, or by the grammar DEVICE-BOX-FABRIC, with ``num_devices`` devices if given.
 
     - A path ends in ``.toml`` or has a directory. Anything else is a name.
-    - DEVICE is one of ``device_names()``. BOX is ``dgx`` (8 devices, NVLink), ``workstation`` (4, PCIe) or ``boxN`` (N,
-      with the best link they have). FABRIC is a kind (``edr``, ``hdr``, ``ndr``, ``ib``, ``eth``), a rate in Gb/s,
-      and the links of a box: ``hdr200x8``; without a number of links the rate is the whole box's: ``ib800``.
+    - DEVICE is one of ``device_names()`` or another name for it (``h100-80gb``). BOX is a kind of ``parts.toml``, such
+      as ``dgx`` (8 devices, NVLink), ``dgx2`` (16) or ``workstation`` (4, PCIe), or ``boxN`` (N, with the best link
+      they have). FABRIC is a kind (``edr``, ``hdr``, ``ndr``, ``ib``, ``roce``, ``efa``, ``ss``, ``eth``, ...), a rate
+      in Gb/s, and the links of a box: ``hdr200x8``; without a number of links the rate is the whole box's: ``ib800``.
     - A name with a fabric means one box until ``num_devices`` asks for more; without a fabric there is only one box.
 
     Raises:
@@ -113,11 +117,13 @@ def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None =
 
 def _from_grammar(name: str) -> Cluster:
     # Device names have hyphens themselves: the longest that fits is meant.
-    fitting = [device for device in device_names() if name.startswith(f"{device}-")]
+    known = _known_devices()
+    fitting = [device for device in known if name.startswith(f"{device}-")]
     if not fitting:
         raise _unknown(name, "it starts with no device of the catalog")
-    device_name = max(fitting, key=len)
-    box_name, *fabric_name = name.removeprefix(f"{device_name}-").split("-", 1)
+    prefix = max(fitting, key=len)
+    device_name = known[prefix]
+    box_name, *fabric_name = name.removeprefix(f"{prefix}-").split("-", 1)
     parts = _read("parts.toml", Parts)
     entry = _device_file(device_name)
     box = _box(name, box_name, device_name, entry.links, parts)
@@ -133,9 +139,10 @@ def _from_grammar(name: str) -> Cluster:
 
 
 def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts) -> Level:
-    match = re.fullmatch(r"([a-z]+)([1-9]\d*)?", text)
-    kind = parts.boxes.get(match[1]) if match else None
-    if match is None or kind is None or bool(match[2]) == bool(kind.devices):
+    match = re.fullmatch(r"([a-z]+)([1-9]\d*)", text)
+    kind = parts.boxes.get(text) or (parts.boxes.get(match[1]) if match else None)
+    devices = kind.devices if kind and text in parts.boxes else int(match[2]) if match else 0
+    if kind is None or not devices or (text not in parts.boxes and kind.devices):
         known = [box if entry.devices else f"{box}N" for box, entry in parts.boxes.items()]
         raise _unknown(name, f"{text!r} is not a box ({', '.join(known)})")
     available = [link for link in kind.links if link in links]
@@ -146,7 +153,7 @@ def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts
     link = links[available[0]]
     return Level(
         name="box",
-        fan_out=kind.devices or int(match[2]),
+        fan_out=devices,
         alpha_s=link.alpha_s,
         beta_s_per_byte=link.beta_s_per_byte,
         source=f"{available[0]}; {link.source}",
@@ -185,6 +192,12 @@ def _unknown(name: str, why: str) -> ClusterError:
     return ClusterError(
         f"unknown cluster {name!r}: {why}", remedy=f"{hint} {grammar}; a file's name ends in .toml".strip()
     )
+
+
+def _known_devices() -> dict[str, str]:
+    """Every name of a device, aliases included, and the name of its file."""
+    names = device_names()
+    return {alias: name for name in names for alias in (name, *_device_file(name).aliases)}
 
 
 def _device_file(name: str) -> DeviceFile:

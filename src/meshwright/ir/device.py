@@ -15,11 +15,31 @@ PEAK_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8"
 Curve = tuple[tuple[float, float], ...]
 
 
+class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """How a device's kernels fall short of its data sheet; the defaults were fitted once, on A100 (docs/predictor.md).
+
+    ``processors`` that take a tile of a matrix product at a time; what their main loop reaches of the peak, and fused
+    attention's; the reduction length that filling and draining a tile costs; the cost of loading a small tile's
+    operands, in rows; the fraction of the memory bandwidth; the device's time from one kernel to the next; the host's
+    time to issue one kernel, hidden while the device is busy.
+    """
+
+    processors: int
+    matmul_fraction: float = 0.905
+    attention_fraction: float = 0.45
+    extra_depth: float = 145.0
+    operand_cost: float = 5.6
+    bandwidth_fraction: float = 0.715
+    kernel_s: float = 2.3e-6
+    launch_s: float = 51e-6
+
+
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One device: what holds a rank (a GPU, a chip; on CPU a core).
 
     ``peak_flops_per_s`` is dense, by dtype name (``PEAK_DTYPES``). ``efficiency`` gives, by kind of operator, rising
     ``[size, fraction of the peak]`` points; a size is FLOPs for what computes and bytes for what is bound by memory.
+    ``kernels`` says what the closed-form estimates need beyond that.
     """
 
     name: str
@@ -28,6 +48,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: dict[str, float]
     efficiency: dict[str, Curve] = {}
+    kernels: Kernels | None = None
     source: str = ""
 
     def peak(self, dtype: str) -> float:

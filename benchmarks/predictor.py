@@ -1,0 +1,199 @@
+"""Does the predictor reach its targets? Errors over tables of measured steps, held-out errors, and its own speed.
+
+python -m benchmarks.predictor [FOLDER ...]                 tables in validation/, and in other folders
+python -m benchmarks.predictor --cross-validate FOLDER      fit A100 without a group of runs, judge it there
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from meshwright.catalog import load_cluster
+from meshwright.cost.memory import estimate_memory
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import estimate_step
+from meshwright.ir.device import Kernels
+from meshwright.planner.cases import Case, read_cases
+from meshwright.planner.validate import compare
+from meshwright.prediction import find_layouts, load_model
+
+HERE = Path(__file__).parent
+TABLES = HERE.parent / "validation"
+LIMITS = {
+    "vtrain_single_node": 8.0,
+    "korthikanti": 4.0,
+    "megatron_sc21": 5.0,
+    "korthikanti_2022": 4.0,
+    "narayanan_2021": 5.0,
+}
+"""The mean error in percent that a table must stay below, by the name of its file."""
+
+ACTIVATIONS = {
+    "22B": (48, 6144, 64, 1, 1, 4, 59.25, 9.5625),
+    "175B": (96, 12288, 96, 8, 3, 1, 66.84, 12.35),
+    "530B": (105, 20480, 128, 35, 3, 1, 114.02, 23.08),
+    "1T": (128, 25600, 160, 64, 1, 1, 131.25, 26.56),
+}
+"""Layers, hidden size, heads, stages, chunks, micro-batch; GiB of activations on the first stage, kept whole and with
+selective recomputation and sequence parallelism (Korthikanti et al. 2022, figures 1 and 7, as read by Calculon)."""
+
+FITTED = ("matmul_fraction", "extra_depth", "operand_cost", "bandwidth_fraction", "kernel_s", "launch_s")
+"""The parameters of A100 that come from step times; all other devices have theirs from data sheets or from files."""
+
+GUESS = Kernels(
+    processors=108, matmul_fraction=0.9, extra_depth=128.0, operand_cost=8.0, bandwidth_fraction=0.8, kernel_s=3e-6,
+    launch_s=30e-6,
+)  # fmt: skip
+"""Where a fit starts and what it is held near: round numbers that no table was looked at for."""
+
+GROUPS: dict[str, Callable[[Case], object]] = {
+    "tp": lambda case: case.setup.tp,
+    "pp": lambda case: case.setup.pp,
+    "micro_batch": lambda case: case.setup.micro_batch,
+    "hidden": lambda case: case.setup.model.hidden,
+    "layers": lambda case: case.setup.model.layers,
+}
+
+
+def judge(folders: Sequence[Path]) -> bool:
+    """Print the errors of every table, beside those of one constant efficiency, and what is asked of it."""
+    good = True
+    print(f"{'table':24} runs   mean    p90   bias  rank  constant  asked")
+    for path in sorted(path for folder in folders for path in folder.glob("*.csv")):
+        cases, left_out = read_cases(path)
+        found = compare(cases, left_out)
+        limit = LIMITS.get(path.stem)
+        ok = limit is None or (found.mape or 0.0) <= limit
+        good &= ok
+        asked = "" if limit is None else f"<= {limit:g} %  {'pass' if ok else 'FAIL'}"
+        print(
+            f"{path.stem:24} {found.cases:4} {found.mape:6.2f} {found.p90:6.2f} {found.bias:+6.2f} "
+            f"{found.spearman:5.3f} {found.baseline_mape:9.2f}  {asked}"
+        )
+    return good
+
+
+def judge_activations() -> bool:
+    """Activation memory of the first stage beside Korthikanti et al."""
+    worst = 0.0
+    for name, (layers, hidden, heads, pp, chunks, micro_batch, whole, selective) in ACTIVATIONS.items():
+        model = msgspec.structs.replace(
+            load_model("megatron-22b"), name=name, layers=layers, hidden=hidden, heads=heads
+        )
+        model = msgspec.structs.replace(model, ffn=4 * hidden)
+        for recompute, published in (("none", whole), ("selective", selective)):
+            setup = Setup(
+                model=model, tp=8, pp=pp, chunks=chunks, micro_batch=micro_batch, global_batch=64 * micro_batch,
+                schedule="interleaved" if chunks > 1 else "1f1b", recompute=recompute,  # type: ignore[arg-type]
+                sequence_parallel=recompute == "selective", precision="fp16", flash=False,
+            )  # fmt: skip
+            memory = estimate_memory(setup, load_cluster("a100-80gb-dgx-hdr200x8", 8 * pp))
+            worst = max(worst, abs(memory.activations_bytes / 2**30 / published - 1))
+    good = worst < 0.05
+    print(
+        f"activation memory: {100 * worst:.2f} % at most from the published (asked 5 %): {'pass' if good else 'FAIL'}"
+    )
+    return good
+
+
+def judge_speed() -> bool:
+    """A closed-form estimate under 1 ms, a search under 10 s."""
+    cluster = load_cluster("a100-80gb-dgx-hdr200x8", 1024)
+    setup = Setup(model=load_model("gpt3-175b"), dp=16, tp=8, pp=8, micro_batch=1, global_batch=1536)
+    times = []
+    for _ in range(50):
+        started = time.perf_counter()
+        estimate_step(setup, cluster)
+        times.append(time.perf_counter() - started)
+    each_s = float(np.median(times))
+    started = time.perf_counter()
+    found = find_layouts("gpt3-175b", cluster, global_batch=1536)
+    search_s = time.perf_counter() - started
+    good = each_s < 1e-3 and search_s < 10
+    print(
+        f"speed: an estimate {each_s * 1e3:.2f} ms (asked 1 ms), a search over {found.considered} setups of 175B on "
+        f"1,024 devices {search_s:.2f} s (asked 10 s): {'pass' if good else 'FAIL'}"
+    )
+    return good
+
+
+def cross_validate(folder: Path) -> None:
+    """Fit the parameters of A100 to all tables of a folder but one group, and judge them on that group."""
+    tables = {
+        path.stem: [case for case in read_cases(path)[0] if case.measured_s] for path in sorted(folder.glob("*.csv"))
+    }
+    print("held out                          runs   mean   bias")
+    for name, held in tables.items():
+        _report(f"table {name}", held, fit([cases for other, cases in tables.items() if other != name]))
+    largest = max(tables, key=lambda name: len(tables[name]))
+    rest = [cases for name, cases in tables.items() if name != largest]
+    for key, of in GROUPS.items():
+        for value in sorted({of(case) for case in tables[largest]}, key=str):
+            held = [case for case in tables[largest] if of(case) == value]
+            kept = [case for case in tables[largest] if of(case) != value]
+            _report(f"{largest} {key}={value}", held, fit([kept, *rest]))
+
+
+def fit(tables: Sequence[Sequence[Case]], *, most: int = 80, rounds: int = 6) -> Kernels:
+    """The parameters with the least squared log errors, each table weighing the same, held near ``GUESS``
+    (Levenberg-Marquardt on the logarithms). Of long tables, ``most`` runs that are spread over them are used."""
+    used = [case for table in tables for case in table[:: max(1, len(table) // most)]]
+    weights = np.concatenate(
+        [np.full(len(part), len(part) ** -0.5) for part in (t[:: max(1, len(t) // most)] for t in tables)]
+    )
+    origin = np.log([getattr(GUESS, key) for key in FITTED])
+    # How far a parameter may go: fractions are known better than latencies.
+    freedom = np.array([0.05, 0.5, 0.5, 0.1, 0.5, 0.5])
+
+    def residuals(point: np.ndarray) -> np.ndarray:
+        kernels = _kernels(point)
+        errors = np.array([np.log(_step_s(case, kernels) / (case.measured_s or 1.0)) for case in used])
+        return np.concatenate([errors * weights, (point - origin) / freedom * 0.02])
+
+    point, damping = origin.copy(), 1e-2
+    here = residuals(point)
+    for _ in range(rounds):
+        slopes = np.stack([(residuals(point + 0.01 * unit) - here) / 0.01 for unit in np.eye(len(point))], axis=1)
+        normal = slopes.T @ slopes
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ here)
+        there = residuals(point + step)
+        if there @ there < here @ here:
+            point, here, damping = point + step, there, damping / 3
+        else:
+            damping *= 10
+    return _kernels(point)
+
+
+def _kernels(point: np.ndarray) -> Kernels:
+    values = {key: float(value) for key, value in zip(FITTED, np.exp(point), strict=True)}
+    return msgspec.structs.replace(GUESS, **values)
+
+
+def _step_s(case: Case, kernels: Kernels) -> float:
+    device = msgspec.structs.replace(case.cluster.device, kernels=kernels)
+    return estimate_step(case.setup, msgspec.structs.replace(case.cluster, device=device)).step_s
+
+
+def _report(name: str, cases: Sequence[Case], kernels: Kernels) -> None:
+    errors = np.array([100 * (_step_s(case, kernels) / (case.measured_s or 1.0) - 1) for case in cases])
+    print(f"{name:32} {len(cases):5} {np.abs(errors).mean():6.2f} {errors.mean():+6.2f}", flush=True)
+
+
+def main() -> int:
+    """Print everything; the exit code is 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path)
+    parser.add_argument("--cross-validate", type=Path, metavar="FOLDER")
+    chosen = parser.parse_args()
+    if chosen.cross_validate:
+        cross_validate(chosen.cross_validate)
+        return 0
+    return 0 if all([judge([TABLES, *chosen.folders]), judge_activations(), judge_speed()]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""The catalog's models: transformers by name, by family, and from a Hugging Face config.json; no torch."""
+
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from meshwright.catalog.models.hugging_face import from_config, is_config, load_config
+from meshwright.errors import FileFormatError, LayoutError
+from meshwright.ir import files
+from meshwright.ir.transformer import Transformer
+
+__all__ = ["family_names", "load_model", "make_model", "model_names"]
+
+
+class ModelsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``models.toml``."""
+
+    families: dict[str, dict[str, Any]]
+    models: dict[str, dict[str, Any]]
+
+
+def model_names() -> list[str]:
+    """The names of the catalog's models."""
+    return sorted(_read().models)
+
+
+def family_names() -> list[str]:
+    """The names of the families, which say what their models share (norms, gates, positions, dropout)."""
+    return sorted(_read().families)
+
+
+def load_model(name_or_path: str, *, sequence: int = 0) -> Transformer:
+    """A model by name, or by the path of a Hugging Face ``config.json``; with another ``sequence`` length if given.
+
+    Raises:
+        LayoutError: there is none of that name; the message says which are near.
+        FileFormatError: the file cannot be read, or is of an architecture that is no known transformer.
+    """
+    if is_config(name_or_path):
+        model = from_config(load_config(name_or_path), where=name_or_path)
+    else:
+        known = _read().models
+        if name_or_path not in known:
+            hint = files.did_you_mean(name_or_path, known)
+            raise LayoutError(
+                f"unknown model {name_or_path!r}",
+                remedy=f"{hint} models: {', '.join(sorted(known))}; or the path of a config.json".strip(),
+            )
+        entry = dict(known[name_or_path])
+        model = make_model(entry.pop("family"), name=name_or_path, **entry)
+    return msgspec.structs.replace(model, sequence=sequence) if sequence else model
+
+
+def make_model(family: str, **sizes: Any) -> Transformer:
+    """A model of a family; an MLP whose width is not given is four times as wide as the model.
+
+    Raises:
+        LayoutError: the family is unknown, or the sizes are impossible.
+        FileFormatError: a key or a type is wrong.
+    """
+    known = _read().families
+    if family not in known:
+        hint = files.did_you_mean(family, known)
+        raise LayoutError(
+            f"unknown family {family!r}", where="family", remedy=f"{hint} one of {', '.join(sorted(known))}".strip()
+        )
+    fields = {**known[family], **sizes}
+    fields.setdefault("ffn", 4 * int(fields.get("hidden", 0)))
+    try:
+        return msgspec.convert(fields, Transformer)
+    except msgspec.ValidationError as error:
+        raise FileFormatError(str(error), where=str(sizes.get("name", family)), remedy="correct that key") from None
+
+
+def _read() -> ModelsFile:
+    data = resources.files(__name__).joinpath("models.toml").read_bytes()
+    return files.decode(data, ModelsFile, where="catalog/models/models.toml", toml=True)

@@ -1,0 +1,108 @@
+"""``meshwright predict``: the step time and the memory of one layout, part by part, without running it."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+from rich.table import Table
+
+from meshwright.cli import display
+
+if TYPE_CHECKING:
+    from meshwright.prediction import Prediction
+
+EPILOG = """[bold]Examples[/bold]
+
+  meshwright predict gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --devices 64 --tp 8 --pp 8 --global-batch 64
+
+  meshwright predict llama3-8b --cluster h100-dgx-ndr400x8 --devices 8 --zero 3 --micro-batch 2 --global-batch 16
+
+  meshwright predict path/to/config.json --cluster a100-40gb-dgx --tp 8 --global-batch 8 --json
+
+The exit code is 1 where it does not fit.
+"""
+
+
+def predict(
+    model: str = typer.Argument(..., help="A name of `meshwright models`, or the path of a Hugging Face config.json."),
+    cluster: str = typer.Option(..., help="A name of `meshwright clusters`, or a .toml file."),
+    devices: int = typer.Option(0, min=0, help="Number of devices; 0: what the axes make."),
+    dp: int = typer.Option(0, min=0, help="Data-parallel size; 0: what is left of the devices."),
+    tp: int = typer.Option(1, min=1, help="Tensor-parallel size."),
+    pp: int = typer.Option(1, min=1, help="Pipeline stages."),
+    cp: int = typer.Option(1, min=1, help="Context-parallel size."),
+    ep: int = typer.Option(1, min=1, help="Expert-parallel size."),
+    global_batch: int = typer.Option(..., min=1, help="Sequences of a step."),
+    micro_batch: int = typer.Option(1, min=1, help="Sequences of a micro-batch."),
+    sequence: int = typer.Option(0, min=0, help="Tokens of a sequence; 0: the model's."),
+    schedule: str = typer.Option("1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v."),
+    chunks: int = typer.Option(1, min=1, help="Model chunks of a pipeline rank (interleaved)."),
+    recompute: str = typer.Option("none", help="none, selective, full."),
+    sequence_parallel: bool = typer.Option(False, help="Split the sequence over tp between tensor-parallel parts."),
+    zero: int = typer.Option(0, min=0, max=3, help="What dp shards: optimizer (1), gradients (2), parameters (3)."),
+    precision: str = typer.Option("bf16", help="fp32, tf32, bf16, fp16, fp8."),
+    flash: bool = typer.Option(True, help="Attention as one fused kernel."),
+    memory: float = typer.Option(0.0, min=0.0, help="Bytes a device has; 0: what the cluster says."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> int:
+    """Predict a training step: will it fit, how long does it take, and what is that time made of."""
+    from meshwright import prediction
+
+    layout = {
+        "tp": tp, "pp": pp, "cp": cp, "ep": ep, "global_batch": global_batch, "micro_batch": micro_batch,
+        "schedule": schedule, "chunks": chunks, "recompute": recompute, "sequence_parallel": sequence_parallel,
+        "zero": zero, "precision": precision, "flash": flash,
+    } | ({"dp": dp} if dp else {})  # fmt: skip
+    found = prediction.predict(
+        model, cluster, devices=devices or None, sequence=sequence, memory_bytes=memory or None, **layout
+    )
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        _print(found)
+    return 1 if found.verdict == "does not fit" else 0
+
+
+def _print(found: "Prediction") -> None:
+    from meshwright.prediction import PARTS
+
+    terminal = display.console()
+    step_s, memory = found.estimate.step_s, found.memory
+    tokens = found.setup.global_batch * found.setup.model.sequence
+    terminal.print(f"{found.setup.model.name} on {found.setup.world_size} devices of {found.cluster}")
+    terminal.print(
+        f"\nstep {step_s:.4g} s   {tokens / step_s:,.0f} tokens/s   "
+        f"{found.estimate.model_flops_per_s / found.setup.world_size / 1e12:.1f} TFLOP/s a device   mfu {found.mfu:.1%}"
+    )
+    _bars(
+        [(name, getattr(found.estimate, key), f"{getattr(found.estimate, key):.4g} s") for key, name in PARTS.items()]
+    )
+    limit = found.device_memory_bytes
+    terminal.print(
+        f"\nmemory {memory.peak_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB: {found.verdict} "
+        f"(stage {memory.stage}, at {memory.moment})"
+    )
+    names = [key for key in memory.__struct_fields__ if key.endswith("_bytes")]
+    parts = [(key.removesuffix("_bytes"), float(getattr(memory, key))) for key in names]
+    _bars([(name, size, f"{size / 2**30:.2f} GiB") for name, size in parts])
+    if found.change is not None:
+        change = found.change
+        terminal.print(
+            f"\nsmallest change: {change.text}  ({change.peak_bytes / 2**30:.1f} GiB, step {change.step_s:.4g} s)"
+        )
+    elif found.verdict != "fits":
+        terminal.print("\nno single change makes it fit: `meshwright plan` looks for another layout")
+
+
+def _bars(parts: list[tuple[str, float, str]]) -> None:
+    total = sum(size for _, size, _ in parts) or 1.0
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, size, text in parts:
+        if size:
+            table.add_row(name, text, "█" * max(1, round(40 * size / total)))
+    display.console().print(table)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command."""
+    app.command(epilog=EPILOG)(predict)

@@ -1,0 +1,81 @@
+"""``meshwright validate``: predictions beside a table of measured steps."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+from rich.table import Table
+
+from meshwright.cli import display
+
+if TYPE_CHECKING:
+    from meshwright.prediction import Validation
+
+EPILOG = """[bold]Examples[/bold]
+
+  meshwright validate CASES.csv
+
+  meshwright validate CASES.csv --json
+
+  meshwright validate --columns
+
+Rows that cannot be read are left out and listed. The columns are explained in docs/reference/cases.md.
+"""
+
+
+def validate(
+    cases: Path | None = typer.Argument(None, metavar="CASES.csv", help="A table: one measured run a row."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    worst: int = typer.Option(10, min=0, help="How many rows to show, those with the largest errors first."),
+    columns: bool = typer.Option(False, "--columns", help="Say what each column of a table means, and stop."),
+) -> None:
+    """Predict the runs of a table and compare with what was measured."""
+    from meshwright import prediction
+
+    if columns:
+        terminal = display.console()
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name, meaning in {**prediction.COLUMNS, **prediction.OPTIONAL}.items():
+            table.add_row(name, meaning + (" (may be left out)" if name in prediction.OPTIONAL else ""))
+        terminal.print(table)
+        return
+    if cases is None:
+        raise typer.BadParameter("give a table: meshwright validate CASES.csv")
+    found = prediction.validate(cases)
+    for row in found.left_out:
+        typer.echo(f"left out: {row.case} (line {row.line}): {row.reason}", err=True)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    _print(found, worst)
+
+
+def _print(found: "Validation", worst: int) -> None:
+    terminal = display.console()
+    timed = [(row, 100 * (row.predicted_s / row.measured_s - 1)) for row in found.rows if row.measured_s]
+    timed.sort(key=lambda one: -abs(one[1]))
+    if timed and worst:
+        table = Table(box=None, pad_edge=False)
+        for title in ("case", "predicted", "measured", "error", "memory"):
+            table.add_column(title, justify="left" if title == "case" else "right", no_wrap=True)
+        for row, error in timed[:worst]:
+            memory = f"{row.predicted_peak_bytes / 2**30:.1f} GiB{'' if row.fits else ', does not fit'}"
+            table.add_row(row.case, f"{row.predicted_s:.4g} s", f"{row.measured_s:.4g} s", f"{error:+.1f} %", memory)
+        terminal.print(table)
+        terminal.print()
+    if found.mape is not None:
+        terminal.print(
+            f"{len(timed)} runs: mean error {found.mape:.2f} % (90th percentile {found.p90:.2f} %, bias "
+            f"{found.bias:+.2f} %{'' if found.spearman is None else f', rank correlation {found.spearman:.3f}'})"
+        )
+        terminal.print(f"one constant efficiency, fitted to these very runs: {found.baseline_mape:.2f} %")
+    if found.oom_balanced_accuracy is not None:
+        terminal.print(f"out of memory or not: balanced accuracy {found.oom_balanced_accuracy:.3f}")
+    if found.left_out:
+        terminal.print(f"{len(found.left_out)} rows were left out")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command."""
+    app.command(epilog=EPILOG)(validate)

@@ -1,0 +1,1 @@
+"""What a step costs: compute, communication and memory in closed form, without running anything."""

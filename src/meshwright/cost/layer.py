@@ -1,0 +1,265 @@
+"""One transformer layer, embedding and vocabulary head: the seconds and kernels of forward and backward on one rank."""
+
+import math
+
+import msgspec
+
+from meshwright.cost.collective import Group, Network
+from meshwright.cost.compute import Rates
+from meshwright.cost.setup import Setup
+
+LOSS_BYTES = 73.0
+"""Read and written per logit by the softmax cross-entropy in float32, kernel by kernel, forward and backward."""
+
+EXPERT_SPREAD = 1.1
+"""The busiest expert's tokens over the mean's."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Seconds of the device, seconds of communication that the device waits for, and kernels to be launched."""
+
+    device_s: float = 0.0
+    comm_s: float = 0.0
+    kernels: float = 0.0
+
+    def __add__(self, other: "Span") -> "Span":
+        return Span(self.device_s + other.device_s, self.comm_s + other.comm_s, self.kernels + other.kernels)
+
+    def times(self, factor: float) -> "Span":
+        """So many of them."""
+        return Span(self.device_s * factor, self.comm_s * factor, self.kernels * factor)
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """Forward and backward of something, and the forward of its attention core (what selective recompute repeats)."""
+
+    forward: Span
+    backward: Span
+    core: Span = Span()
+
+
+class _Tally:
+    """Adds up kernels of one direction."""
+
+    def __init__(self, rates: Rates, element_bytes: int) -> None:
+        self._rates, self._element = rates, element_bytes
+        self.device_s, self.comm_s, self.kernels = 0.0, 0.0, 0.0
+
+    def matmul(self, m: float, n: float, k: float, batch: float = 1) -> None:
+        self.device_s += self._rates.matmul_s(m, n, k, batch=batch, element_bytes=self._element)
+        self.kernels += 1
+
+    def backward_matmul(self, m: float, n: float, k: float, batch: float = 1) -> None:
+        """Both gradients of a product."""
+        self.matmul(m, k, n, batch)
+        self.matmul(k, n, m, batch)
+
+    def stream(self, moved_bytes: float, kernels: int = 1) -> None:
+        self.device_s += self._rates.stream_s(moved_bytes, kernels)
+        self.kernels += kernels
+
+    def attention(self, flops: float, moved_bytes: float) -> None:
+        self.device_s += self._rates.attention_s(flops, moved_bytes)
+        self.kernels += 1
+
+    def wait(self, seconds: float, collectives: int = 1) -> None:
+        self.comm_s += seconds
+        self.kernels += collectives
+
+    def span(self) -> Span:
+        return Span(self.device_s, self.comm_s, self.kernels)
+
+
+def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = False) -> Pass:
+    """One layer on one micro-batch: attention and MLP with their norms, residuals and tensor-parallel collectives.
+
+    Kernels are those of Megatron-LM: bias, activation, dropout and addition are fused as there, softmax with its
+    scale and mask; without ``flash`` the scores go through memory.
+    """
+    core, core_back = _attention_core(setup, rates, network)
+    forward, backward = _Tally(rates, setup.element_bytes), _Tally(rates, setup.element_bytes)
+    _attention_rest(setup, network, forward, backward)
+    if experts:
+        _experts(setup, network, forward, backward)
+    else:
+        _mlp(setup, network, forward, backward)
+    return Pass(forward.span() + core, backward.span() + core_back, core)
+
+
+def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
+    """Looking up tokens and positions, their sum and its dropout."""
+    model, element = setup.model, setup.element_bytes
+    forward, backward = _Tally(rates, element), _Tally(rates, element)
+    width = setup.tokens * model.hidden * element
+    forward.stream(width * (4 if model.dropout else 2), 4)
+    backward.stream(width * 4 + model.hidden * model.vocabulary / setup.tp * element, 4)
+    _tensor_collective(setup, network, forward)
+    return Pass(forward.span(), backward.span())
+
+
+def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
+    """The last norm, the vocabulary head, and the cross-entropy over the vocabulary's shards."""
+    model, element = setup.model, setup.element_bytes
+    forward, backward = _Tally(rates, element), _Tally(rates, element)
+    if not model.vocabulary:
+        return Pass(Span(), Span())
+    columns = model.vocabulary / setup.tp
+    logits = setup.tokens * columns
+    forward.stream(2 * _local_tokens(setup) * model.hidden * element)
+    forward.matmul(setup.tokens, columns, model.hidden)
+    forward.stream(logits * LOSS_BYTES * 0.65, 12)
+    backward.stream(logits * LOSS_BYTES * 0.35, 8)
+    backward.backward_matmul(setup.tokens, columns, model.hidden)
+    backward.stream(4 * _local_tokens(setup) * model.hidden * element, 2)
+    _tensor_collective(setup, network, backward)
+    if setup.tp > 1:
+        tensor = Group(setup.tp)
+        forward.wait(3 * network.all_reduce_s(4.0 * setup.tokens, tensor), 3)
+    return Pass(forward.span(), backward.span())
+
+
+def _local_tokens(setup: Setup) -> float:
+    """Tokens of a rank between the tensor-parallel parts."""
+    return setup.tokens / (setup.tp if setup.sequence_parallel else 1)
+
+
+def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None:
+    """One all-reduce of the activations over tp, or the reduce-scatter and all-gather that stand for it."""
+    if setup.tp < 2:
+        return
+    tensor, width = Group(setup.tp), float(setup.tokens * setup.model.hidden * setup.element_bytes)
+    for tally in tallies:
+        if setup.sequence_parallel:
+            tally.wait(network.reduce_scatter_s(width, tensor) + network.all_gather_s(width, tensor), 2)
+        else:
+            tally.wait(network.all_reduce_s(width, tensor))
+
+
+def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span, Span]:
+    """From queries, keys and values to the heads' outputs."""
+    model, element = setup.model, setup.element_bytes
+    forward, backward = _Tally(rates, element), _Tally(rates, element)
+    heads = model.heads / setup.tp
+    query = setup.tokens * model.query_width / setup.tp * element
+    keys = 2 * setup.tokens * setup.key_width * element
+    keyed = model.sequence  # of all ranks on cp: their keys come by
+    rows = model.sequence / setup.cp
+    batch = setup.micro_batch * heads
+    if setup.flash:
+        flops = 4 * batch * rows * keyed * model.head_width * (0.5 if model.causal else 1.0)
+        forward.attention(flops, 2 * query + keys)
+        backward.attention(2.5 * flops * 1.15, 4 * query + 3 * keys)
+        backward.stream(2 * query)
+    else:
+        scores = batch * rows * keyed
+        mask = scores if model.dropout else 0.0
+        forward.matmul(rows, keyed, model.head_width, batch)
+        forward.stream(2 * scores * element)
+        if model.dropout:
+            forward.stream(2 * scores * element + mask)
+        forward.matmul(rows, model.head_width, keyed, batch)
+        forward.stream(2 * query)
+        backward.backward_matmul(rows, model.head_width, keyed, batch)
+        if model.dropout:
+            backward.stream(2 * scores * element + mask)
+        backward.stream(3 * scores * element)
+        backward.backward_matmul(rows, keyed, model.head_width, batch)
+        backward.stream(3 * query, 2)
+    if setup.cp > 1:
+        # The ring passes keys and values cp - 1 times, behind the attention of the block before.
+        step = network.send_s(keys, setup.tp)
+        forward.comm_s += max(0.0, (setup.cp - 1) * step - forward.device_s)
+        backward.comm_s += max(0.0, 2 * (setup.cp - 1) * step - backward.device_s)
+    return forward.span(), backward.span()
+
+
+def _attention_rest(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
+    """Norm, projections and residual around the attention core."""
+    model, element, tp = setup.model, setup.element_bytes, setup.tp
+    tokens, local = setup.tokens, _local_tokens(setup) * model.hidden * element
+    columns = model.query_width / tp + 2 * setup.key_width
+    _norm(setup, forward, backward)
+    forward.matmul(tokens, columns, model.hidden)
+    backward.backward_matmul(tokens, columns, model.hidden)
+    if model.rotary:
+        turned = tokens * (model.query_width / tp + setup.key_width) * element
+        forward.stream(2 * turned, 2)
+        backward.stream(2 * turned, 2)
+    forward.matmul(tokens, model.hidden, model.query_width / tp)
+    backward.backward_matmul(tokens, model.hidden, model.query_width / tp)
+    weights = model.hidden * (columns + model.query_width / tp)
+    _residual(setup, forward, backward, local)
+    if model.bias:
+        backward.stream(tokens * (columns + model.hidden) * element, 2)
+    _accumulate(setup, backward, weights, 2)
+    _tensor_collective(setup, network, forward, backward)
+
+
+def _mlp(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
+    model, element = setup.model, setup.element_bytes
+    width, inputs = model.ffn / setup.tp, 2 if model.gated else 1
+    _norm(setup, forward, backward)
+    _feed_forward(setup, forward, backward, setup.tokens, width, 1)
+    if model.bias:
+        backward.stream(setup.tokens * (inputs * width + model.hidden) * element, 2)
+    _accumulate(setup, backward, (inputs + 1) * model.hidden * width, 2)
+    _residual(setup, forward, backward, _local_tokens(setup) * model.hidden * element)
+    _tensor_collective(setup, network, forward, backward)
+
+
+def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
+    """Router, dispatch over ep, the experts of this rank, and the way back."""
+    model, element = setup.model, setup.element_bytes
+    width = (model.expert_ffn or model.ffn) / setup.tp
+    local = max(1, model.experts // setup.ep)
+    visits = setup.tokens * model.experts_per_token
+    moved = visits * model.hidden * element
+    _norm(setup, forward, backward)
+    forward.matmul(setup.tokens, model.experts, model.hidden)
+    backward.backward_matmul(setup.tokens, model.experts, model.hidden)
+    for tally in (forward, backward):
+        tally.stream(4 * moved, 8)
+        if setup.ep > 1:
+            tally.wait(2 * network.all_to_all_s(moved, Group(setup.ep, setup.tp)), 2)
+    busiest = visits / local * (EXPERT_SPREAD if setup.ep > 1 else 1.0)
+    _feed_forward(setup, forward, backward, busiest, width, local)
+    _accumulate(setup, backward, local * model.mlp_matrices * model.hidden * width, 2)
+    if model.shared_experts:
+        shared = model.shared_experts * width
+        _feed_forward(setup, forward, backward, setup.tokens, shared, 1)
+        _accumulate(setup, backward, model.mlp_matrices * model.hidden * shared, 2)
+    _residual(setup, forward, backward, _local_tokens(setup) * model.hidden * element)
+    _tensor_collective(setup, network, forward, backward)
+
+
+def _feed_forward(setup: Setup, forward: _Tally, backward: _Tally, tokens: float, width: float, batch: int) -> None:
+    model, element = setup.model, setup.element_bytes
+    inputs = 2 if model.gated else 1
+    tokens = math.ceil(tokens)
+    forward.matmul(tokens, inputs * width, model.hidden, batch)
+    forward.stream((inputs + 1) * batch * tokens * width * element)
+    forward.matmul(tokens, model.hidden, width, batch)
+    backward.backward_matmul(tokens, model.hidden, width, batch)
+    backward.stream((2 * inputs + 1) * batch * tokens * width * element)
+    backward.backward_matmul(tokens, inputs * width, model.hidden, batch)
+
+
+def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
+    moved = _local_tokens(setup) * setup.model.hidden * setup.element_bytes
+    forward.stream(2 * moved)
+    backward.stream(5 * moved, 2)  # input and parameters, in two kernels
+
+
+def _residual(setup: Setup, forward: _Tally, backward: _Tally, moved: float) -> None:
+    """Bias, dropout and addition in one kernel; backward through the dropout, and the sum of the two gradients."""
+    mask = moved / setup.element_bytes if setup.model.dropout else 0.0
+    forward.stream(3 * moved + mask)
+    if setup.model.dropout:
+        backward.stream(2 * moved + mask)
+    backward.stream(3 * moved)
+
+
+def _accumulate(setup: Setup, backward: _Tally, weights: float, tensors: int) -> None:
+    """Adding a micro-batch's gradients to those before it."""
+    if setup.microbatches > 1:
+        backward.stream(weights * 3 * setup.element_bytes, tensors)

@@ -1,0 +1,168 @@
+"""Memory: what one rank of each stage holds at its peak, part by part, and whether the device can."""
+
+from typing import Literal
+
+import msgspec
+
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import stage_parameters
+from meshwright.ir.cluster import Cluster
+
+CONTEXT_BYTES = 1.5 * 2**30
+"""Taken before the first tensor: the device's context and kernels, libraries, communication buffers of a few groups."""
+
+BUCKET_BYTES = 2**28
+"""Gradients in flight to their reduction, where data parallelism shards or reduces them in buckets."""
+
+MARGIN = 0.06
+"""Of the device's memory: what allocators lose to fragmentation. Setups inside the margin are marginal."""
+
+Verdict = Literal["fits", "marginal", "does not fit"]
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one rank at its peak; the parts add up to ``peak_bytes``.
+
+    ``activations_bytes`` is what layers save for the backward pass, of all micro-batches in flight; ``ends_bytes`` what
+    embedding, vocabulary head and loss add; ``workspace_bytes`` lives only inside one layer's pass (gradients of
+    activations, what recomputation brings back, gathered parameters). ``moment`` says when that is.
+    """
+
+    stage: int
+    moment: str
+    parameters_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    ends_bytes: float
+    workspace_bytes: float
+    buffers_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """All of it."""
+        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.activations_bytes + self.ends_bytes + self.workspace_bytes + self.buffers_bytes
+
+
+def estimate_memory(setup: Setup, cluster: Cluster) -> Memory:
+    """The rank with the highest peak."""
+    ends = sorted({0, setup.pp - 1, max(range(setup.pp), key=lambda stage: setup.stage_layers[stage])})
+    return max((stage_memory(setup, stage, cluster) for stage in ends), key=lambda memory: memory.peak_bytes)
+
+
+def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
+    """A rank of pipeline stage ``stage``."""
+    data = setup.dp * setup.cp
+    parameters, element = stage_parameters(setup, stage), setup.element_bytes
+    mixed = element == 2
+    # Megatron-LM sums gradients in float32; ZeRO's optimizers keep them in the parameters' dtype until they are reduced
+    # to the shard that this rank updates.
+    gradient = float(element) if setup.zero in (1, 2) else 4.0
+    states = 12.0 if mixed else 8.0  # Adam's two moments, and with 16-bit parameters their float32 copy
+    layers = setup.stage_layers[stage]
+    saved = layer_activation_bytes(setup)
+    if setup.zero == 3:
+        # The float32 copy is what is sharded; two layers are gathered at a time.
+        parameters_bytes, gathered = 0.0, 2 * parameters / layers * element
+    else:
+        parameters_bytes, gathered = parameters * element, 0.0
+    working = _layer_bytes(setup, setup.recompute == "full") if setup.recompute != "none" else 0.0
+    workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup)
+    loss = _loss_bytes(setup) if stage == setup.pp - 1 else 0.0
+    # The loss comes before the first layer's backward: the two workspaces do not meet.
+    in_loss = loss > workspace
+    return Memory(
+        stage=stage,
+        moment="the loss of the first micro-batch"
+        if in_loss
+        else "the first backward with all micro-batches in flight",
+        parameters_bytes=parameters_bytes,
+        gradients_bytes=parameters * gradient / (data if setup.zero >= 2 else 1),
+        optimizer_bytes=parameters * states / (data if setup.zero else 1),
+        activations_bytes=layers * saved * in_flight(setup, stage),
+        ends_bytes=_ends_bytes(setup, stage) + (loss if in_loss else 0.0),
+        workspace_bytes=0.0 if in_loss else workspace,
+        buffers_bytes=(CONTEXT_BYTES if cluster.device.kind != "cpu" else 0.0) + (BUCKET_BYTES if data > 1 else 0.0),
+    )
+
+
+def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None) -> Verdict:
+    """Whether the device (or a limit of ``memory_bytes``) holds it."""
+    limit = memory_bytes or cluster.device.memory_bytes
+    if memory.peak_bytes > limit:
+        return "does not fit"
+    return "marginal" if memory.peak_bytes > (1 - MARGIN) * limit else "fits"
+
+
+def in_flight(setup: Setup, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once (in whole stages, where it has several chunks)."""
+    rest, chunks = setup.pp - stage, setup.chunks
+    held: float = rest
+    if setup.schedule == "gpipe":
+        held = setup.microbatches
+    elif setup.schedule == "interleaved":
+        held = (2 * (rest - 1) + (chunks - 1) * setup.pp + 1) / chunks
+    elif setup.schedule == "zb-h2":
+        held = 2 * rest - 1
+    elif setup.schedule == "zb-v":
+        held = setup.pp
+    return min(float(setup.microbatches), held)
+
+
+def layer_activation_bytes(setup: Setup) -> float:
+    """What one layer saves of one micro-batch on one rank (Korthikanti et al. 2022, table 2, for any layer).
+
+    For GPT in 16 bit that is sbh (10 + 24/t + 5as/ht), with sequence parallelism sbh (34/t + 5as/ht); without the last
+    term under selective recomputation or fused attention; sbh 2 (sbh 2/t) under full recomputation.
+    """
+    if setup.recompute == "full":
+        return setup.tokens * setup.model.hidden * setup.element_bytes / (setup.tp if setup.sequence_parallel else 1)
+    return _layer_bytes(setup, scores=setup.recompute == "none")
+
+
+def _layer_bytes(setup: Setup, scores: bool) -> float:
+    model, element, tp = setup.model, setup.element_bytes, setup.tp
+    width = model.hidden
+    whole = 4 * width * element + (2 * width if model.dropout else 0)  # inputs of norms and of first products; masks
+    parallel = 2 * element * model.query_width / tp + 2 * element * setup.key_width
+    kept = (2 * model.mlp_matrices - 2) * element  # before the activation, after it, and where gated the product
+    dense = kept * model.ffn / tp
+    share = model.expert_layers / model.layers
+    if share:
+        visits = model.experts_per_token + model.shared_experts
+        routed = visits * (kept * (model.expert_ffn or model.ffn) / tp + 2 * element * width)
+        dense = (1 - share) * dense + share * routed
+    attention = 0.0
+    if not setup.flash and scores:
+        held = element * (2 if model.dropout else 1) + (1 if model.dropout else 0)
+        attention = held * model.heads / tp * model.sequence
+    elif setup.flash:
+        attention = 4 * model.heads / tp  # the softmax's log-sum-exp
+    crossed = 1 + model.cross / model.layers / 2
+    return setup.tokens * crossed * (whole / (tp if setup.sequence_parallel else 1) + parallel + dense + attention)
+
+
+def _ends_bytes(setup: Setup, stage: int) -> float:
+    model = setup.model
+    local = setup.tokens * model.hidden / (setup.tp if setup.sequence_parallel else 1)
+    saved = 0.0
+    if stage == 0:
+        saved += local * (1 if model.dropout else 0) * in_flight(setup, 0)
+    if stage == setup.pp - 1 and model.vocabulary:
+        saved += 2 * local * setup.element_bytes
+    return saved
+
+
+def _loss_bytes(setup: Setup) -> float:
+    """Logits in the model's dtype, in float32, and their gradient."""
+    return setup.tokens * setup.model.vocabulary / setup.tp * (2 * setup.element_bytes + 4)
+
+
+def _gradient_workspace_bytes(setup: Setup) -> float:
+    """Gradients of the widest activations of a layer: of the MLP's, or of the scores."""
+    model, element = setup.model, setup.element_bytes
+    mlp = setup.tokens * element * (model.mlp_matrices * model.ffn / setup.tp + 2 * model.hidden)
+    if setup.flash:
+        return mlp
+    return max(mlp, 2 * element * setup.tokens * model.heads / setup.tp * model.sequence)

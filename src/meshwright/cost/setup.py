@@ -1,0 +1,133 @@
+"""The setup: a model, how it is laid out over devices, and how its step is run. What every estimate is about."""
+
+import math
+from typing import Literal, get_args
+
+import msgspec
+
+from meshwright.errors import LayoutError
+from meshwright.ir.files import did_you_mean
+from meshwright.ir.transformer import Transformer
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+
+DTYPES: dict[str, str] = {
+    "fp32": "float32",
+    "tf32": "tfloat32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "float8",
+}
+"""By precision, the dtype of matrix products (``Device.peak_flops_per_s``)."""
+
+
+class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """How one training step is run. Ranks: ``dp * cp * tp * pp``, tp innermost, then cp, dp and pp.
+
+    ``global_batch`` and ``micro_batch`` count sequences, of the whole step and of one micro-batch on one replica.
+    ``chunks`` is the number of model chunks per pipeline rank (interleaved and zb-v). ``recompute``: ``selective`` is
+    the attention core only, ``full`` whole layers. ``flash``: attention is one fused kernel that keeps no scores.
+
+    Raises:
+        LayoutError: a size is impossible, or sizes do not divide.
+    """
+
+    model: Transformer
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    chunks: int = 1
+    micro_batch: int = 1
+    global_batch: int = 1
+    schedule: ScheduleName = "1f1b"
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    zero: int = 0
+    precision: Precision = "bf16"
+    flash: bool = True
+
+    def __post_init__(self) -> None:
+        model = self.model
+        for key in ("dp", "tp", "pp", "cp", "ep", "chunks", "micro_batch", "global_batch"):
+            if getattr(self, key) < 1:
+                raise LayoutError(f"{key}={getattr(self, key)}", where=key, remedy="give 1 or more")
+        if not 0 <= self.zero <= 3:
+            raise LayoutError(f"zero={self.zero}", where="zero", remedy="give 0, 1, 2 or 3")
+        for key, kind in (("schedule", ScheduleName), ("recompute", Recompute), ("precision", Precision)):
+            value, known = getattr(self, key), get_args(kind)
+            if value not in known:
+                hint = did_you_mean(str(value), known)
+                raise LayoutError(
+                    f"unknown {key} {value!r}", where=key, remedy=f"{hint} one of {', '.join(known)}".strip()
+                )
+        _divides("tp", self.tp, "heads", model.heads)
+        _divides("tp", self.tp, "ffn", model.ffn)
+        _divides("dp x micro_batch", self.dp * self.micro_batch, "global_batch", self.global_batch)
+        _divides("cp", self.cp, "sequence", model.sequence)
+        if self.sequence_parallel:
+            _divides("tp x cp (sequence parallel)", self.tp * self.cp, "sequence", model.sequence)
+        if self.pp * self.chunks > model.layers:
+            raise LayoutError(
+                f"{self.pp} stages of {self.chunks} chunks need {self.pp * self.chunks} layers, the model has "
+                f"{model.layers}",
+                where="pp",
+                remedy="take fewer stages or chunks",
+            )
+        if self.chunks > 1 and self.schedule not in ("interleaved", "zb-v"):
+            raise LayoutError(
+                f"schedule {self.schedule} has one chunk a rank, not {self.chunks}",
+                where="chunks",
+                remedy="use schedule interleaved, or chunks 1",
+            )
+        if self.ep > 1:
+            _divides("ep", self.ep, "experts", model.experts)
+            _divides("ep", self.ep, "dp x cp", self.dp * self.cp)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of each replica in a step."""
+        return self.global_batch // (self.dp * self.micro_batch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one rank."""
+        return self.micro_batch * self.model.sequence // self.cp
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each pipeline rank; what is left over goes to the middle, away from embedding and head."""
+        base, extra = divmod(self.model.layers, self.pp)
+        first = (self.pp - extra) // 2
+        return tuple(base + (first <= stage < first + extra) for stage in range(self.pp))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of matrix products."""
+        return DTYPES[self.precision]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation's element (float8 products read and write 16-bit activations)."""
+        return 4 if self.precision in ("fp32", "tf32") else 2
+
+    @property
+    def key_width(self) -> int:
+        """The width of the keys on one rank: heads that are fewer than tp are repeated."""
+        heads = self.model.kv_heads or self.model.heads
+        return math.ceil(heads / self.tp) * self.model.head_width
+
+
+def _divides(divisor: str, by: int, name: str, value: int) -> None:
+    if not value or value % by:
+        raise LayoutError(
+            f"{name} = {value} is not divisible by {divisor} = {by}", where=name, remedy=f"change {divisor} or {name}"
+        )

@@ -1,0 +1,180 @@
+"""The step: its seconds in closed form, from a layer's passes, the pipeline's schedule, and what comes after them."""
+
+import msgspec
+
+from meshwright.cost.collective import Group, Network
+from meshwright.cost.compute import Rates
+from meshwright.cost.layer import Pass, Span, embedding_pass, head_pass, layer_pass
+from meshwright.cost.setup import Setup
+from meshwright.ir.cluster import Cluster
+
+OPTIMIZER_BYTES = 33.0
+"""Read and written per parameter by Adam in mixed precision, with unscaling, clipping and the copy to 16 bit."""
+
+HOST_BLEND = 4.4
+"""The host issues kernels while the device works on earlier ones: a pass takes the larger of the two times, and where
+they are alike, more (their norm of this order)."""
+
+HIDDEN = 0.6
+"""The part of a collective beside compute that costs nothing: the rest takes processors and memory from kernels."""
+
+BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zb-h1": 1 / 3, "zb-h2": 0.0, "zb-v": 0.0}
+"""What is left of the bubble of (p - 1) micro-batches, before it is divided by the chunks (Qi et al. 2023)."""
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a step and what they are made of: the parts add up to ``step_s``.
+
+    ``compute_s`` is the busiest stage's kernels, ``tensor_comm_s`` its waiting for collectives inside layers,
+    ``host_s`` what launching kernels adds, ``bubble_s`` waiting for other stages, ``pipeline_comm_s`` messages between
+    stages, ``data_comm_s`` what is not hidden of gradients and parameters over dp, ``optimizer_s`` the update.
+    """
+
+    step_s: float
+    compute_s: float
+    tensor_comm_s: float
+    host_s: float
+    bubble_s: float
+    pipeline_comm_s: float
+    data_comm_s: float
+    optimizer_s: float
+    model_flops_per_s: float
+    """Of all devices together, counting what the model needs once (nothing recomputed)."""
+
+
+def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
+    """The step of ``setup`` on ``cluster``, which has (at least) ``setup.world_size`` devices.
+
+    Every micro-batch passes every stage forward and backward; the slowest stage sets the pace:
+
+        step = m * slowest + bubble * (sum of the other stages) / chunks + data-parallel communication + optimizer
+    """
+    rates, network = Rates(cluster.device, setup.dtype), Network(cluster)
+    stages = _stages(setup, rates, network)
+    send_s = _send_s(setup, network)
+    slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
+    pace = stages[slowest]
+    others = sum(stage.total_s for stage in stages) - pace.total_s + (setup.pp - 1) * send_s
+    bubble_s = BUBBLES[setup.schedule] * others / setup.chunks
+    sends_s = setup.microbatches * setup.chunks * send_s
+    parameters = stage_parameters(setup, slowest)
+    data_s = _data_comm_s(setup, network, parameters, pace.total_s) + _tied_s(setup, network)
+    optimizer_s = _optimizer_s(setup, rates, parameters)
+    busy_s = setup.microbatches * pace.total_s
+    step_s = busy_s + bubble_s + sends_s + data_s + optimizer_s
+    return Estimate(
+        step_s=step_s,
+        compute_s=setup.microbatches * pace.device_s,
+        tensor_comm_s=setup.microbatches * pace.comm_s,
+        host_s=setup.microbatches * pace.host_s,
+        bubble_s=bubble_s,
+        pipeline_comm_s=sends_s,
+        data_comm_s=data_s,
+        optimizer_s=optimizer_s,
+        model_flops_per_s=setup.model.step_flops(setup.global_batch) / step_s,
+    )
+
+
+class _Stage(msgspec.Struct, frozen=True):
+    """One micro-batch on one stage, forward and backward."""
+
+    device_s: float = 0.0
+    comm_s: float = 0.0
+    host_s: float = 0.0
+
+    def __add__(self, other: "_Stage") -> "_Stage":
+        return _Stage(self.device_s + other.device_s, self.comm_s + other.comm_s, self.host_s + other.host_s)
+
+    def times(self, factor: float) -> "_Stage":
+        return _Stage(self.device_s * factor, self.comm_s * factor, self.host_s * factor)
+
+    @property
+    def total_s(self) -> float:
+        return self.device_s + self.comm_s + self.host_s
+
+
+def stage_parameters(setup: Setup, stage: int) -> float:
+    """Parameters that one rank of a stage holds, before ZeRO divides them."""
+    model = setup.model
+    layers = setup.stage_layers[stage] * (1 + model.cross / model.layers)
+    experts = model.expert_layers / model.layers * setup.stage_layers[stage]
+    dense = setup.stage_layers[stage] - experts
+    shared = layers * model.attention_parameters + dense * model.mlp_parameters
+    shared += experts * (model.shared_experts * model.expert_parameters + model.hidden * model.experts)
+    if stage == 0:
+        shared += model.embedding_parameters
+    if stage == setup.pp - 1:
+        tied_copy = model.hidden * model.vocabulary if model.tied and setup.pp > 1 else 0
+        shared += model.head_parameters + tied_copy
+    return (shared + experts * model.experts / setup.ep * model.expert_parameters) / setup.tp
+
+
+def _stages(setup: Setup, rates: Rates, network: Network) -> list[_Stage]:
+    """One micro-batch on each stage. Host and device are compared layer by layer: the head keeps the device busy while
+    layers may not, and the host does not run ahead from one to the other (losses are read, stages wait)."""
+    model = setup.model
+    share = model.expert_layers / model.layers
+    layer = _Stage()
+    for part, experts in ((1 - share, False), (share, True)):
+        if part:
+            one = layer_pass(setup, rates, network, experts=experts)
+            both = _timed(one.forward, rates) + _timed(one.backward + _recomputed(setup, one), rates)
+            layer += both.times(part * (1 + model.cross / model.layers / 2))  # an attention is about half a layer
+    stages = [layer.times(layers) for layers in setup.stage_layers]
+    for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, rates, network))):
+        stages[stage] += _timed(ends.forward, rates) + _timed(ends.backward, rates)
+    return stages
+
+
+def _recomputed(setup: Setup, layer: Pass) -> Span:
+    if setup.recompute == "full":
+        return layer.forward
+    return layer.core if setup.recompute == "selective" and not setup.flash else Span()
+
+
+def _timed(span: Span, rates: Rates) -> _Stage:
+    busy_s, launch_s = span.device_s + span.comm_s, span.kernels * rates.launch_s
+    total_s = (busy_s**HOST_BLEND + launch_s**HOST_BLEND) ** (1 / HOST_BLEND)
+    return _Stage(span.device_s, span.comm_s, total_s - busy_s)
+
+
+def _send_s(setup: Setup, network: Network) -> float:
+    """Activations to the next stage and their gradients back; with tp each rank sends its part (scatter-gather)."""
+    if setup.pp < 2:
+        return 0.0
+    moved = setup.tokens * setup.model.hidden * setup.element_bytes / setup.tp
+    gathered = 0.0
+    if setup.tp > 1 and not setup.sequence_parallel:
+        gathered = network.all_gather_s(moved * setup.tp, Group(setup.tp))
+    return 2 * (network.send_s(moved, setup.tp * setup.cp * setup.dp) + gathered)
+
+
+def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s: float) -> float:
+    """Gradients (and parameters, where they are sharded) over dp x cp, as far as they are not hidden."""
+    data = Group(setup.dp * setup.cp, setup.tp)
+    if data.size < 2:
+        return 0.0
+    moved = parameters * setup.element_bytes
+    if setup.zero == 0:
+        return network.all_reduce_s(moved, data)
+    scatter_s, gather_s = network.reduce_scatter_s(moved, data), network.all_gather_s(moved, data)
+    if setup.zero < 3:
+        return scatter_s + gather_s
+    # Fully sharded: gathered for the forward and again for the backward of every micro-batch, behind the compute of
+    # other layers.
+    each_s = 2 * gather_s + scatter_s
+    return setup.microbatches * max((1 - HIDDEN) * each_s, each_s - HIDDEN * microbatch_s)
+
+
+def _tied_s(setup: Setup, network: Network) -> float:
+    """The embedding's gradient, summed over the first stage and the last."""
+    model = setup.model
+    if setup.pp < 2 or not model.tied:
+        return 0.0
+    ends = Group(2, setup.tp * setup.cp * setup.dp * (setup.pp - 1))
+    return network.all_reduce_s(model.hidden * model.vocabulary / setup.tp * setup.element_bytes, ends)
+
+
+def _optimizer_s(setup: Setup, rates: Rates, parameters: float) -> float:
+    updated = parameters / (setup.dp * setup.cp if setup.zero else 1)
+    return rates.stream_s(updated * OPTIMIZER_BYTES)

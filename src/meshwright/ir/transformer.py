@@ -1,0 +1,157 @@
+"""The transformer by its sizes: what a prediction needs to know of a model when nothing has been captured."""
+
+import msgspec
+
+from meshwright.errors import LayoutError
+
+
+class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A stack of equal transformer layers between an embedding and a vocabulary head.
+
+    ``gated``: the MLP has three matrices (SwiGLU), else two. ``experts`` above 0: every ``expert_every``-th layer has
+    that many MLPs, of width ``expert_ffn`` (0: ``ffn``), of which a token visits ``experts_per_token``, and beside
+    them ``shared_experts`` that every token visits. ``causal`` attention needs half of the products, which only fused
+    kernels make use of. ``cross`` adds a second attention to that many of the layers (a decoder that reads an encoder).
+
+    Raises:
+        LayoutError: a size is impossible or sizes do not divide.
+    """
+
+    name: str = ""
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocabulary: int
+    sequence: int
+    kv_heads: int = 0
+    head_size: int = 0
+    gated: bool = False
+    bias: bool = True
+    dropout: bool = True
+    rotary: bool = False
+    causal: bool = True
+    tied: bool = True
+    cross: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_every: int = 1
+    expert_ffn: int = 0
+    shared_experts: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "ffn", "sequence"):
+            if getattr(self, key) < 1:
+                raise LayoutError(f"{getattr(self, key)} is less than 1", where=key, remedy="give a whole number")
+        if self.vocabulary < 0:
+            raise LayoutError(f"{self.vocabulary} is less than 0", where="vocabulary", remedy="give a whole number")
+        if not self.head_size and self.hidden % self.heads:
+            raise LayoutError(
+                f"hidden size {self.hidden} is not divisible by {self.heads} heads",
+                where="heads",
+                remedy="correct one of them, or give head_size",
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise LayoutError(
+                f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly",
+                where="kv_heads",
+                remedy="give a divisor of the heads",
+            )
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise LayoutError(
+                f"a token cannot visit {self.experts_per_token} of {self.experts} experts",
+                where="experts_per_token",
+                remedy=f"give 1 to {self.experts}",
+            )
+
+    @property
+    def query_width(self) -> int:
+        """All heads of the queries side by side."""
+        return self.heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        """All heads of the keys (or of the values) side by side."""
+        return (self.kv_heads or self.heads) * self.head_width
+
+    @property
+    def head_width(self) -> int:
+        """The width of one head."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def mlp_matrices(self) -> int:
+        """How many matrices an MLP has."""
+        return 3 if self.gated else 2
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return self.layers // self.expert_every if self.experts else 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one attention with its norm."""
+        weights = self.hidden * (self.query_width + 2 * self.key_width) + self.query_width * self.hidden
+        biases = self.query_width + 2 * self.key_width + self.hidden if self.bias else 0
+        return weights + biases + self._norm
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of a dense MLP with its norm."""
+        return self._mlp(self.ffn) + self._norm
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert."""
+        return self._mlp(self.expert_ffn or self.ffn)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding and, where positions are learned, of theirs."""
+        return self.hidden * (self.vocabulary + (0 if self.rotary else self.sequence))
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the vocabulary head that it does not share with the embedding."""
+        return 0 if self.tied else self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        shared = self.shared_experts * self.expert_parameters
+        routed = self.expert_layers * (
+            self.experts * self.expert_parameters + shared + self.hidden * self.experts + self._norm
+        )
+        dense = (self.layers - self.expert_layers) * self.mlp_parameters
+        attention = (self.layers + self.cross) * self.attention_parameters
+        return self.embedding_parameters + self.head_parameters + attention + dense + routed + self._norm
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets."""
+        idle = self.experts - self.experts_per_token if self.experts else 0
+        return self.parameters - self.expert_layers * idle * self.expert_parameters
+
+    def step_flops(self, sequences: int) -> float:
+        """Model FLOPs of a training step: three times the forward pass, attention in full, nothing recomputed
+        (Korthikanti et al. 2022, appendix A)."""
+        tokens = sequences * self.sequence
+        attention = 2 * self.hidden * (self.query_width + 2 * self.key_width) + 2 * self.query_width * self.hidden
+        scores = 4 * self.sequence * self.query_width
+        dense = 2 * self.mlp_matrices * self.hidden * self.ffn
+        routed = 2 * self.mlp_matrices * self.hidden * (self.expert_ffn or self.ffn)
+        routed *= self.experts_per_token + self.shared_experts
+        head = 2 * self.hidden * self.vocabulary
+        layers = (self.layers + self.cross) * (attention + scores)
+        layers += (self.layers - self.expert_layers) * dense + self.expert_layers * routed
+        return 3.0 * tokens * (layers + head)
+
+    @property
+    def _norm(self) -> int:
+        return self.hidden * (2 if self.bias else 1)
+
+    def _mlp(self, width: int) -> int:
+        weights = self.mlp_matrices * self.hidden * width
+        return weights + (width * (self.mlp_matrices - 1) + self.hidden if self.bias else 0)

@@ -1,0 +1,254 @@
+"""Tables of measured training steps: one row a run, read into setups; a bad row is left out and says why."""
+
+import csv
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.catalog import load_cluster
+from meshwright.catalog.models import make_model
+from meshwright.cost.memory import estimate_memory, verdict
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import estimate_step
+from meshwright.errors import ClusterError, FileFormatError, LayoutError, MeshwrightError
+from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
+
+COLUMNS: dict[str, str] = {
+    "case": "The name of the row in the result.",
+    "source": "Where the measurement is from. Not read.",
+    "cluster": "A name of `meshwright clusters`, DEVICE-BOX-FABRIC, or a .toml file.",
+    "devices": "Devices of the run: dp x cp x tp x pp.",
+    "family": "What models of the family share: one of `meshwright models --families`.",
+    "layers": "Transformer layers.",
+    "hidden": "Width of the model.",
+    "ffn": "Width of the MLP. Blank: four times the hidden size.",
+    "heads": "Attention heads.",
+    "kv_heads": "Heads of keys and values. Blank or 0: as many as heads.",
+    "vocab": "Vocabulary, as padded.",
+    "seq": "Tokens of a sequence.",
+    "tp": "Tensor-parallel size. Blank: 1.",
+    "pp": "Pipeline stages. Blank: 1.",
+    "dp": "Data-parallel size. Blank: what is left of the devices.",
+    "cp": "Context-parallel size. Blank: 1.",
+    "ep": "Expert-parallel size. Blank: 1.",
+    "virtual_stages": "Model chunks of each pipeline rank. Blank: 1.",
+    "micro_batch": "Sequences of a micro-batch on one replica. Blank: the planner picks the fastest that fits.",
+    "global_batch": "Sequences of a step.",
+    "schedule": "gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v. Blank: 1f1b.",
+    "recompute": "none, selective (the attention core) or full. Blank: none.",
+    "sequence_parallel": "0 or 1. Blank: 0.",
+    "zero": "0, 1, 2 or 3 (fully sharded). Blank: 0.",
+    "precision": "fp32, tf32, bf16, fp16 or fp8. Blank: bf16.",
+    "flash": "1: attention is one fused kernel; 0: scores go through memory. Blank: 0.",
+    "tied_embeddings": "1: embedding and vocabulary head share their matrix. Blank: as the family.",
+    "step_time_s": "Measured seconds of a step. Blank where the run had no memory for it.",
+    "peak_memory_bytes": "Measured peak of a device. May be blank.",
+    "status": "ok or oom. Blank: ok.",
+}
+"""The columns of a table, all of which must be there, and what may stand in them."""
+
+OPTIONAL: dict[str, str] = {
+    "head_size": "Width of a head, where it is not hidden / heads.",
+    "gated": "1: the MLP has a gate (SwiGLU).",
+    "experts": "Experts of a layer. Blank: 0, dense layers.",
+    "experts_per_token": "Experts that a token visits.",
+    "expert_every": "Every so many layers have experts. Blank: 1.",
+    "expert_ffn": "Width of an expert. Blank: ffn.",
+    "shared_experts": "Experts that every token visits. Blank: 0.",
+}
+"""Columns that a table may have besides."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A row: the setup and its cluster, and what was measured (None: nothing was, or it ran out of memory)."""
+
+    name: str
+    line: int
+    setup: Setup
+    cluster: Cluster
+    measured_s: float | None
+    measured_peak_bytes: float | None
+    out_of_memory: bool
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that says nothing, and why."""
+
+    case: str
+    line: int
+    reason: str
+
+
+def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]:
+    """The rows of a table (see ``COLUMNS``), and those that had to be left out.
+
+    Raises:
+        FileFormatError: the file cannot be read, is empty, or lacks columns.
+    """
+    where = os.fspath(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise FileFormatError(f"cannot read the file: {problem}", where=where, remedy="check the path") from None
+    reader = csv.DictReader(text.splitlines())
+    header = [name.strip() for name in reader.fieldnames or []]
+    missing = [name for name in COLUMNS if name not in header]
+    if missing:
+        akin = [hint for name in missing for hint in [files.did_you_mean(name, header)] if hint]
+        raise FileFormatError(
+            f"no column {', '.join(missing)}",
+            where=where,
+            remedy=f"add {'it' if len(missing) == 1 else 'them'}; a cell may be blank. {' '.join(akin[:1])}".strip(),
+        )
+    reader.fieldnames = header
+    cases, left_out, clusters = [], [], _Clusters()
+    for line, row in enumerate(reader, start=2):
+        name = (row.get("case") or "").strip() or f"line {line}"
+        try:
+            cases.append(_case(name, line, {key: (row.get(key) or "").strip() for key in header}, clusters))
+        except MeshwrightError as error:
+            place = f"{error.where}: " if error.where else ""
+            left_out.append(LeftOut(case=name, line=line, reason=f"{place}{error.problem}; {error.remedy}"))
+    return cases, left_out
+
+
+def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluster) -> Setup:
+    """The setup with the fastest micro-batch, of the powers of two that divide ``largest``, that the devices' memory
+    holds; the smallest where it holds none."""
+    found: tuple[tuple[bool, float], Setup] | None = None
+    for size in _powers_of_two(largest):
+        setup = make(size)
+        fits = verdict(estimate_memory(setup, cluster), cluster) != "does not fit"
+        key = (not fits, estimate_step(setup, cluster).step_s if fits else float(size))
+        if found is None or key < found[0]:
+            found = key, setup
+        if not fits:
+            break  # larger ones need more
+    assert found is not None
+    return found[1]
+
+
+class _Clusters:
+    """Clusters by name and number of devices, each read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], Cluster] = {}
+
+    def of(self, name: str, devices: int) -> Cluster:
+        """The named cluster; where a run left part of its last box idle, with that box whole."""
+        if (name, devices) not in self._known:
+            box = load_cluster(name)
+            unit = box.num_devices
+            whole = math.ceil(devices / unit) * unit if box.open_ended and devices > unit else devices
+            self._known[name, devices] = box.resized(whole)
+        return self._known[name, devices]
+
+
+def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Case:
+    status = row["status"] or "ok"
+    if status not in ("ok", "oom"):
+        raise FileFormatError(f"{status!r} is neither ok nor oom", where="status", remedy="give one of them")
+    devices = _whole(row, "devices")
+    if not row["cluster"]:
+        raise ClusterError("no cluster is named", where="cluster", remedy="give a name of `meshwright clusters`")
+    cluster = clusters.of(row["cluster"], devices)
+    sizes: dict[str, Any] = {
+        "name": name,
+        "layers": _whole(row, "layers"),
+        "hidden": _whole(row, "hidden"),
+        "heads": _whole(row, "heads"),
+        "kv_heads": _whole(row, "kv_heads", 0, least=0),
+        "vocabulary": _whole(row, "vocab", least=0),
+        "sequence": _whole(row, "seq"),
+    }
+    sizes |= {key: _whole(row, key) for key in ("ffn", *OPTIONAL) if row.get(key) and key != "gated"}
+    sizes |= {
+        key: _flag(row, column) for key, column in (("tied", "tied_embeddings"), ("gated", "gated")) if row.get(column)
+    }
+    model = make_model(row["family"], **sizes)
+    axes = {axis: _whole(row, axis, 1) for axis in ("tp", "pp", "cp")}
+    rest = devices // math.prod(axes.values())
+    dp = _whole(row, "dp", max(1, rest))
+    if dp * math.prod(axes.values()) != devices:
+        product = " x ".join(f"{axis}={size}" for axis, size in ({"dp": dp} | axes).items())
+        raise LayoutError(f"{product} are not {devices} devices", where="devices", remedy="correct one of them")
+    global_batch = _whole(row, "global_batch")
+
+    def make(micro_batch: int) -> Setup:
+        return Setup(
+            model=model, dp=dp, **axes, ep=_whole(row, "ep", 1), chunks=_whole(row, "virtual_stages", 1),
+            micro_batch=micro_batch, global_batch=global_batch,
+            schedule=row["schedule"] or "1f1b",  # type: ignore[arg-type]
+            recompute=row["recompute"] or "none",  # type: ignore[arg-type]
+            precision=row["precision"] or "bf16",  # type: ignore[arg-type]
+            sequence_parallel=_flag(row, "sequence_parallel"), zero=_whole(row, "zero", 0, least=0),
+            flash=_flag(row, "flash"),
+        )  # fmt: skip
+
+    if row["micro_batch"]:
+        setup = make(_whole(row, "micro_batch"))
+    else:
+        make(1)  # says what does not divide
+        setup = pick_micro_batch(make, global_batch // dp, cluster)
+    measured_s = _seconds(row, "step_time_s")
+    if status == "ok" and measured_s is None:
+        raise FileFormatError("there is no time", where="step_time_s", remedy="give seconds, or status oom")
+    return Case(
+        name=name,
+        line=line,
+        setup=setup,
+        cluster=cluster,
+        measured_s=measured_s if status == "ok" else None,
+        measured_peak_bytes=_seconds(row, "peak_memory_bytes"),
+        out_of_memory=status == "oom",
+    )
+
+
+def _whole(row: dict[str, str], key: str, default: int | None = None, *, least: int = 1) -> int:
+    text = row.get(key, "")
+    if not text and default is not None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value.is_integer() or value < least:
+        raise FileFormatError(
+            f"{text!r} is not a whole number of {least} or more" if text else "it is blank",
+            where=key,
+            remedy=COLUMNS.get(key, OPTIONAL.get(key, "")),
+        )
+    return int(value)
+
+
+def _flag(row: dict[str, str], key: str) -> bool:
+    text = row.get(key, "").lower()
+    if text not in ("", "0", "1", "false", "true", "no", "yes"):
+        raise FileFormatError(f"{text!r} is neither 0 nor 1", where=key, remedy=COLUMNS.get(key, OPTIONAL.get(key, "")))
+    return text in ("1", "true", "yes")
+
+
+def _seconds(row: dict[str, str], key: str) -> float | None:
+    text = row[key]
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise FileFormatError(f"{text!r} is not a number above 0", where=key, remedy="give it without a unit")
+    return value
+
+
+def _powers_of_two(number: int) -> Iterator[int]:
+    size = 1
+    while number % size == 0:
+        yield size
+        size *= 2

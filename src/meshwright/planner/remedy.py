@@ -1,0 +1,76 @@
+"""What to change: the one change of a setup that makes it fit, and costs the least time."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from meshwright.cost.memory import estimate_memory, verdict
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import estimate_step
+from meshwright.errors import LayoutError
+from meshwright.ir.cluster import Cluster
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One change, as a user would make it (``recompute = "full"``), and what a step takes with it."""
+
+    text: str
+    setup: Setup
+    step_s: float
+    peak_bytes: float
+
+
+def smallest_change(setup: Setup, cluster: Cluster, memory_bytes: float | None = None) -> Change | None:
+    """The single change with which the setup fits its devices (or ``memory_bytes``), and that costs the least time;
+    None where it fits already or no single change is enough. A change may be marginal where none fits clearly."""
+    if verdict(estimate_memory(setup, cluster), cluster, memory_bytes) == "fits":
+        return None
+    found = []
+    for text, changed in single_changes(setup):
+        memory = estimate_memory(changed, cluster)
+        told = verdict(memory, cluster, memory_bytes)
+        if told != "does not fit":
+            step_s = estimate_step(changed, cluster).step_s
+            found.append(
+                (told != "fits", step_s, Change(text=text, setup=changed, step_s=step_s, peak_bytes=memory.peak_bytes))
+            )
+    return min(found, key=lambda one: one[:2])[2] if found else None
+
+
+def single_changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """All changes of one decision that save memory and keep the number of devices."""
+    wanted: list[tuple[str, dict[str, object]]] = []
+    if setup.tp > 1 and not setup.sequence_parallel:
+        wanted.append(("sequence_parallel = true", {"sequence_parallel": True}))
+    if not setup.flash:
+        wanted.append(("flash = true", {"flash": True}))
+        if setup.recompute == "none":
+            wanted.append(('recompute = "selective"', {"recompute": "selective"}))
+    if setup.recompute != "full":
+        wanted.append(('recompute = "full"', {"recompute": "full"}))
+    if setup.dp * setup.cp > 1:
+        wanted += [
+            (f"zero = {level}", {"zero": level}) for level in range(setup.zero + 1, 4) if _zero_fits(setup, level)
+        ]
+    size = setup.micro_batch // 2
+    while size:
+        wanted.append((f"micro_batch = {size}", {"micro_batch": size}))
+        size //= 2
+    if setup.schedule == "gpipe" and setup.pp > 1:
+        wanted.append(('schedule = "1f1b"', {"schedule": "1f1b"}))
+    for factor in (2, 4, 8):
+        for axis in ("tp", "pp", "cp"):
+            larger = getattr(setup, axis) * factor
+            if setup.dp % factor == 0:
+                changes: dict[str, object] = {axis: larger, "dp": setup.dp // factor}
+                wanted.append((f"{axis} = {larger}, dp = {setup.dp // factor}", changes))
+    for text, changes in wanted:
+        try:
+            yield text, msgspec.structs.replace(setup, **changes)
+        except LayoutError:
+            continue  # it does not divide: no change that can be made
+
+
+def _zero_fits(setup: Setup, level: int) -> bool:
+    """ZeRO 2 and 3 shard gradients, which a pipeline keeps for many micro-batches."""
+    return level == 1 or setup.pp == 1

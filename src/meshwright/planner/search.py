@@ -1,0 +1,184 @@
+"""The search: every layout of a catalog model that its devices allow, screened in closed form."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
+from meshwright.cost.setup import Precision, Recompute, ScheduleName, Setup
+from meshwright.cost.step import Estimate, estimate_step
+from meshwright.errors import LayoutError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.transformer import Transformer
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+CHUNKS = (2, 3, 4, 6, 8)
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """A setup with what it takes."""
+
+    setup: Setup
+    estimate: Estimate
+    memory: Memory
+    verdict: Verdict
+
+    @property
+    def text(self) -> str:
+        """The layout in a line: ``dp=2 tp=8 pp=4 micro_batch=1 1f1b recompute=full``."""
+        setup, axes = self.setup, ("dp", "tp", "pp", "cp", "ep")
+        words = [f"{axis}={getattr(setup, axis)}" for axis in axes if getattr(setup, axis) > 1] or ["dp=1"]
+        words.append(f"micro_batch={setup.micro_batch}")
+        if setup.pp > 1:
+            words.append(setup.schedule + (f" x{setup.chunks}" if setup.chunks > 1 else ""))
+        if setup.recompute != "none":
+            words.append(f"recompute={setup.recompute}")
+        if setup.sequence_parallel:
+            words.append("sequence_parallel")
+        if setup.zero:
+            words.append(f"zero={setup.zero}")
+        return " ".join(words)
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search found: how many setups it weighed, those that fit (fastest first, one for each dp, tp, pp, cp, ep),
+    the front of step time against peak memory, and where nothing fits the one that lacks least."""
+
+    considered: int
+    options: tuple[Option, ...]
+    front: tuple[Option, ...]
+    nearest: Option | None = None
+
+    def explain(self) -> str:
+        """Why the first is first: where each of the next loses its time."""
+        if not self.options:
+            return "nothing fits"
+        best = self.options[0]
+        lines = [f"{best.text}: {best.estimate.step_s:.4g} s"]
+        for other in self.options[1:6]:
+            slower = 100 * (other.estimate.step_s / best.estimate.step_s - 1)
+            parts = [(getattr(other.estimate, key) - getattr(best.estimate, key), name) for key, name in PARTS.items()]
+            most, name = max(parts)
+            lines.append(f"{other.text}: {slower:.1f} % slower, most of all {name} (+{most:.3g} s)")
+        return "\n".join(lines)
+
+
+PARTS = {
+    "compute_s": "compute",
+    "tensor_comm_s": "tensor-parallel communication",
+    "host_s": "launching kernels",
+    "bubble_s": "the pipeline's bubble",
+    "pipeline_comm_s": "messages between stages",
+    "data_comm_s": "gradients over dp",
+    "optimizer_s": "the optimizer",
+}
+"""The parts of an estimate, in words."""
+
+
+def search(
+    model: Transformer,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    precision: Precision = "bf16",
+    flash: bool = True,
+    memory_bytes: float | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> Found:
+    """All setups of the model on all devices of the cluster; ``progress`` is called now and then.
+
+    Raises:
+        LayoutError: no layout divides the model, the batch and the devices.
+    """
+    best: dict[tuple[int, ...], Option] = {}
+    everything: list[Option] = []
+    nearest: Option | None = None
+    considered = 0
+    for setup in _setups(model, cluster, global_batch, precision, flash):
+        considered += 1
+        if considered % 64 == 0:
+            progress()
+        memory = estimate_memory(setup, cluster)
+        told = verdict(memory, cluster, memory_bytes)
+        if told == "does not fit":
+            if nearest is None or memory.peak_bytes < nearest.memory.peak_bytes:
+                nearest = Option(setup=setup, estimate=estimate_step(setup, cluster), memory=memory, verdict=told)
+            continue
+        option = Option(setup=setup, estimate=estimate_step(setup, cluster), memory=memory, verdict=told)
+        everything.append(option)
+        key = (setup.dp, setup.tp, setup.pp, setup.cp, setup.ep)
+        if key not in best or _rank(option) < _rank(best[key]):
+            best[key] = option
+    if not considered:
+        raise LayoutError(
+            f"no layout of {cluster.num_devices} devices divides {model.heads} heads, {model.layers} layers and a "
+            f"batch of {global_batch}",
+            where=f"model {model.name}",
+            remedy="take another number of devices, or a batch that they divide",
+        )
+    options = tuple(sorted(best.values(), key=_rank))
+    return Found(considered=considered, options=options, front=_front(everything), nearest=None if options else nearest)
+
+
+def _rank(option: Option) -> tuple[bool, float]:
+    """What surely fits comes before what may."""
+    return option.verdict != "fits", option.estimate.step_s
+
+
+def _front(options: list[Option]) -> tuple[Option, ...]:
+    """Options that no other beats in both time and memory, fastest first."""
+    front: list[Option] = []
+    for option in sorted(options, key=lambda one: (one.estimate.step_s, one.memory.peak_bytes)):
+        if not front or option.memory.peak_bytes < 0.97 * front[-1].memory.peak_bytes:
+            front.append(option)
+    return tuple(front)
+
+
+def _setups(
+    model: Transformer, cluster: Cluster, global_batch: int, precision: Precision, flash: bool
+) -> Iterator[Setup]:
+    devices = cluster.num_devices
+    box = cluster.levels[0].fan_out if cluster.levels else 1
+    contexts = (1, 2, 4, 8) if model.sequence >= 16384 else (1,)
+    for tp in _divisors(math.gcd(math.gcd(box, model.heads), model.ffn)):
+        for pp in _divisors(devices // tp):
+            if pp > model.layers or model.layers % pp:
+                continue
+            for cp in contexts:
+                dp, rest = divmod(devices, tp * pp * cp)
+                if rest or global_batch % dp:
+                    continue
+                yield from _runs(model, dp, tp, pp, cp, global_batch, precision, flash)
+
+
+def _runs(
+    model: Transformer, dp: int, tp: int, pp: int, cp: int, global_batch: int, precision: Precision, flash: bool
+) -> Iterator[Setup]:
+    """Micro-batch, schedule, recomputation, ZeRO and experts for given axes."""
+    schedules: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
+    if pp > 1:
+        schedules += [("interleaved", chunks) for chunks in CHUNKS if model.layers % (pp * chunks) == 0]
+    recomputes: tuple[Recompute, ...] = ("none", "full") if flash else ("none", "selective", "full")
+    zeros = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 3)
+    experts = _divisors(math.gcd(model.experts, dp * cp)) if model.experts else [1]
+    for micro_batch in MICRO_BATCHES:
+        if global_batch % (dp * micro_batch):
+            break
+        microbatches = global_batch // (dp * micro_batch)
+        for schedule, chunks in schedules:
+            if schedule == "interleaved" and microbatches % pp:
+                continue
+            for recompute in recomputes:
+                for zero in zeros:
+                    for ep in experts:
+                        yield Setup(
+                            model=model, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, chunks=chunks, micro_batch=micro_batch,
+                            global_batch=global_batch, schedule=schedule, recompute=recompute, zero=zero,
+                            sequence_parallel=tp > 1 and model.sequence % (tp * cp) == 0, precision=precision,
+                            flash=flash,
+                        )  # fmt: skip
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]

@@ -1,0 +1,135 @@
+"""Predicted beside measured: the errors over a table of cases, and those of one constant efficiency."""
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from meshwright.cost.memory import estimate_memory, verdict
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import estimate_step
+from meshwright.planner.cases import Case, LeftOut, read_cases
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One case. ``measured_s`` is None where the run was out of memory."""
+
+    case: str
+    predicted_s: float
+    measured_s: float | None
+    predicted_peak_bytes: float
+    fits: bool
+
+
+class Validation(msgspec.Struct, frozen=True, kw_only=True):
+    """Errors of the predicted step times in percent (12.3 is 12.3 %), over the rows with a time.
+
+    ``mape`` is the mean of |predicted / measured - 1|, ``p90`` its 90th percentile, ``bias`` the mean with its sign,
+    ``spearman`` the rank correlation, ``baseline_mape`` the error of the one constant efficiency that fits this very
+    table best. ``oom_balanced_accuracy`` (0 to 1) is the mean of the fractions of runs and of failures for lack of
+    memory that were told right; None where no row failed. None too where nothing was measured.
+    """
+
+    cases: int
+    mape: float | None
+    p90: float | None
+    bias: float | None
+    spearman: float | None
+    baseline_mape: float | None
+    oom_balanced_accuracy: float | None
+    rows: tuple[Row, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def validate(path: str | os.PathLike[str]) -> Validation:
+    """Predict every row of a table (``planner.cases.COLUMNS``) and compare.
+
+    Raises:
+        FileFormatError: the file cannot be read or lacks columns.
+    """
+    cases, left_out = read_cases(path)
+    return compare(cases, left_out)
+
+
+def compare(cases: Sequence[Case], left_out: Sequence[LeftOut] = ()) -> Validation:
+    """The errors over these cases."""
+    rows = tuple(_row(case) for case in cases)
+    timed = [(case, row) for case, row in zip(cases, rows, strict=True) if row.measured_s is not None]
+    measured = np.array([row.measured_s for _, row in timed], dtype=float)
+    predicted = np.array([row.predicted_s for _, row in timed], dtype=float)
+    errors = 100 * (predicted / measured - 1)
+    flops = np.array([_flops_at_peak_s(case) for case, _ in timed], dtype=float)
+    some = len(timed) > 0
+    return Validation(
+        cases=len(rows),
+        mape=float(np.abs(errors).mean()) if some else None,
+        p90=float(np.percentile(np.abs(errors), 90)) if some else None,
+        bias=float(errors.mean()) if some else None,
+        spearman=_spearman(predicted, measured) if len(timed) > 1 else None,
+        baseline_mape=constant_efficiency_mape(flops, measured) if some else None,
+        oom_balanced_accuracy=_balanced_accuracy(
+            [(case.out_of_memory, row.fits) for case, row in zip(cases, rows, strict=True)]
+        ),
+        rows=rows,
+        left_out=tuple(left_out),
+    )
+
+
+def constant_efficiency_mape(at_peak_s: np.ndarray, measured_s: np.ndarray) -> float:
+    """The least mean error in percent of ``at_peak_s / efficiency`` over all efficiencies. Each row's error is
+    piecewise linear in 1 / efficiency, so that the best one makes some row exact."""
+    candidates = measured_s / at_peak_s
+    return float(min(100 * np.abs(at_peak_s * one / measured_s - 1).mean() for one in candidates))
+
+
+def executed_flops(setup: Setup) -> float:
+    """FLOPs of a step with what is recomputed."""
+    model, flops = setup.model, setup.model.step_flops(setup.global_batch)
+    tokens = setup.global_batch * model.sequence
+    if setup.recompute == "full":
+        return flops + (flops / 3 - 2.0 * tokens * model.hidden * model.vocabulary)
+    if setup.recompute == "selective":
+        return flops + 4.0 * tokens * model.sequence * model.query_width * (model.layers + model.cross)
+    return flops
+
+
+def _row(case: Case) -> Row:
+    memory = estimate_memory(case.setup, case.cluster)
+    return Row(
+        case=case.name,
+        predicted_s=estimate_step(case.setup, case.cluster).step_s,
+        measured_s=case.measured_s,
+        predicted_peak_bytes=memory.peak_bytes,
+        fits=verdict(memory, case.cluster) != "does not fit",
+    )
+
+
+def _flops_at_peak_s(case: Case) -> float:
+    peaks = case.cluster.device.peak_flops_per_s
+    peak = peaks.get(case.setup.dtype) or max(peaks.values())
+    return executed_flops(case.setup) / (case.setup.world_size * peak)
+
+
+def _balanced_accuracy(told: Sequence[tuple[bool, bool]]) -> float | None:
+    failed = [not fits for out, fits in told if out]
+    ran = [fits for out, fits in told if not out]
+    if not failed:
+        return None
+    parts = [sum(right) / len(right) for right in (failed, ran) if right]
+    return sum(parts) / len(parts)
+
+
+def _spearman(left: np.ndarray, right: np.ndarray) -> float | None:
+    one, other = _ranks(left), _ranks(right)
+    if one.std() == 0 or other.std() == 0:
+        return None
+    return float(np.corrcoef(one, other)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks; equal values share the mean of theirs."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    means: np.ndarray = (ends - (counts - 1) / 2)[inverse]
+    return means

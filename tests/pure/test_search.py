@@ -1,0 +1,136 @@
+"""Search and remedies: what is found fits and divides, nothing better was passed over, and advice helps."""
+
+import json
+from typing import Any
+
+import pytest
+
+from meshwright.catalog import load_cluster
+from meshwright.catalog.models import load_model
+from meshwright.cli import run as cli
+from meshwright.cli.layouts import varied
+from meshwright.cost.memory import estimate_memory, verdict
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import estimate_step
+from meshwright.errors import ClusterError, LayoutError
+from meshwright.planner.remedy import single_changes, smallest_change
+from meshwright.planner.search import search
+from meshwright.prediction import predict
+
+DGX = "a100-80gb-dgx-hdr200x8"
+
+
+@pytest.mark.parametrize(("model", "devices"), [("llama2-7b", 8), ("gpt3-175b", 128), ("mixtral-8x7b", 32)])
+def test_what_is_found_uses_all_devices_and_fits(model: str, devices: int) -> None:
+    cluster = load_cluster(DGX, devices)
+    found = search(load_model(model), cluster, global_batch=256)
+    assert found.options
+    for option in (*found.options, *found.front):
+        assert option.setup.world_size == devices
+        assert option.verdict != "does not fit"
+        assert option.estimate == estimate_step(option.setup, cluster)
+    best = found.options[0]
+    assert all(best.estimate.step_s <= other.estimate.step_s for other in found.options if other.verdict == "fits")
+    memory = [option.memory.peak_bytes for option in found.front]
+    assert memory == sorted(memory, reverse=True)
+    assert found.explain().startswith(best.text)
+
+
+def test_the_search_is_as_good_as_trying_everything() -> None:
+    """Brute force over powers of two on 8 devices, without what the search does not weigh."""
+    model, cluster = load_model("gpt3-6b7"), load_cluster(DGX, 8)
+    found = search(model, cluster, global_batch=32)
+    best = float("inf")
+    for dp, tp, pp in [(d, t, 8 // d // t) for d in (1, 2, 4, 8) for t in (1, 2, 4, 8) if d * t <= 8]:
+        for micro_batch in (1, 2, 4, 8):
+            for recompute in ("none", "full"):
+                for zero in (0, 1):
+                    if 32 % (dp * micro_batch) or (zero and dp == 1):
+                        continue
+                    setup = Setup(
+                        model=model, dp=dp, tp=tp, pp=pp, micro_batch=micro_batch, global_batch=32, zero=zero,
+                        recompute=recompute, sequence_parallel=tp > 1,
+                    )  # fmt: skip
+                    if verdict(estimate_memory(setup, cluster), cluster) == "fits":
+                        best = min(best, estimate_step(setup, cluster).step_s)
+    assert found.options[0].estimate.step_s <= best
+
+
+def test_where_nothing_fits_the_nearest_is_named() -> None:
+    found = search(load_model("megatron-1t"), load_cluster(DGX, 8), global_batch=8)
+    assert not found.options
+    assert found.explain() == "nothing fits"
+    assert found.nearest is not None
+    assert found.nearest.memory.peak_bytes > 80e9
+
+
+def test_where_nothing_divides_it_is_said() -> None:
+    with pytest.raises(LayoutError, match="no layout of 7 devices divides 32 heads, 32 layers and a batch of 5"):
+        search(load_model("gpt3-6b7"), load_cluster("a100-80gb-box7"), global_batch=5)
+
+
+def test_the_smallest_change_makes_it_fit() -> None:
+    cluster = load_cluster(DGX, 64)
+    setup = Setup(model=load_model("gpt3-175b"), tp=8, pp=8, global_batch=64, flash=False, precision="fp16")
+    assert verdict(estimate_memory(setup, cluster), cluster) == "does not fit"
+    change = smallest_change(setup, cluster)
+    assert change is not None
+    assert verdict(estimate_memory(change.setup, cluster), cluster) != "does not fit"
+    times = [
+        estimate_step(one, cluster).step_s
+        for _, one in single_changes(setup)
+        if verdict(estimate_memory(one, cluster), cluster) == "fits"
+    ]
+    assert change.step_s == min(times)
+    assert smallest_change(change.setup, cluster) is None
+
+
+def test_predict_fills_in_dp_and_refuses_what_does_not_multiply() -> None:
+    found = predict("llama2-7b", DGX, devices=16, tp=2, global_batch=64, zero=1)
+    assert (found.setup.dp, found.verdict) == (8, "fits")
+    assert 0.3 < found.mfu < 0.75
+    with pytest.raises(ClusterError, match="the layout has 6 ranks, not 8"):
+        predict("llama2-7b", DGX, devices=8, dp=3, tp=2, global_batch=6)
+    with pytest.raises(ClusterError, match="it cannot have 16 devices"):
+        predict("llama2-7b", "a100-80gb-dgx", devices=16, global_batch=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "values"),
+    [
+        ("devices=64..512", "devices", [64, 128, 256, 512]),
+        ("seq=2048,8192", "seq", [2048, 8192]),
+        ("cluster=a,b", "cluster", ["a", "b"]),
+    ],
+)
+def test_what_ifs(text: str, key: str, values: list[Any]) -> None:
+    asked = {"cluster": "c", "devices": 8, "seq": 0, "batch": 512}
+    assert [one[key] for one in varied(text, asked)] == values
+
+
+@pytest.mark.parametrize("text", ["speed=1", "devices", "devices=x", "seq=0"])
+def test_a_what_if_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(LayoutError):
+        varied(text, {})
+
+
+def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--devices", "64", "--tp", "8", "--pp", "8", "--global-batch", "64"]
+    assert cli(["predict", "gpt3-175b", "--cluster", DGX, *layout, "--no-flash"]) == 1
+    text = capsys.readouterr().out
+    assert "does not fit" in text
+    assert "smallest change: " in text
+    assert cli(["predict", "gpt3-175b", "--cluster", DGX, *layout, "--recompute", "full", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "fits"
+    assert cli(["plan", "llama2-7b", "--cluster", DGX, "--batch", "64"]) == 0
+    assert "setups weighed" in capsys.readouterr().out
+    assert cli(["plan", "llama2-7b", "--cluster", DGX, "--batch", "64", "--vary", "devices=8..32", "--json"]) == 0
+    assert [one["devices"] for one in json.loads(capsys.readouterr().out)] == [8, 16, 32]
+    assert cli(["plan", "llama2-7b", "--cluster", DGX, "--vary", "devices=8..16", "--scaling", "weak"]) == 0
+    assert capsys.readouterr().out.startswith("weak scaling: the batch grows with the devices")
+    assert cli(["plan", "llama2-7b"]) == 2
+    assert "--cluster: no cluster is named" in capsys.readouterr().err
+    assert cli(["models"]) == 0
+    assert "llama3-405b" in capsys.readouterr().out
+    assert cli(["models", "lama3-8b"]) == 2
+    assert "did you mean `llama3-8b`" in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""Tables of cases: rows are read, bad ones are left out with a reason, and errors are counted right."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cli import run as cli
+from meshwright.cost.step import estimate_step
+from meshwright.errors import FileFormatError
+from meshwright.planner.cases import COLUMNS, read_cases
+from meshwright.planner.validate import constant_efficiency_mape, executed_flops, validate
+
+ROW = {
+    "case": "one", "source": "nowhere", "cluster": "a100-80gb-dgx-hdr200x8", "devices": "8", "family": "gpt",
+    "layers": "24", "hidden": "2048", "ffn": "8192", "heads": "16", "kv_heads": "16", "vocab": "51200", "seq": "2048",
+    "tp": "2", "pp": "2", "dp": "2", "cp": "1", "ep": "1", "virtual_stages": "1", "micro_batch": "2",
+    "global_batch": "32", "schedule": "1f1b", "recompute": "full", "sequence_parallel": "0", "zero": "0",
+    "precision": "fp16", "flash": "0", "tied_embeddings": "1", "step_time_s": "1.5", "peak_memory_bytes": "",
+    "status": "ok",
+}  # fmt: skip
+
+
+def table(path: Path, *rows: dict[str, str], columns: Any = tuple(ROW)) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({**ROW, **row} for row in rows)
+    return path
+
+
+def test_a_row_becomes_a_setup(tmp_path: Path) -> None:
+    (case,), left_out = read_cases(table(tmp_path / "t.csv", {}))
+    setup = case.setup
+    assert (left_out, case.name, case.measured_s, case.out_of_memory) == ([], "one", 1.5, False)
+    assert (setup.dp, setup.tp, setup.pp, setup.micro_batch, setup.microbatches) == (2, 2, 2, 2, 8)
+    assert (setup.recompute, setup.precision, setup.flash, setup.model.tied) == ("full", "fp16", False, True)
+    assert case.cluster.num_devices == 8
+
+
+def test_blank_cells_mean_the_usual(tmp_path: Path) -> None:
+    blank = dict.fromkeys(("ffn", "kv_heads", "dp", "cp", "ep", "virtual_stages", "schedule", "zero", "status"), "")
+    (case,), _ = read_cases(table(tmp_path / "t.csv", blank))
+    assert (case.setup.dp, case.setup.model.ffn, case.setup.schedule) == (2, 8192, "1f1b")
+
+
+def test_a_blank_micro_batch_is_picked_by_time_and_memory(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"micro_batch": ""}, {"micro_batch": "1"}, {"micro_batch": "8"})
+    (picked, *others), _ = read_cases(path)
+    times = [estimate_step(case.setup, case.cluster).step_s for case in (picked, *others)]
+    assert times[0] == min(times)
+
+
+def test_other_columns_and_orders_do_no_harm(tmp_path: Path) -> None:
+    columns = [*reversed(ROW), "experts", "experts_per_token", "remark"]
+    path = table(tmp_path / "t.csv", {"experts": "8", "experts_per_token": "2", "remark": "?"}, columns=columns)
+    (case,), _ = read_cases(path)
+    assert case.setup.model.experts == 8
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"cluster": "a100-80g-dgx"}, "unknown cluster 'a100-80g-dgx': it starts with no device of the catalog"),
+        ({"cluster": ""}, "cluster: no cluster is named"),
+        ({"family": "gtp"}, "family: unknown family 'gtp'; did you mean `gpt`?"),
+        ({"devices": "16"}, "devices: dp=2 x tp=2 x pp=2 x cp=1 are not 16 devices"),
+        ({"heads": "15"}, "heads: hidden size 2048 is not divisible by 15 heads"),
+        ({"tp": "4", "dp": "1", "heads": "2", "kv_heads": ""}, "heads: heads = 2 is not divisible by tp = 4"),
+        ({"global_batch": "33"}, "global_batch: global_batch = 33 is not divisible by dp x micro_batch = 4"),
+        ({"layers": "24.5"}, "layers: '24.5' is not a whole number of 1 or more"),
+        ({"hidden": "-2048"}, "hidden: '-2048' is not a whole number of 1 or more"),
+        ({"seq": "2k"}, "seq: '2k' is not a whole number"),
+        ({"seq": ""}, "seq: it is blank"),
+        ({"step_time_s": "1.5 s"}, "step_time_s: '1.5 s' is not a number above 0; give it without a unit"),
+        ({"step_time_s": ""}, "step_time_s: there is no time"),
+        ({"step_time_s": "nan"}, "step_time_s: 'nan' is not a number above 0"),
+        ({"status": "killed"}, "status: 'killed' is neither ok nor oom"),
+        ({"flash": "maybe"}, "flash: 'maybe' is neither 0 nor 1"),
+        ({"schedule": "1fb1"}, "schedule: unknown schedule '1fb1'; did you mean `1f1b`?"),
+        ({"precision": "fp64"}, "precision: unknown precision 'fp64'"),
+    ],
+)
+def test_a_bad_row_is_left_out_and_the_others_are_not(tmp_path: Path, cells: dict[str, str], reason: str) -> None:
+    found = validate(table(tmp_path / "t.csv", {}, {"case": "bad", **cells}, {"case": "last"}))
+    assert [row.case for row in found.rows] == ["one", "last"]
+    (left,) = found.left_out
+    assert (left.case, left.line) == ("bad", 3)
+    assert left.reason.startswith(reason)
+
+
+def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
+    columns = [name for name in ROW if name not in ("seq", "tp")]
+    with pytest.raises(FileFormatError, match="no column seq, tp\n  -> add them; a cell may be blank"):
+        read_cases(table(tmp_path / "t.csv", {}, columns=columns))
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(FileFormatError, match="no column case, source"):
+        read_cases(tmp_path / "empty.csv")
+    with pytest.raises(FileFormatError, match="cannot read the file: No such file or directory"):
+        read_cases(tmp_path / "none.csv")
+
+
+def test_errors_are_in_percent(tmp_path: Path) -> None:
+    (case,), _ = read_cases(table(tmp_path / "a.csv", {}))
+    true_s = estimate_step(case.setup, case.cluster).step_s
+    rows = [{"step_time_s": repr(true_s * factor)} for factor in (1 / 1.1, 1 / 0.8, 1.0)]
+    found = validate(table(tmp_path / "b.csv", *rows))
+    assert found.mape == pytest.approx(10)
+    assert found.bias == pytest.approx((10 - 20) / 3)
+    assert found.p90 == pytest.approx(18)
+
+
+def test_running_out_of_memory_is_a_verdict(tmp_path: Path) -> None:
+    oom = {"status": "oom", "step_time_s": ""}
+    big = {**oom, "case": "big", "layers": "240", "hidden": "16384", "ffn": "", "heads": "64", "kv_heads": ""}
+    found = validate(table(tmp_path / "t.csv", {}, {"case": "two"}, big, {**oom, "case": "small"}))
+    assert [(row.case, row.fits, row.measured_s) for row in found.rows] == [
+        ("one", True, 1.5), ("two", True, 1.5), ("big", False, None), ("small", True, None),
+    ]  # fmt: skip
+    assert found.oom_balanced_accuracy == pytest.approx((1 + 1 / 2) / 2)
+    assert validate(table(tmp_path / "t.csv", {})).oom_balanced_accuracy is None
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=12), st.data())
+def test_no_constant_efficiency_is_better_than_the_baseline(measured: list[float], data: st.DataObject) -> None:
+    at_peak = np.array([data.draw(st.floats(0.01, 1)) for _ in measured])
+    best = constant_efficiency_mape(at_peak, np.array(measured))
+    for efficiency in np.geomspace(0.001, 10, 200):
+        assert best <= 100 * np.abs(at_peak / efficiency / np.array(measured) - 1).mean() + 1e-9
+
+
+def test_recomputed_work_is_counted_once_more(tmp_path: Path) -> None:
+    rows = [{"recompute": kind} for kind in ("none", "selective", "full")]
+    none, selective, full = (executed_flops(case.setup) for case in read_cases(table(tmp_path / "t.csv", *rows))[0])
+    head = 2 * 32 * 2048 * 2048 * 51200
+    assert full == pytest.approx(none * 4 / 3 - head)
+    assert none < selective < full
+
+
+def test_the_command_prints_what_the_issue_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = table(tmp_path / "t.csv", {}, {"case": "bad", "seq": ""})
+    assert cli(["validate", str(path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert list(told)[:8] == [
+        "cases", "mape", "p90", "bias", "spearman", "baseline_mape", "oom_balanced_accuracy", "rows",
+    ]  # fmt: skip
+    assert told["cases"] == 1
+    assert list(told["rows"][0]) == ["case", "predicted_s", "measured_s", "predicted_peak_bytes", "fits"]
+    assert err == f"left out: bad (line 3): seq: it is blank; {COLUMNS['seq']}\n"
+    assert cli(["validate", str(path)]) == 0
+    assert "1 runs: mean error" in capsys.readouterr().out
+    assert cli(["validate", "--columns"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COLUMNS)
+    assert cli(["validate"]) == 2
+    assert cli(["validate", str(tmp_path / "none.csv")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("korthikanti_2022", 4.0), ("narayanan_2021", 5.0), ("llm_foundry", 12.0), ("zero_bubble", 12.0)],
+)
+def test_published_measurements_are_met(name: str, limit: float) -> None:
+    found = validate(Path(__file__).parents[2] / "validation" / f"{name}.csv")
+    assert not found.left_out
+    assert all(row.fits for row in found.rows)
+    assert found.mape is not None
+    assert found.mape < limit
+    assert found.spearman is not None
+    assert found.spearman > 0.95
