@@ -16,7 +16,7 @@ from meshwright.comm.transport.base import Channel, Work
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.trace import Span
 from meshwright.lower.partition import Phase
-from meshwright.lower.pipeline import Accumulator, StageProgram, Transfer
+from meshwright.lower.program import Accumulator, StageProgram, Transfer
 
 Values = dict[str, Any]
 _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

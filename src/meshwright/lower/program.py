@@ -1,0 +1,77 @@
+"""What one rank runs for one stage: functions by phase, and the names of the values that flow between them."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright.ir.placement import Placements
+from meshwright.lower.partition import Phase
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A micro-batch's part of a value of the whole step: of dim ``dim``, made of ``blocks`` equal blocks, each cut."""
+
+    source: str
+    dim: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that crosses a border: its name in the graph, the value in the program, and its part on this rank."""
+
+    tensor: str
+    value: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """Where a parameter's gradient is summed up: memory of its own, or in ``bucket`` from element ``offset`` on."""
+
+    parameter: str
+    value: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bucket: str = ""
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """Loss or metric: the value of each micro-batch (empty: of the whole step), how they are joined (``sum``, ``max``,
+    ``min``, ``last``), where the joined value enters ``finish``, and what ``finish`` returns."""
+
+    name: str
+    value: str
+    join: str
+    joined: str
+    result: str
+
+
+@dataclass
+class StageProgram:
+    """What one rank runs for one stage. Values are named; ``phases`` say which they take and return.
+
+    ``parameters``, ``buffers`` and ``inputs`` are by value name, in their order of the graph.
+    """
+
+    stage: int
+    phases: dict[str, Phase] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+    input_placements: dict[str, Placements] = field(default_factory=dict)
+    random_key: str = ""
+    slices: dict[str, Slice] = field(default_factory=dict)
+    received_up: list[Transfer] = field(default_factory=list)
+    received_down: list[Transfer] = field(default_factory=list)
+    sent_up: list[Transfer] = field(default_factory=list)
+    sent_down: list[Transfer] = field(default_factory=list)
+    accumulators: list[Accumulator] = field(default_factory=list)
+    buckets: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
+    gradients: dict[str, str] = field(default_factory=dict)
+    buffer_updates: dict[str, str] = field(default_factory=dict)
+    scalars: list[Scalar] = field(default_factory=list)
