@@ -5,7 +5,7 @@ A stage's program (``lower/pipeline.py``) says what each function takes and retu
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.comm.transport.base import Channel, Work
 from meshwright.ir.schedule import Action, ActionKind, Schedule
-from meshwright.ir.trace import Span
+from meshwright.ir.trace import Span, Trace
 from meshwright.lower.partition import Phase
 from meshwright.lower.program import Accumulator, StageProgram, Transfer
 
@@ -118,16 +118,13 @@ class Executor:
         self._live.clear()
         return result
 
-    def trace(self, rank: int) -> Iterable[Span]:
-        """What the last step did, and when."""
-        for action, start, end in self.spans:
-            yield Span(
-                rank=rank,
-                stream="compute" if action.kind.computes else "communication",
-                what=str(action),
-                start_s=start,
-                end_s=end,
-            )
+    def trace(self, rank: int) -> Trace:
+        """What the last step did, and when, as rank number ``rank``."""
+        spans = [
+            Span(rank, "compute" if action.kind.computes else "communication", str(action), start, end)
+            for action, start, end in self.spans
+        ]
+        return Trace(source="measured", spans=tuple(spans))
 
     # --- a step ----------------------------------------------------------------------------------------------------
 

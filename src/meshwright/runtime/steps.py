@@ -14,6 +14,7 @@ from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import ActionKind, ActionList, Schedule
 from meshwright.ir.stages import cut
+from meshwright.ir.trace import Trace
 from meshwright.lower.pipeline import lower_stage
 from meshwright.lower.spmd import Lowered, lower
 from meshwright.runtime.executor import Executor, StepResult
@@ -34,6 +35,10 @@ class Step(Protocol):
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], keys: Keys
     ) -> StepResult:
         """Run it once; loss and metrics are of the whole batch, on every rank."""
+        ...
+
+    def trace(self, rank: int) -> Trace:
+        """What this rank did in the last run: the actions of a schedule; nothing of a step in one piece."""
         ...
 
 
@@ -68,6 +73,10 @@ class WholeStep:
             gradients={name: next(returned) for name in lowered.differentiable},
             buffers={name: next(returned) for name in lowered.buffers},
         )
+
+    def trace(self, rank: int) -> Trace:
+        """Nothing: there are no actions."""
+        return Trace(source="measured")
 
 
 class PipelineStep:
@@ -127,6 +136,10 @@ class PipelineStep:
                 name: one.to(dtype) for one, (name, dtype) in zip(told, self._dtypes.items(), strict=True)
             }
         return result
+
+    def trace(self, rank: int) -> Trace:
+        """The actions, with their times."""
+        return self.executor.trace(rank)
 
     def _joined(self, mine: Tensor | None, parameter: Tensor, owners: tuple[int, ...]) -> Tensor:
         """The sum of the gradients that the owners of a parameter have, in one order everywhere."""

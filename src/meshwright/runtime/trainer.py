@@ -21,6 +21,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Plan
+from meshwright.ir.trace import Trace
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.runtime import checkpoint
@@ -85,6 +86,7 @@ class Trainer:
         self._leaves = captured.traced.leaves
         self._lowered[self._key(self._leaves, local=False, training=True)] = (lowered, captured.graph)
         self._compared: set[Hashable] = set()
+        self._last = lowered
         self.graph = captured.graph
 
     # --- what a user calls ---------------------------------------------------------------------------------------
@@ -140,6 +142,11 @@ class Trainer:
         """The loss of a batch in evaluation mode: no gradients, no dropout, buffers as they are."""
         self.metrics = self._run(batch, local, training=False).scalars
         return self.metrics["loss"]
+
+    def trace(self) -> Trace:
+        """What this rank did in the last step or evaluation, and when (``time.perf_counter``): the actions of its
+        schedule. A step that runs in one piece has none."""
+        return self._last.trace(self.rank)
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
@@ -249,7 +256,7 @@ class Trainer:
             entry = self._capture_again(key, leaves, training)
         else:
             self._lowered.move_to_end(key)
-        step = entry[0]
+        step = self._last = entry[0]
         inputs = {}
         for name, value in zip(step.inputs, leaves.tensors.values(), strict=True):
             placements = {} if local else step.input_placements.get(name, {})
