@@ -368,7 +368,7 @@ def test_data_dependent_control_flow_is_named_with_its_line() -> None:
     error = caught.value
     assert error.problem.startswith("data-dependent control flow: the step asks for the value of a tensor")
     assert error.where == f"module 0, tests/end_to_end/test_capture.py:{line}"
-    assert error.remedy == "replace the branch on a tensor's value by torch.where, or move it out of the model"
+    assert error.remedy.startswith("replace the branch on a tensor's value by torch.where and .item() by the tensor")
 
 
 def test_operators_that_depend_on_the_batch_size_are_refused() -> None:
@@ -394,7 +394,20 @@ def test_operators_that_depend_on_the_batch_size_are_refused() -> None:
         (
             lambda model, batch: (model(batch).sum(), {"each": model(batch)}),
             torch.zeros(2, 4),
-            "loss_fn: metric 'each' is not a scalar tensor\n  -> return scalar tensors",
+            "loss_fn: metric 'each' is a tensor of shape (2, 4) and torch.float32\n  -> return scalar tensors",
+        ),
+        (
+            lambda model, batch: (model(batch).sum(), 1, 2),
+            torch.zeros(2, 4),
+            (
+                "loss_fn: loss_fn returned a tuple (Tensor, int, int)\n"
+                "  -> return a scalar floating-point loss, or (loss, {name: scalar tensor})"
+            ),
+        ),
+        (
+            lambda model, batch: (model(batch).sum(), {"loss": model(batch).sum()}),
+            torch.zeros(2, 4),
+            "loss_fn: a metric is called 'loss'\n  -> call it otherwise: the trainer has one so called",
         ),
         (
             lambda model, batch: batch.sum(),
@@ -407,12 +420,19 @@ def test_operators_that_depend_on_the_batch_size_are_refused() -> None:
             "batch: the batch holds no tensor\n  -> pass tensors whose dim 0 is the batch",
         ),
     ],
-    ids=["not scalar", "not a tensor", "metric", "no parameter", "no tensor"],
+    ids=["not scalar", "not a tensor", "metric", "three", "name", "no parameter", "no tensor"],
 )
 def test_what_is_said_about_a_wrong_loss_or_batch(loss_fn: Any, batch: Any, message: str) -> None:
     with pytest.raises((CaptureError, DataError)) as caught:
         capture(nn.Linear(4, 4), loss_fn, batch)
     assert str(caught.value) == message
+
+
+def test_shapes_that_depend_on_values_are_refused() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(nn.Linear(4, 4), lambda model, batch: model(batch)[batch.sum(1) > 0].sum(), torch.zeros(2, 4))
+    assert "the shape of a tensor depends on values (aten.nonzero.default)" in str(caught.value)
+    assert "keep every element and weigh it" in caught.value.remedy
 
 
 def test_an_error_inside_a_model_is_named_with_its_module_and_line() -> None:

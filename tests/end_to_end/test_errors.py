@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_traced_is_named_with_its_line() -> None:
         mw.parallelize(Branching(), classification_loss, BATCH)
     text = str(caught.value)
     assert re.match(r"module \(model\), .*test_errors\.py:\d+: data-dependent control flow: the step asks for", text)
-    assert text.endswith("-> replace the branch on a tensor's value by torch.where, or move it out of the model")
+    assert "-> replace the branch on a tensor's value by torch.where and .item() by the tensor itself, or move" in text
 
 
 def test_a_batch_that_does_not_divide() -> None:

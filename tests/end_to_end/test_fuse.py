@@ -118,6 +118,18 @@ def test_a_product_and_its_bias_become_one_operator() -> None:
     torch.testing.assert_close(result, torch.addmm(values[2], values[0], values[1]))
 
 
+def test_a_bias_of_another_dtype_is_added_apart() -> None:
+    """``x @ w + torch.arange(4)``: addmm does not promote."""
+    graph = fx.Graph()
+    left, right, bias = (graph.placeholder(name) for name in "abc")
+    bias.meta.update(local_shape=(4,), dtype=torch.int64)
+    product = graph.call_function(aten.mm.default, (left, right))
+    product.meta.update(dtype=torch.float64)
+    graph.output([graph.call_function(aten.add.Tensor, (product, bias))])
+    fuse(graph)
+    assert _targets(graph) == [aten.mm.default, aten.add.Tensor]
+
+
 def test_gradients_are_computed_into_their_bucket() -> None:
     def bucket() -> fx.Graph:
         graph = fx.Graph()

@@ -60,23 +60,28 @@ def capture(
     """Capture one training step (or evaluation) of ``model`` on a global batch as a graph.
 
     The step is traced twice, at the batch's size and at twice that: the two must have equal nodes, and the dims
-    that differ are the batch.
+    that differ are the batch. At a size of 1 PyTorch leaves out operators (an expand to 1, for one): what the batch is
+    is then seen at 2 and at 4.
 
     Raises:
         CaptureError: the step cannot be traced, or its operators depend on the batch size.
         RuleError: a rule's pattern does not fit its operator.
     """
     size = take_apart(batch).size
-    traced = trace(model, loss_fn, batch, training=training)
-    doubled = trace(model, loss_fn, batch, training=training, batch_size=2 * size)
-    return _Builder(model, traced, doubled, size, rules or {}).build(training)
+
+    def at(batch_size: int) -> Traced:
+        return trace(model, loss_fn, batch, training=training, batch_size=batch_size)
+
+    traced = at(size)
+    pair = {2: at(2), 4: at(4)} if size == 1 else {size: traced, 2 * size: at(2 * size)}
+    return _Builder(model, traced, pair, size, rules or {}).build(training)
 
 
 class _Builder:
     def __init__(
-        self, model: nn.Module, traced: Traced, doubled: Traced, size: int, own: Mapping[Target, OperatorRule]
+        self, model: nn.Module, traced: Traced, pair: dict[int, Traced], size: int, own: Mapping[Target, OperatorRule]
     ) -> None:
-        self.model, self.traced, self.doubled, self.size, self.own = model, traced, doubled, size, own
+        self.model, self.traced, self.pair, self.size, self.own = model, traced, pair, size, own
         self.atoms: dict[fx.Node, list[list[Atom]]] = {}
         self.names: dict[fx.Node, str] = {}
         self.batched: set[int] = set()
@@ -103,31 +108,31 @@ class _Builder:
             self.atoms[node] = [[Atom(int(size))] for size in node.meta["val"].shape]
 
     def _compare(self) -> None:
-        """Both traces must be equal but for sizes; the inputs' dims that differ are the batch."""
-        one = [node for node in self.traced.module.graph.nodes if node.op != "output"]
-        two = [node for node in self.doubled.module.graph.nodes if node.op != "output"]
+        """The traces at two sizes must be equal but for these; the inputs' dims that differ are the batch."""
+        (size, smaller), (double, larger) = self.pair.items()
+        one = [node for node in smaller.module.graph.nodes if node.op != "output"]
+        two = [node for node in larger.module.graph.nodes if node.op != "output"]
         for first, second in zip(one, two, strict=False):
             if first.op != second.op or (first.op == "call_function" and first.target != second.target):
                 custom = first.meta.get("custom", {})
                 raise CaptureError(
-                    f"the step runs other operators at batch size {2 * self.size} than at {self.size}: "
+                    f"the step runs other operators at batch size {double} than at {size}: "
                     f"{second.target} instead of {first.target}",
                     where=f"module {custom.get('module') or '(model)'}, {custom.get('source', '')}",
                     remedy="make the model's control flow independent of the batch size",
                 )
         if len(one) != len(two):
             raise CaptureError(
-                f"the step has {len(one)} operators at batch size {self.size} and {len(two)} at {2 * self.size}",
+                f"the step has {len(one)} operators at batch size {size} and {len(two)} at {double}",
                 where="model", remedy="make the model's control flow independent of the batch size",
             )  # fmt: skip
-        for first, second in zip(one, two, strict=True):
-            value, other = first.meta.get("val"), second.meta.get("val")
-            if first.op != "placeholder" or not isinstance(value, Tensor):
-                continue
-            for dim, (a, b) in enumerate(zip(value.shape, other.shape, strict=True)):
+        for node, first, second in zip(
+            self.traced.placeholders, smaller.placeholders, larger.placeholders, strict=True
+        ):
+            for dim, (a, b) in enumerate(zip(first.meta["val"].shape, second.meta["val"].shape, strict=True)):
                 if a != b:
-                    self.batched.add(id(self.atoms[first][dim][0]))
-                    self.atoms[first][dim][0].hint = "b"
+                    self.batched.add(id(self.atoms[node][dim][0]))
+                    self.atoms[node][dim][0].hint = "b"
 
     def _operations(self) -> list[_Operation]:
         result = []

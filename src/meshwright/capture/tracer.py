@@ -23,6 +23,8 @@ from meshwright.capture.recompute import nothing_recomputed
 from meshwright.errors import CaptureError
 
 LossFunction = Callable[[nn.Module, Any], Any]
+OUR_METRICS = ("loss", "grad_norm")
+"""What a trainer itself reports."""
 aten = torch.ops.aten
 
 
@@ -196,23 +198,34 @@ def _visible_batch_norm(
 
 
 def _loss_and_metrics(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-    loss, extra = result if isinstance(result, tuple) else (result, {})
+    pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    loss, extra = result if pair else (result, {})
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        what = (
-            f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
-            if isinstance(loss, Tensor)
-            else type(loss).__name__
-        )
         raise CaptureError(
-            f"loss_fn returned {what}", where="loss_fn",
+            f"loss_fn returned {_described(loss)}", where="loss_fn",
             remedy="return a scalar floating-point loss, or (loss, {name: scalar tensor})",
         )  # fmt: skip
     for name, value in dict(extra).items():
+        if name in OUR_METRICS:
+            raise CaptureError(
+                f"a metric is called {name!r}",
+                where="loss_fn",
+                remedy="call it otherwise: the trainer has one so called",
+            )
         if not isinstance(value, Tensor) or value.dim():
             raise CaptureError(
-                f"metric {name!r} is not a scalar tensor", where="loss_fn", remedy="return scalar tensors"
+                f"metric {name!r} is {_described(value)}", where="loss_fn", remedy="return scalar tensors"
             )
     return loss, extra
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, tuple):
+        names = ["Tensor" if isinstance(item, Tensor) else type(item).__name__ for item in value]
+        return f"a tuple ({', '.join(names)})"
+    return type(value).__name__
 
 
 def _not_traceable(error: Exception, provenance: Provenance) -> CaptureError:
@@ -234,7 +247,15 @@ def _not_traceable(error: Exception, provenance: Provenance) -> CaptureError:
         return CaptureError(
             f"data-dependent control flow: the step asks for the value of a tensor ({first})",
             where=f"module {module}, {place or provenance.source}",
-            remedy="replace the branch on a tensor's value by torch.where, or move it out of the model",
+            remedy="replace the branch on a tensor's value by torch.where and .item() by the tensor itself, or move it "
+            "out of the model",
+        )
+    if kind == "DynamicOutputShapeException":
+        return CaptureError(
+            f"the shape of a tensor depends on values ({first})",
+            where=f"module {module}, {place or provenance.source}",
+            remedy="keep every element and weigh it (torch.where, a mask that is multiplied, ignore_index) instead of "
+            "taking some by a mask",
         )
     return CaptureError(
         f"the step cannot be traced: {kind}: {first}",

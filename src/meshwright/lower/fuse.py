@@ -67,6 +67,7 @@ def _fuse_addmm(graph: fx.Graph, node: fx.Node) -> None:
         product.target is not aten.mm.default
         or len(product.users) != 1
         or len(bias.meta.get("local_shape", (0, 0))) != 1
+        or bias.meta.get("dtype") != product.meta.get("dtype")
     ):
         return
     with graph.inserting_before(node):
