@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-foundation matrix clean
+.PHONY: help demo test lint bench-foundation bench-pipelines matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 
 bench-foundation: $(STAMP) ## measure against eager PyTorch, DistributedDataParallel and parallelize_module
 	@$(BIN)/python -m benchmarks.foundation
+
+bench-pipelines: $(STAMP) ## measure pipelines against torch.distributed.pipelining; kill ranks at random
+	@$(BIN)/python -m benchmarks.pipelines
 
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix

@@ -10,29 +10,27 @@ run, and the fastest is the one that counts.
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 import meshwright as mw
-from benchmarks import matrix, peers
-from benchmarks.side_by_side import alternate, machine, num_cores, ratio
+from benchmarks import matrix, peers, report
+from benchmarks.report import Result, judged
+from benchmarks.side_by_side import alternate
 from meshwright.models import GPT, demo_gpt, gpt_s, language_model_loss
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
 
-RESULTS = Path(__file__).parent / "results"
 COMMAND = "make bench-foundation"
 ROUNDS = 15
 STEPS = 3
@@ -60,17 +58,7 @@ class Comparison:
 
     @property
     def num_ranks(self) -> int:
-        return self.layout.dp * self.layout.tp
-
-
-@dataclass(frozen=True)
-class Result:
-    """A target, what was measured, and the verdict: ``pass``, ``fail`` or ``reported`` (not judged)."""
-
-    target: str
-    verdict: str
-    measured: str
-    figures: dict[str, Any] = field(default_factory=dict)
+        return self.layout.num_ranks
 
 
 EAGER: dict[str, dict[str, bool]] = {"eager PyTorch": {}}
@@ -160,34 +148,19 @@ def speed(comparison: Comparison, rounds: int, steps: int) -> Result:
     with Ranks() as ranks:
         measured = ranks(comparison.num_ranks, measure, comparison, rounds, steps, timeout=1800.0)
     seconds, losses = measured[0]
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    fastest = min(comparison.peers, key=lambda name: medians[name])
-    found = ratio(seconds[OURS], seconds[fastest])
     spread = max(max(several) - min(several) for several in zip(*losses.values(), strict=True))
-    verdict = "pass" if found.value <= comparison.limit else "fail"
-    if comparison.num_ranks > num_cores():
-        verdict = "reported"
-    if spread > LOSS_SPREAD:
-        verdict = "fail"
-    text = f"{found}: {_ms(medians[OURS])} against {_ms(medians[fastest])} ({fastest})"
-    if spread > LOSS_SPREAD:
-        text += f"; the sides do not compute the same: their losses differ by {spread:.1e}"
-    return Result(
-        target=f"{comparison.name}: at most {comparison.limit:.2f} x {next(iter(comparison.peers))}",
-        verdict=verdict,
-        measured=text,
-        figures={
-            "limit": comparison.limit,
-            "ratio": found.value,
-            "ratio_95_percent": [found.low, found.high],
-            "against": fastest,
-            "ratios": {name: ratio(seconds[OURS], seconds[name]).value for name in comparison.peers},
-            "median_s": medians,
-            "first_losses": losses,
-            "steps_a_round": steps,
-            "seconds_a_step": seconds,
-        },
+    result = judged(
+        f"{comparison.name}: at most {comparison.limit:.2f} x {next(iter(comparison.peers))}",
+        seconds,
+        OURS,
+        comparison.limit,
+        num_ranks=comparison.num_ranks,
+        figures={"first_losses": losses, "steps_a_round": steps},
     )
+    if spread > LOSS_SPREAD:
+        text = f"{result.measured}; the sides do not compute the same: their losses differ by {spread:.1e}"
+        return replace(result, verdict="fail", measured=text)
+    return result
 
 
 def parity(console: Console) -> Result:
@@ -227,49 +200,18 @@ def duration(command: str, slow: bool) -> Result:
 
 def write(results: Sequence[Result], rounds: int, steps: int) -> None:
     """``results/foundation.json`` and ``.md``."""
-    RESULTS.mkdir(exist_ok=True)
     sizes = {name: asdict(make().config) | {"batch": BATCH} for name, make in MODELS.items()}
-    how = {"command": COMMAND, "machine": machine(), "rounds": rounds, "steps_a_round": steps, "sizes": sizes}
-    found = msgspec.json.encode(how | {"results": [asdict(result) for result in results]})
-    (RESULTS / "foundation.json").write_bytes(msgspec.json.format(found, indent=1) + b"\n")
-    (RESULTS / "foundation.md").write_text(_report(results, rounds, steps), encoding="utf-8")
-
-
-def _report(results: Sequence[Result], rounds: int, steps: int) -> str:
-    here = machine()
-    lines = [f"| {result.target} | {result.verdict} | {result.measured} |" for result in results]
-    detail = []
-    for result in results:
-        title = result.target.split(":")[0]
-        for name, seconds in result.figures.get("seconds_a_step", {}).items():
-            times = " | ".join(_ms(value) for value in (statistics.median(seconds), min(seconds), max(seconds)))
-            detail.append(f"| {title} | {name} | {times} |")
-    sizes = "; ".join(
+    described = "; ".join(
         f"{name}: {config.layers} layers, {config.width} wide, {config.heads} heads, vocabulary {config.vocabulary}, "
         f"batch {BATCH} x {config.sequence_length}"
         for name, config in ((name, make().config) for name, make in MODELS.items())
     )
-    return f"""# The foundation's targets
-
-Made by `{COMMAND}` on {here["cores"]} cores ({here["cpu"]}), torch {here["torch"]}, Python {here["python"]}.
-
-| target | verdict | measured |
-| --- | --- | --- |
-{chr(10).join(lines)}
-
-Speed is the ratio of two medians over {rounds} alternating rounds of {steps} steps in the same processes, gloo, one
-thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad, forward, loss, backward and
-SGD with momentum 0.9, in float32, without clipping. Where a peer has several settings, the fastest counts.
-Sizes: {sizes}.
-
-| comparison | side | median | least | most |
-| --- | --- | ---: | ---: | ---: |
-{chr(10).join(detail)}
-"""
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+    text = f"""Speed is the ratio of two medians over {rounds} alternating rounds of {steps} steps in the same
+processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad, forward,
+loss, backward and SGD with momentum 0.9, in float32, without clipping. Of a peer's several settings the fastest counts.
+Sizes: {described}."""
+    how = {"rounds": rounds, "steps_a_round": steps, "sizes": sizes}
+    report.write("foundation", "The foundation's targets", COMMAND, how, results, text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.plan import Layout, Plan
+from meshwright.ir.plan import Plan
 
 if TYPE_CHECKING:
     from meshwright.api import capture, parallelize, plan, verify

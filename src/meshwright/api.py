@@ -20,7 +20,8 @@ from meshwright.errors import ClusterError, LayoutError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.plan import Layout, Plan
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run, TextData
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.explicit import adapt_plan, plan_layout
@@ -29,9 +30,10 @@ from meshwright.runtime.failures import Status
 from meshwright.runtime.launch import launched, launched_rank, num_devices
 from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
 from meshwright.runtime.metrics import Meter
+from meshwright.runtime.optimizer import OptimizerFactory, check_factory
 from meshwright.runtime.ranks import run_ranks
 from meshwright.runtime.restarts import Restarts
-from meshwright.runtime.trainer import OptimizerFactory, Trainer
+from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
 
 __all__ = [
@@ -70,8 +72,7 @@ def plan(
     """
     known = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or "cpu-local")
     layout = layout if layout is not None else Layout(dp=-1)
-    asked = layout.dp * layout.tp
-    world_size = devices or (asked if asked > 0 else known.num_devices)
+    world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(graph, layout, world_size=world_size, cluster=known)
 
 
@@ -92,8 +93,10 @@ def parallelize(
 
     Args:
         model: any traceable module; rank 0's values are used; it may be on the meta device.
-        loss_fn: ``loss_fn(model, batch)`` gives a scalar, or (scalar, {metric: scalar}).
-        batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch.
+        loss_fn: ``loss_fn(model, batch)`` gives a scalar, or (scalar, {metric: scalar}). It is captured, not
+            called in every step: numbers that it, or the model, takes from elsewhere (a variable, an attribute) stay as
+            they are then. What changes from step to step must come in the batch.
+        batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch, and of numbers.
         plan: ``"auto"`` (the batch divided over all ranks), a Layout, a Plan, or the path of a plan file.
         optimizer: gets a list of (name, parameter), as torch.optim takes it:
             ``lambda p: torch.optim.AdamW(p, lr=3e-4)``.
@@ -109,6 +112,8 @@ def parallelize(
     Raises:
         CaptureError, LayoutError, PlanError, FileFormatError, OptimizerError, RankError.
     """
+    _check_plan(plan)
+    check_factory(optimizer, max_grad_norm)
     target = launch.start(device)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     captured = builder.capture(model, loss_fn, batch, rules=rules)
@@ -349,6 +354,13 @@ def _choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | N
     if chosen.batch_size != graph.batch_size:
         chosen = adapt_plan(chosen, graph)
     return chosen
+
+
+def _check_plan(plan: Any) -> None:
+    if not isinstance(plan, str | os.PathLike | Layout | Plan):
+        raise LayoutError(
+            f"it is {plan!r}", where="plan", remedy='pass "auto", a mw.Layout, a Plan, or the path of a plan file'
+        )
 
 
 def _agree(graph: Graph) -> None:

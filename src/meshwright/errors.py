@@ -51,7 +51,7 @@ class ClusterError(MeshwrightError):
 
 
 class ScheduleError(MeshwrightError):
-    """A schedule text or file that is not well formed."""
+    """A schedule that is not well formed, cannot be built for these numbers, or cannot be run."""
 
 
 class DataError(MeshwrightError):

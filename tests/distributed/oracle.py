@@ -52,7 +52,7 @@ class Case:
     @property
     def num_ranks(self) -> int:
         layout = LAYOUTS[self.layout]
-        return layout.dp * layout.tp
+        return layout.num_ranks
 
     def __str__(self) -> str:
         return ", ".join((self.model, self.layout, self.optimizer, self.clipping, self.labels))
@@ -135,6 +135,22 @@ def hugging_face_gpt2(ragged: bool, *, masked: bool = False, dtype: torch.dtype 
     return Subject(GPT2LMHeadModel(config).to(dtype), own_loss, batches)
 
 
+def hugging_face_t5(ragged: bool) -> Subject:
+    """Hugging Face's T5: encoder and decoder, relative positions added in place, one embedding for both."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=40, decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )  # fmt: skip
+    batches = []
+    for _ in range(STEPS):
+        labels = torch.randint(1, 40, (BATCH, 6))
+        tokens = torch.randint(1, 40, (BATCH, SEQUENCE))
+        batches.append({"input_ids": tokens, "labels": _ragged(labels) if ragged else labels})
+    return Subject(T5ForConditionalGeneration(config).double(), own_loss, batches)
+
+
 def mlp(ragged: bool) -> Subject:
     """Three layers, so that one product's columns meet the next one's rows."""
     return Subject(MLP((6, 16, 12, 4)).double(), classification_loss, _samples("inputs", (6,), 4, ragged))
@@ -185,6 +201,8 @@ MODELS: Mapping[str, Callable[[bool], Subject]] = {
     "LeNet": lenet,
     "ResNet": resnet,
 }
+MORE_MODELS: Mapping[str, Callable[[bool], Subject]] = {"HF T5": hugging_face_t5}
+"""Compared in chosen cases, not in every combination."""
 LAYOUTS: Mapping[str, mw.Layout] = {"dp2": mw.Layout(dp=2), "tp2": mw.Layout(tp=2), "dp2 x tp2": mw.Layout(dp=2, tp=2)}
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -242,7 +260,7 @@ class WiderCasts(TorchFunctionMode):
 def subject_of(case: Case) -> Subject:
     """The case's model and batches, the same on every rank."""
     torch.manual_seed(7)
-    return MODELS[case.model](LABELS[case.labels])
+    return {**MODELS, **MORE_MODELS}[case.model](LABELS[case.labels])
 
 
 def in_one_process(

@@ -201,6 +201,55 @@ VIEWS: dict[str, nn.Module | Function] = {
     "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True),
 }
 
+_LAYER: dict[str, Any] = {"dim_feedforward": 16, "dropout": 0.0, "batch_first": True}
+_CAUSAL = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+
+
+class Transformer(nn.Module):
+    """Encoder and decoder of torch.nn, with masks that nobody has said to be causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Transformer(8, 2, 1, 1, **_LAYER)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decoded: Tensor = self.inner(x, x.flip(1), src_mask=_CAUSAL, tgt_mask=_CAUSAL)
+        return decoded
+
+
+class Encoder(nn.Module):
+    """The encoder of torch.nn; the last positions are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, **_LAYER), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.arange(x.shape[1]).expand(x.shape[:2]) > 3
+        encoded: Tensor = self.inner(x, src_key_padding_mask=padding)
+        return encoded
+
+
+class SelfAttention(nn.Module):
+    """torch.nn's attention of a sequence to itself."""
+
+    def __init__(self, need_weights: bool) -> None:
+        super().__init__()
+        self.inner, self.need_weights = nn.MultiheadAttention(8, 2, batch_first=True), need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended: Tensor = self.inner(x, x, x, need_weights=self.need_weights)[0]
+        return attended
+
+
+TRANSFORMERS: dict[str, nn.Module | Function] = {
+    "attention": SelfAttention(need_weights=False),
+    "attention_and_weights": SelfAttention(need_weights=True),
+    "encoder_layer": nn.TransformerEncoderLayer(8, 2, norm_first=True, **_LAYER),
+    "encoder": Encoder(),
+    "decoder": Transformer(),
+}
+
 
 def _set(x: Tensor, where: tuple[Any, ...], value: float) -> Tensor:
     result = x.clone()
@@ -214,6 +263,7 @@ GALLERIES: dict[str, tuple[dict[str, nn.Module | Function], tuple[int, ...], set
     "images": (IMAGES, IMAGE, set()),
     "reductions": (REDUCTIONS, SEQUENCE, set()),
     "views": (VIEWS, SEQUENCE, set()),
+    "transformers": (TRANSFORMERS, SEQUENCE, set()),
 }
 
 
@@ -224,6 +274,14 @@ def test_layers(name: str) -> None:
     model = Gallery(parts, shape).double()
     batch = {"x": torch.randn(BATCH, *shape, dtype=torch.float64)}
     check(model, total_loss, batch, mw.Layout(dp=2), unsplit)
+
+
+def test_evaluation_of_torchs_own_layers() -> None:
+    """Their fused forms, which ask for the values of masks, are not taken."""
+    model = Gallery(TRANSFORMERS, SEQUENCE).double()
+    captured = capture(model, total_loss, {"x": torch.randn(BATCH, *SEQUENCE, dtype=torch.float64)}, training=False)
+    attentions = [one for one in captured.graph.operators if one.target == "meshwright.attention.default"]
+    assert len(attentions) == 1 + 1 + 2 + 3, "one a layer, and the decoder's to the encoder; with weights it is none"
 
 
 LOSSES: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {

@@ -17,6 +17,10 @@ HUGGING_FACE = [
     Case("HF GPT-2", "dp2", "AdamW", "clipped", "ragged"),
     Case("HF GPT-2, mask", "tp2", "SGD", "whole", "ragged"),
 ]
+CHOSEN = [
+    Case("HF T5", "dp2", "AdamW", "clipped", "ragged"),
+    Case("HF T5", "tp2", "SGD", "whole", "ragged"),
+]
 
 
 def compare(case: Case) -> Comparison:
@@ -27,7 +31,7 @@ def compare_with_casts_as_they_come(case: Case) -> Comparison:
     return oracle.compare(case, widen_casts=False)
 
 
-@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+@pytest.mark.parametrize("case", [*PAIRWISE, *CHOSEN], ids=str)
 def test_parallel_equals_one_process(ranks: Ranks, case: Case) -> None:
     results = ranks(case.num_ranks, compare, case)
     for rank, found in enumerate(results):

@@ -233,8 +233,8 @@ def step_on(change: str) -> None:
 def test_batch_of_another_structure_is_refused(ranks: Ranks) -> None:
     with pytest.raises(
         Exception,
-        match=r"DataError: batch: the batch holds batch\['inputs'\], batch\['label'\], batch\['more'\], "
-        r"the captured one holds batch\['inputs'\], batch\['label'\]\n  -> pass batches of one structure",
+        match=r"DataError: batch: the batch holds batch\.inputs, batch\.label, batch\.more, "
+        r"the captured one holds batch\.inputs, batch\.label\n  -> pass batches of one structure",
     ):
         ranks(2, step_on, "structure")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.transport import shared_memory
-from meshwright.comm.transport.base import Exchange, Finish, Work
+from meshwright.comm.transport.base import Channel, Exchange, Finish, Work
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.errors import LostRankError, RankError
@@ -27,14 +27,14 @@ def _world() -> dist.ProcessGroup:
 
 
 def _connected() -> SharedMemory:
-    found = SharedMemory.connect(_world())
+    found = SharedMemory.connect(_world().get_group_store(), "test", dist.get_rank(), 1 - dist.get_rank(), 60.0)
     assert found is not None
     return found
 
 
 def _swap_at_random(kind: str, seed: int) -> int:
     """Tensors of all sizes and dtypes are started, and waited for in another order; the peer's must have arrived."""
-    transport: Exchange = PointToPoint(_world()) if kind == "point to point" else _connected()
+    transport: Exchange = PointToPoint(_world(), 1 - dist.get_rank()) if kind == "point to point" else _connected()
     me, draw = dist.get_rank(), random.Random(seed)
     waiting = []
     num_elements = 0
@@ -97,7 +97,7 @@ def _swap_with_room(kind: str, seed: int, *sizes: int) -> int:
 
 def _counters_wrap() -> bool:
     transport = _connected()
-    transport._num_published = transport._num_done = 2**32 - 5
+    transport._num_sent = transport._num_published = transport._num_done = 2**32 - 5
     mine, theirs = transport._mine, transport._theirs
     for word in (mine.published, mine.consumed, theirs.published, theirs.consumed):
         word.value = 2**32 - 5
@@ -136,7 +136,7 @@ def _lose_the_peer() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     work = transport.start(torch.zeros(10), lambda part, begin: None)
     start = time.monotonic()
-    with pytest.raises(LostRankError, match="rank 1: it has ended"):
+    with pytest.raises(LostRankError, match="rank 1: it has ended, and message 1 is due"):
         work.wait()
     assert time.monotonic() - start < 10 * shared_memory.SLEEP_S
 
@@ -173,3 +173,25 @@ def _nothing_is_left() -> list[str]:
 
 def test_no_file_is_made(ranks: Ranks) -> None:
     assert ranks(2, _nothing_is_left) == [[], []]
+
+
+def _stream(kind: str, sizes: tuple[int, ...]) -> bool:
+    """Each rank sends all before it receives anything, in the order of ``sizes``."""
+    me = dist.get_rank()
+    channel: Channel = PointToPoint(_world(), 1 - me) if kind == "point to point" else _connected()
+    into = [torch.empty(size, dtype=torch.int64) for size in sizes]
+    works = [channel.receive(one, "early") for one in into[: len(into) // 2]]
+    leaving = [channel.send(torch.arange(size) + index + 100 * me) for index, size in enumerate(sizes)]
+    works += [channel.receive(one) for one in into[len(into) // 2 :]]
+    for index, (one, work) in enumerate(zip(into, works, strict=True)):
+        work.wait()
+        assert torch.equal(one, torch.arange(len(one)) + index + 100 * (1 - me))
+    for work in leaving:
+        work.wait()
+    return True
+
+
+@pytest.mark.parametrize("kind", ["shared memory", "point to point"])
+def test_sends_need_no_receive(ranks: Ranks, kind: str) -> None:
+    """Also where all that is sent is larger than the memory that is shared."""
+    assert all(ranks(2, _stream, kind, (3, 0, 1_000_000, 12_000_000, 1, 500)))

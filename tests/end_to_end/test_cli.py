@@ -16,7 +16,8 @@ import meshwright as mw
 from meshwright import api, config
 from meshwright.cli import run as cli
 from meshwright.ir import files
-from meshwright.ir.plan import Layout, Plan
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
 from meshwright.models import classification_loss
 from meshwright.runtime.loop import HeldOut
 from meshwright.runtime.verify import Comparison, Record, compare
@@ -50,7 +51,7 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "plan", "verify", "clusters"])
+@pytest.mark.parametrize("command", ["demo", "train", "plan", "verify", "schedule", "clusters"])
 def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli([command, "--help"]) == 0
     text = capsys.readouterr().out

@@ -25,8 +25,9 @@ from meshwright.cli import app
 from meshwright.cli.overrides import keys
 from meshwright.comm.groups import AxisGroup
 from meshwright.ir import files
+from meshwright.ir.layout import Layout
 from meshwright.ir.placement import Shard
-from meshwright.ir.plan import Bucket, Layout, Plan, Stage
+from meshwright.ir.plan import Bucket, Plan, Stage
 from meshwright.lower.spmd import lower
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.ops import collectives

@@ -11,8 +11,9 @@ from meshwright import config
 from meshwright.cli.overrides import keys, overridden
 from meshwright.errors import FileFormatError, MeshwrightError
 from meshwright.ir import files
+from meshwright.ir.layout import Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.plan import Layout, Plan, Stage
+from meshwright.ir.plan import Plan, Stage
 from meshwright.ir.run import SGD, AdamW, FactoryModel, GPTModel, LearningRate, MLPModel, Run, TextData
 
 TEXT = """

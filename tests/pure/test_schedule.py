@@ -34,6 +34,11 @@ def test_actions_are_written_as_in_pytorch() -> None:
 
 
 @given(ACTIONS)
+def test_an_action_computes_or_transfers_or_is_for_the_whole_step(action: Action) -> None:
+    assert [action.kind.computes, action.kind.transfers, not action.kind.has_microbatch].count(True) == 1
+
+
+@given(ACTIONS)
 def test_an_action_is_read_as_it_was_written(action: Action) -> None:
     assert Action.from_text(str(action)) == action
 

@@ -10,9 +10,10 @@ import msgspec
 import torch
 from torch import Tensor, fx, nn
 
+from meshwright.capture.batch import take_apart
 from meshwright.capture.factors import Atom, BoundRule, bind, dim_atoms, leaves, rendered, unify
 from meshwright.capture.functionalize import is_getitem
-from meshwright.capture.tracer import LossFunction, Traced, batch_size_of, trace
+from meshwright.capture.tracer import LossFunction, Traced, trace
 from meshwright.errors import CaptureError
 from meshwright.ir import graph as ir
 from meshwright.ir.rule import Rule
@@ -65,7 +66,7 @@ def capture(
         CaptureError: the step cannot be traced, or its operators depend on the batch size.
         RuleError: a rule's pattern does not fit its operator.
     """
-    size = batch_size_of(batch)
+    size = take_apart(batch).size
     traced = trace(model, loss_fn, batch, training=training)
     doubled = trace(model, loss_fn, batch, training=training, batch_size=2 * size)
     return _Builder(model, traced, doubled, size, rules or {}).build(training)

@@ -17,18 +17,20 @@ IDENTITY = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_c
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default})
 
 
-def functionalized(first: fx.GraphModule, leaves: Sequence[Tensor]) -> fx.GraphModule:
-    """The same graph without in-place operators; mutated inputs come back as outputs, constants stay attributes."""
+def functionalized(first: fx.GraphModule, leaves: Sequence[Tensor]) -> tuple[fx.GraphModule, set[int]]:
+    """The same graph without in-place operators, and the positions of the inputs that these would have changed.
 
-    def run(*values: Tensor) -> Any:
-        return fx.Interpreter(first).run(*values)
-
+    What such an input becomes must be among the outputs; constants stay attributes.
+    """
     flat = _flatten(first)
     module = make_fx(
         torch.func.functionalize(lambda *values: flat(*values)), decomposition_table=cast(Any, dict(CANONICAL))
     )(*leaves)
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    copied = {node.args[0] for node in module.graph.nodes if node.target is aten.copy_.default}
+    changed = {index for index, node in enumerate(inputs) if node in copied}
     _simplify(module)
-    return module
+    return module, changed
 
 
 def _flatten(first: fx.GraphModule) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
@@ -15,11 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from meshwright.capture import refusals
+from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
+from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.functionalize import functionalized
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
 from meshwright.errors import CaptureError
-from meshwright.ops import library
 
 LossFunction = Callable[[nn.Module, Any], Any]
 aten = torch.ops.aten
@@ -33,8 +34,7 @@ class Traced:
     parameters: list[str]
     buffers: list[str]
     inputs: list[str]
-    batch_spec: pytree.TreeSpec
-    constant_leaves: dict[int, Any]
+    leaves: Leaves
     metrics: list[str]
     differentiable: list[str]
     tied: dict[str, str]
@@ -52,39 +52,23 @@ class _Step(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
 
-    def forward(self, batch: Any) -> Any:
-        return self.loss_fn(self.model, batch)
+    def forward(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+        """The result, and the buffers as the step leaves them: changed in place, or other tensors."""
+        result = self.loss_fn(self.model, batch)
+        return result, dict(self.model.named_buffers())
 
 
 class _Watch(TorchFunctionMode):
     """Sees every torch function: notes source lines, and captures attention as one operator."""
 
-    def __init__(self, provenance: Provenance) -> None:
+    def __init__(self, provenance: Provenance, attention: Attention) -> None:
         super().__init__()
-        self._provenance = provenance
-        self._attentions = 0
+        self._provenance, self._attention = provenance, attention
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._provenance.see()
-        if function is F.scaled_dot_product_attention:
-            self._attentions += 1
-            result = library.attention(*args, **{**kwargs, "number": self._attentions})
-            if result is not None:
-                return result
-        return function(*args, **kwargs)
-
-
-def batch_size_of(batch: Any) -> int:
-    """The batch size: the length of dim 0 of the first tensor.
-
-    Raises:
-        CaptureError: the batch holds no tensor with a dim.
-    """
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return int(leaf.shape[0])
-    raise CaptureError("the batch holds no tensor", where="batch", remedy="pass tensors whose dim 0 is the batch")
+        return (self._attention if function is SCALED_DOT_PRODUCT else function)(*args, **kwargs)
 
 
 def trace(
@@ -96,15 +80,14 @@ def trace(
 
     Raises:
         CaptureError: the step cannot be traced; names the module and the source line.
+        DataError: the batch holds no tensor with a dim, or arrays that are no tensors.
     """
-    actual = batch_size_of(batch)
+    leaves = take_apart(batch)
+    actual = leaves.size
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = _Step(model, loss_fn)
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    leaves, spec = pytree.tree_flatten(batch)
-    names = [f"batch{_key(path)}" for path, _ in pytree.tree_flatten_with_path(batch)[0]]
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def fake(tensor: Tensor, resize: bool = False) -> Tensor:
         shape = list(tensor.shape)
@@ -113,6 +96,7 @@ def trace(
         with mode:
             return torch.empty(shape, dtype=tensor.dtype, device="cpu")
 
+    refusals.hooks(parameters)
     wanted = [name for name, value in parameters.items() if value.requires_grad] if training else []
     provenance = Provenance(model)
     metrics: list[str] = []
@@ -121,13 +105,11 @@ def trace(
         weights = {
             name: value.detach().requires_grad_(name in wanted) for name, value in zip(parameters, values, strict=True)
         }
-        full = list(leaves)
-        for position, value in zip(tensors, inputs, strict=True):
-            full[position] = value
         every = {**weights, **dict(zip(buffers, states, strict=True))}
-        with _Watch(provenance), provenance.forward():
-            result = torch.func.functional_call(
-                step, {f"model.{name}": value for name, value in every.items()}, (pytree.tree_unflatten(full, spec),)
+        attention = Attention()
+        with _Watch(provenance, attention), attention.everywhere(), provenance.forward():
+            result, after = torch.func.functional_call(
+                step, {f"model.{name}": value for name, value in every.items()}, (leaves.with_tensors(inputs),)
             )
         loss, extra = _loss_and_metrics(result)
         metrics[:] = list(extra)
@@ -139,18 +121,20 @@ def trace(
                 )
             provenance.follow_backward(loss)
             gradients = torch.autograd.grad(loss, [weights[name] for name in wanted], allow_unused=True)
-        return loss.detach(), [value.detach() for value in extra.values()], list(gradients), states
+        updates = refusals.updated(dict(zip(buffers, states, strict=True)), after)
+        return loss.detach(), [value.detach() for value in extra.values()], list(gradients), updates
 
     modes = [(part, part.training) for part in model.modules()]
     arguments = (
         [fake(value) for value in parameters.values()],
         [fake(value) for value in buffers.values()],
-        [fake(leaves[index], resize=True) for index in tensors],
+        [fake(value, resize=True) for value in leaves.tensors.values()],
     )
     try:
         if model.training != training:  # modules that the user has set apart from the model stay as they are
             model.train(training)
         with ExitStack() as stack:
+            stack.enter_context(refusals.no_other_random_numbers())
             stack.enter_context(mode)
             stack.enter_context(nothing_recomputed())
             stack.enter_context(fx_traceback.preserve_node_meta())
@@ -164,7 +148,7 @@ def trace(
                 if "sequence" not in custom and "seq_nr" in node.meta:
                     custom["sequence"] = node.meta["seq_nr"]
                 node.meta["custom"] = custom
-            module = functionalized(first, pytree.tree_leaves(arguments))
+            module, changed = functionalized(first, pytree.tree_leaves(arguments))
     except CaptureError:
         raise
     except Exception as error:
@@ -174,33 +158,20 @@ def trace(
         for part, was_training in modes:
             part.training = was_training
     constants = {node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    _refuse_own_values(constants, {**parameters, **buffers})
+    refusals.own_values(constants, {**parameters, **buffers})
+    refusals.changed_parameters([name for index, name in enumerate(parameters) if index in changed])
     return Traced(
         module=module,
         parameters=list(parameters),
         buffers=list(buffers),
-        inputs=[names[index] for index in tensors],
-        batch_spec=spec,
-        constant_leaves={index: leaf for index, leaf in enumerate(leaves) if index not in tensors},
+        inputs=list(leaves.tensors),
+        leaves=leaves.without_values(),
         metrics=metrics,
         differentiable=wanted,
         tied=tied_names(model),
         mode=mode,
         constants=constants,
     )
-
-
-def _refuse_own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> None:
-    """A parameter that was reached past the traced call would stay at its first value for ever."""
-    names = {value.data_ptr(): name for name, value in state.items() if value.numel() and value.device.type != "meta"}
-    for value in constants.values():
-        name = names.get(value.data_ptr()) if value.numel() else None
-        if name is not None:
-            raise CaptureError(
-                f"{name} is used by other means than the model passed to loss_fn",
-                where="loss_fn",
-                remedy="use only the model that loss_fn is given, and no reference to its parameters kept elsewhere",
-            )
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -213,10 +184,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         else:
             first[id(value)] = name
     return tied
-
-
-def _key(path: Any) -> str:
-    return "".join(str(pytree.keystr((part,))).replace("['", ".").replace("']", "") for part in path)
 
 
 def _visible_batch_norm(

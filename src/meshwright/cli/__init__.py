@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from meshwright import __version__
-from meshwright.cli import clusters, demo, plan, train, verify
+from meshwright.cli import clusters, demo, plan, schedule, train, verify
 from meshwright.errors import MeshwrightError
 
 INTERRUPTED = 130
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, plan, verify, clusters):
+for command in (demo, train, plan, verify, schedule, clusters):
     command.add_to(app)
 
 

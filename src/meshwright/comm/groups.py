@@ -9,16 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from meshwright.comm.transport.base import Exchange, timeout_of
+from meshwright.comm.transport.base import Channel, Exchange, timeout_of
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements, Shard
 
 T = TypeVar("T")
 
 _EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, Exchange] = WeakKeyDictionary()
+_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 """What torch.distributed's own table of groups by name has no room for; an entry ends with its group."""
 
 
@@ -55,8 +56,30 @@ def process_group(name: str) -> dist.ProcessGroup:
 def exchange(group: dist.ProcessGroup) -> Exchange:
     """What the two ranks of a group swap data by; both must ask for it the first time."""
     if group not in _EXCHANGES:
-        _EXCHANGES[group] = SharedMemory.connect(group) or PointToPoint(group)
+        _EXCHANGES[group] = _connected(group, "exchange", 1 - group.rank())
     return _EXCHANGES[group]
+
+
+def channel(peer: int) -> Channel:
+    """Messages to and from another rank of the world, which must ask for it too."""
+    world = dist.group.WORLD
+    assert world is not None
+    known = _CHANNELS.setdefault(world, {})
+    if peer not in known:
+        known[peer] = _connected(world, "channel", peer)
+    return known[peer]
+
+
+def _connected(group: dist.ProcessGroup, name: str, peer: int) -> SharedMemory | PointToPoint:
+    timeout_s = timeout_of(group).total_seconds()
+    made = SharedMemory.connect(group.get_group_store(), name, group.rank(), peer, timeout_s)
+    return made or PointToPoint(group, peer)
+
+
+def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
+    """Give all ranks of the group the value of the one at ``index``."""
+    ranks = process_group(group.name)
+    dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
 
 
 def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
@@ -103,20 +126,34 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank; its error is raised on every rank. ``make`` runs on rank 0 only."""
+    """What rank 0 makes, on every rank. ``make`` runs on rank 0 only.
+
+    Raises:
+        MeshwrightError: rank 0's, on every rank.
+        RankError: on the other ranks, where rank 0 failed in another way; rank 0 raises what it was.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     box: list[Any] = [None, None]
+    own: Exception | None = None
     if dist.get_rank() == 0:
         try:
             box[0] = make()
-        except MeshwrightError as error:
-            box[1] = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
+            own = error
+            box[1] = error if isinstance(error, MeshwrightError) else _failed(error)
     dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
+    if own is not None or box[1] is not None:
+        raise own or box[1]
     result: T = box[0]
     return result
+
+
+def _failed(error: Exception) -> RankError:
+    """An error of rank 0 in words, which can be sent whatever the error holds."""
+    return RankError(
+        f"it failed: {type(error).__name__}: {error}", where="rank 0", remedy="look at the error that rank 0 raised"
+    )
 
 
 def from_every_rank(value: T) -> list[T]:

@@ -5,57 +5,17 @@ from typing import ClassVar
 
 import msgspec
 
-from meshwright.errors import LayoutError, PlanError
+from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Partial, Placement, Placements, Shard, describe, is_linear, output_placements
+from meshwright.ir.stages import cut
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
 
 Strategy = dict[str, str]
 """Mesh axis -> the factor split over it, or carets where a Partial passes through."""
-
-
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a user asks for by hand; the rest is planned. One axis may be -1: what is left of the ranks."""
-
-    dp: int = 1
-    """Data-parallel size: divides the batch."""
-    tp: int = 1
-    """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
-    pin: dict[str, str] = {}
-    """Module globs to ``"factor@axis"`` (``{"conv*": "batch@tp"}``, ``{"head": "none@tp"}``), before the rule."""
-
-    def resolved(self, world_size: int) -> "Layout":
-        """The layout with -1 filled in.
-
-        Raises:
-            LayoutError: the sizes do not multiply to ``world_size``.
-        """
-        sizes = {"dp": self.dp, "tp": self.tp}
-        for name, size in sizes.items():
-            if size < 1 and size != -1:
-                raise LayoutError(f"{name}={size}", where="layout", remedy="give 1 or more, or -1 for what is left")
-        free = [name for name, size in sizes.items() if size == -1]
-        if len(free) > 1:
-            raise LayoutError("dp=-1 and tp=-1", where="layout", remedy="leave only one of them open")
-        product = 1
-        for size in sizes.values():
-            product *= size if size != -1 else 1
-        if free and world_size % product == 0:
-            sizes[free[0]] = world_size // product
-            product = world_size
-        if product != world_size:
-            raise LayoutError(
-                f"dp={self.dp} x tp={self.tp} needs {product} ranks, there are {world_size}",
-                where="layout",
-                remedy=f"choose sizes whose product is {world_size}, or start {product} ranks",
-            )
-        return msgspec.structs.replace(self, **sizes)
-
-    def mesh(self) -> Mesh:
-        """The mesh of the layout's axes, tp innermost."""
-        return Mesh.of(dp=self.dp, tp=self.tp)
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,10 +44,13 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A part of the graph and how it is split. ``strategies`` are by operator name, or by the name of a repeated
-    block's operator with ``*`` for the index; operators that are not named run replicated."""
+    block's operator with ``*`` for the index; operators that are not named run replicated. ``first`` is the stage's
+    first forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
+    (``blocks.*``), whose results backward computes again."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
+    first: str = ""
     recompute: tuple[str, ...] = ()
 
     def strategy(self, operator: str) -> Strategy:
@@ -110,6 +73,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     layout: Layout
     microbatches: int = 1
     schedule: str = "none"
+    chunks: int = 1
     precision: str | None = None
     buckets: tuple[Bucket, ...] = ()
     algorithms: dict[str, str] = {}
@@ -123,6 +87,35 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The only stage of a plan without pipeline."""
         return self.stages[0]
 
+    @property
+    def firsts(self) -> tuple[str, ...]:
+        """The first forward operators of all stages but the first, where the graph is cut."""
+        return tuple(stage.first for stage in self.stages[1:])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every axis that factors may lie on, with its size: those of the mesh but pp, and time."""
+        sizes = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "pp"}
+        return sizes | ({TIME: self.microbatches} if self.microbatches > 1 else {})
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether a rank runs the step as one piece: no stages, no micro-batches, nothing recomputed."""
+        return len(self.stages) == 1 and self.microbatches == 1 and not self.stage.recompute
+
+    def storage(self, parameter: str) -> dict[str, Placement]:
+        """How a parameter is stored, in whatever stage holds it."""
+        return next((stage.storage[parameter] for stage in self.stages if parameter in stage.storage), {})
+
+    def strategies(self, graph: Graph) -> dict[str, Strategy]:
+        """The strategy of every operator, from the stage that holds it.
+
+        Raises:
+            PlanError: the graph cannot be cut before the stages' first operators.
+        """
+        held = cut(graph, self.firsts).stage_of if len(self.stages) > 1 else {}
+        return {one.name: self.stages[held.get(one.name, 0)].strategy(one.name) for one in graph.operators}
+
     def explain(self) -> str:
         """Every module, its split, its reason, as a table for people."""
         head = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
@@ -131,6 +124,19 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         rows = [("module", "split", "why"), *((note.module, note.split, note.reason) for note in self.notes)]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]
+        if self.microbatches > 1:
+            each = self.batch_size // self.microbatches
+            lines.append(f"  {self.microbatches} micro-batches of {each}, gradients are accumulated")
+        if len(self.stages) > 1:
+            lines.append(f"  {len(self.stages)} stages, schedule {self.schedule}; they begin at:")
+            pipeline = self.mesh.size("pp")
+            lines += [
+                f"    stage {index} (pp rank {index % pipeline})  {stage.first or 'the first operator'}"
+                for index, stage in enumerate(self.stages)
+            ]
+        again = dict.fromkeys(name for stage in self.stages for name in stage.recompute)
+        if again:
+            lines.append(f"  computed again in backward: {', '.join(again)}")
         for axis in dict.fromkeys(bucket.axis for bucket in self.buckets):
             buckets = [bucket for bucket in self.buckets if bucket.axis == axis]
             count = sum(len(bucket.parameters) for bucket in buckets)
@@ -155,16 +161,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             )
         self._check_supported(where)
         self._check_storage(graph, where)
-        sizes = {axis.name: axis.size for axis in self.mesh.axes}
+        sizes = self.sizes
         names = {operator.name for operator in graph.operators}
         starred_names = {starred(name) for name in names}
-        for name in self.stage.strategies:
+        for name in [name for stage in self.stages for name in stage.strategies]:
             if name not in names and name not in starred_names:
                 raise PlanError(
                     f"there is no operator {name!r}", where=f"{where}: strategies", remedy="remove the line"
                 )
+        strategies = self.strategies(graph)
         for operator in graph.operators:
-            for axis, choice in self.stage.strategy(operator.name).items():
+            for axis, choice in strategies[operator.name].items():
                 place = f"{where}: strategies[{operator.name!r}]"
                 if axis not in sizes:
                     raise PlanError(f"unknown axis {axis!r}", where=place, remedy=f"axes are {', '.join(sizes)}")
@@ -183,18 +190,21 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         f"factor {choice!r} has size {operator.rule.sizes[choice]}, axis {axis!r} has {sizes[axis]}",
                         where=place, remedy="a factor must divide evenly over its axis",
                     )  # fmt: skip
-        self._check_buckets(graph, self._check_partials(graph, where), where)
+        self._check_buckets(graph, self._check_partials(graph, strategies, where), where)
 
     def _check_supported(self, where: str) -> None:
-        """That nothing is asked for that this version would leave undone."""
+        """That nothing is asked for that this version would leave undone, and that the stages go with the mesh."""
+        held = self.mesh.size("pp") * self.chunks if "pp" in self.mesh.names else 1
+        if len(self.stages) != held:
+            raise PlanError(
+                f"there are {len(self.stages)} stages, but the mesh holds {held}",
+                where=f"{where}: stages",
+                remedy="there is one stage for every coordinate of pp, times chunks",
+            )
         asked = {
-            "stages": (len(self.stages), 1),
-            "microbatches": (self.microbatches, 1),
-            "schedule": (self.schedule, "none"),
             "precision": (self.precision, None),
             "codec": (self.codec, None),
             "consistency": (self.consistency, "sync"),
-            "stages[0].recompute": (self.stage.recompute, ()),
         }
         for key, (value, only) in asked.items():
             if value != only:
@@ -204,8 +214,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def _check_storage(self, graph: Graph, where: str) -> None:
         """That parameters are cut between factors, evenly, over axes that exist."""
-        sizes = {axis.name: axis.size for axis in self.mesh.axes}
-        for name, placements in self.stage.storage.items():
+        sizes = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "pp"}
+        stored = [item for stage in self.stages for item in stage.storage.items()]
+        for name, placements in stored:
             place = f"{where}: storage[{name!r}]"
             if name not in graph.parameters:
                 raise PlanError(f"there is no parameter {name!r}", where=place, remedy="remove the line")
@@ -223,11 +234,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         where=place, remedy="choose a dim and an outer that divide evenly",
                     )  # fmt: skip
 
-    def _check_partials(self, graph: Graph, where: str) -> dict[str, Placements]:
+    def _check_partials(self, graph: Graph, strategies: dict[str, Strategy], where: str) -> dict[str, Placements]:
         """That carets stand where Partials arrive; returns the placements of all activations."""
         placements: dict[str, Placements] = {}
         for operator in graph.operators:
-            strategy, rule = self.stage.strategy(operator.name), operator.rule
+            strategy, rule = strategies[operator.name], operator.rule
             for axis, choice in strategy.items():
                 if not is_linear(choice):
                     continue
@@ -242,7 +253,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         f"{choice!r} on {axis!r}, but no operand of {pattern!r} is marked so",
                         where=place, remedy="leave the axis out",
                     )  # fmt: skip
-                for name in group:
+                for name in group if axis != TIME else ():  # over time, what is whole is made Partial by dividing it
                     if placements.get(name, {}).get(axis) != Partial("sum"):
                         raise PlanError(
                             f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none",
@@ -264,10 +275,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         where=f"{where}: buckets[{index}]", remedy="take it out of one",
                     )  # fmt: skip
                 seen.add(parameter)
-                storage = self.stage.storage.get(parameter, {})
+                storage = self.storage(parameter)
                 wanted: Placements = {axis: one for axis, one in storage.items() if isinstance(one, Shard)}
                 wanted[bucket.axis] = Partial("sum")
-                have = placements.get(gradients.get(parameter) or "", {})
+                have = dict(placements.get(gradients.get(parameter) or "", {}))
+                have.pop(TIME, None)
                 if have != wanted:
                     raise PlanError(
                         f"the gradient of {parameter!r} is {describe(have)}, and not {describe(wanted)}",

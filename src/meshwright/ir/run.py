@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from meshwright.ir import files
-from meshwright.ir.plan import Layout, Plan
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -313,11 +314,11 @@ class Run(_Section, frozen=True, kw_only=True):
             return files.load(Path(self.layout.plan), Plan).mesh.world_size
         if self.train.ranks != "auto":
             return self.train.ranks
-        sizes = (self.layout.dp, self.layout.tp)
+        sizes = (self.layout.dp, self.layout.tp, self.layout.pp)
         fixed = math.prod(size for size in sizes if size > 0)
         if min(sizes) > 0:
             return fixed
         for parts in range(num_cores // fixed, 1, -1):
-            if self.layout.dp > 0 or self.data.batch_size % parts == 0:
+            if self.layout.dp > 0 or self.data.batch_size % (parts * self.layout.microbatches) == 0:
                 return parts * fixed
         return fixed

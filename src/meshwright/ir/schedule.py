@@ -39,6 +39,11 @@ class ActionKind(StrEnum):
         return self in (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
 
     @property
+    def transfers(self) -> bool:
+        """Whether it sends to another rank or receives from one."""
+        return self in (ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B)
+
+    @property
     def has_microbatch(self) -> bool:
         """Whether it belongs to one micro-batch; the others belong to a stage and a step."""
         return self not in _WHOLE_STEP

@@ -1,7 +1,7 @@
 """Passes over a per-rank graph: put together what capture took apart, drop what computes nothing, reuse memory."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,35 @@ def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) 
             node.meta["val"] = values.get(node)
 
 
+def separate(graph: fx.Graph, positions: Sequence[int]) -> None:
+    """Give the outputs at these positions (gradients, new values of buffers) memory of their own, so that who writes
+    into one, or into a buffer, writes into nothing else: a copy, where the memory is an input's or another output's, or
+    where elements of it overlap.
+
+    Needs :func:`propagate`.
+    """
+    root: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = _aliased(node)
+        root[node] = node if source is None else root[source]
+    end = next(node for node in reversed(graph.nodes) if node.op == "output")
+    outputs = list(end.args[0])
+    taken = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+    taken |= {root[item] for k, item in enumerate(outputs) if k not in positions and isinstance(item, fx.Node)}
+    for position in positions:
+        item = outputs[position]
+        if not isinstance(item, fx.Node):
+            continue
+        value = item.meta["val"]
+        expanded = any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        if root[item] in taken or expanded:
+            with graph.inserting_before(end):
+                outputs[position] = graph.call_function(aten.clone.default, (item,))
+            outputs[position].meta.update(item.meta, val=value.clone())
+        taken.add(root[item])
+    end.args = (outputs,)
+
+
 def write_into_buckets(graph: fx.Graph) -> None:
     """Let gradients be computed into their bucket, instead of being copied into it.
 
@@ -150,6 +179,23 @@ def _gradient(part: Any) -> fx.Node | None:
     value = source.meta.get("val")
     ours = isinstance(value, Tensor) and value.is_contiguous() and len(source.users) == 1
     return source if ours and source.target in _INTO and "out" not in source.kwargs else None
+
+
+def accumulate_products(graph: fx.Graph) -> None:
+    """Let products be added into gradients while they are made: ``total.add_(mm(a, b))`` -> ``total.addmm_(a, b)``."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.add_.Tensor:
+            continue
+        total, product = node.args
+        if (
+            isinstance(product, fx.Node)
+            and product.target is aten.mm.default
+            and list(product.users) == [node]
+            and total.meta["val"].dtype == product.meta["val"].dtype
+        ):
+            node.target = aten.addmm_.default
+            node.args = (total, *product.args)
+            graph.erase_node(product)
 
 
 def reuse_memory(graph: fx.Graph) -> None:

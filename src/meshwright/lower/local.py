@@ -9,6 +9,7 @@ from torch import fx
 
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import input_placements, is_linear, local_shape, output_placements
 from meshwright.ir.plan import Strategy
@@ -57,9 +58,10 @@ class LocalCall:
         return dtype
 
     def _axes(self, factor: str) -> list[str]:
-        """The axes that split the factor, outermost first: by its letters, then as in the mesh."""
+        """The mesh axes that split the factor, outermost first: by its letters, then as in the mesh."""
         became = self._letters.get(factor, ())
-        return [axis for letter in became for axis in self._groups if self._strategy.get(axis) == letter]
+        axes = [axis for axis in self._groups if axis != TIME]
+        return [axis for letter in became for axis in axes if self._strategy.get(axis) == letter]
 
     def is_split(self, factor: str) -> bool:
         return bool(self._axes(factor))
@@ -77,11 +79,17 @@ class LocalCall:
         total = 1
         for letter in self._letters[factor]:
             total *= rule.sizes[letter]
-        return total
+        return total // self.times(factor)
+
+    def times(self, factor: str) -> int:
+        divided = self._strategy.get(TIME) in self._letters.get(factor, ())
+        return self._groups[TIME].size if divided else 1
 
     def key(self, name: str = "") -> tuple[fx.Node, int]:
         coordinates = [
-            self._groups[axis].index + 1 for axis, choice in sorted(self._strategy.items()) if not is_linear(choice)
+            self._groups[axis].index + 1
+            for axis, choice in sorted(self._strategy.items())
+            if not is_linear(choice) and axis != TIME  # the micro-batch is in the random key
         ]
         if name:
             split = {axis: factor for factor in self._letters for axis in self._axes(factor)}

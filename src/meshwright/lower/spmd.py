@@ -11,7 +11,7 @@ from meshwright.capture.builder import Capture
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
 from meshwright.ir.plan import Bucket, Plan, Strategy
-from meshwright.lower.fuse import fuse, propagate, reuse_memory, write_into_buckets
+from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write_into_buckets
 from meshwright.lower.local import LocalCall
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
@@ -38,11 +38,14 @@ class Lowered:
 
 
 @dataclass
-class _Value:
+class Value:
+    """A tensor of the graph on this rank, and its versions under other placements."""
+
     node: fx.Node
     placements: Placements
     owned: bool = False
     versions: dict[tuple[tuple[str, Any], ...], "_Version"] = field(default_factory=dict)
+    phase: str = ""
 
 
 @dataclass
@@ -56,33 +59,40 @@ def lower(capture: Capture, plan: Plan, groups: dict[str, AxisGroup], device: to
 
     ``groups`` holds the axes of the plan's mesh that have more than one rank.
     """
-    return _Lowering(capture, plan, groups, device or torch.device("cpu")).lower()
+    return Lowering(capture, plan, groups, device or torch.device("cpu")).lower()
 
 
-class _Lowering:
+class Lowering:
+    """Emits one rank's graph. ``lower/pipeline.py`` emits a stage of it, in phases."""
+
     def __init__(self, capture: Capture, plan: Plan, groups: dict[str, AxisGroup], device: torch.device) -> None:
         self.capture, self.plan, self.groups, self.device = capture, plan, groups, device
         self.ir = capture.graph
         self.sizes = {axis: group.size for axis, group in groups.items()}
         self.graph = fx.Graph()
-        self.values: dict[str, _Value] = {}
+        self.values: dict[str, Value] = {}
         self.names: dict[fx.Node, str] = {}
         self.resharder = Resharder(self.emit, groups)
         self.meta: dict[str, Any] = {}
         self.random_key: fx.Node | None = None
         self.drawn: dict[str, dict[str, str]] = {}
+        self.strategies = {
+            name: {axis: choice for axis, choice in strategy.items() if axis in groups}
+            for name, strategy in plan.strategies(self.ir).items()
+        }
+        self.phase = ""
 
     # --- emission ------------------------------------------------------------------------------------------------
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(self.meta)
+        node.meta.update(self.meta, phase=self.phase)
         return node
 
     def lower(self) -> Lowered:
         inputs = self._placeholders()
-        storages = self._storage_readers()
         self._plan_uses()
+        storages = self._storage_readers()
         # what depends on no parameter comes first: its collectives (label counts) hide under the model
         for operator in sorted(self.ir.operators, key=lambda operator: not operator.prologue):
             self._operator(operator, storages)
@@ -91,10 +101,9 @@ class _Lowering:
     def _placeholders(self) -> dict[str, Placements]:
         traced = self.capture.traced
         names = [*traced.parameters, *traced.buffers, *traced.inputs]
-        storage = self.plan.stage.storage
         inputs: dict[str, Placements] = {}
         for index, (source, name) in enumerate(zip(traced.placeholders, names, strict=True)):
-            placements = self._known(storage.get(name, {}))
+            placements = self._known(self.plan.storage(name))
             if name in traced.inputs:
                 placements = inputs[name] = self._batch_placements(name)
             node = self.graph.placeholder(f"value_{index}")
@@ -110,7 +119,7 @@ class _Lowering:
         tensor = self.ir.tensors[name]
         node.meta["local_shape"] = local_shape(tensor.shape, placements, self.sizes)
         node.meta["dtype"] = source.meta["val"].dtype
-        self.values[name] = _Value(node, placements)
+        self.values[name] = Value(node, placements)
         self.names[source] = name
 
     def _known(self, placements: Placements) -> Placements:
@@ -127,8 +136,12 @@ class _Lowering:
         return {}
 
     def _storage_readers(self) -> dict[str, int]:
-        """How often the memory behind a tensor is read, other than by views of it."""
+        """How often the memory behind a tensor is read, other than by views of it: by operators, as an output, and
+        as a gradient in a bucket."""
         readers: dict[str, int] = {}
+        for name in (*(name for name, _ in self.outputs), *self.bucket_of):
+            storage = self.ir.tensors[name].storage
+            readers[storage] = readers.get(storage, 0) + 1
         for operator in self.ir.operators:
             views = {self.ir.tensors[output].storage for output in operator.outputs}
             for name in operator.inputs:
@@ -137,33 +150,28 @@ class _Lowering:
                     readers[storage] = readers.get(storage, 0) + 1
         return readers
 
-    def _strategy(self, operator: str) -> Strategy:
-        return {axis: choice for axis, choice in self.plan.stage.strategy(operator).items() if axis in self.groups}
-
     def _plan_uses(self) -> None:
         """For every tensor, the placements in which somebody wants it (so that resharding can start early)."""
         self.uses: dict[str, list[Placements]] = {}
         for operator in self.ir.operators:
-            strategy = self._strategy(operator.name)
+            strategy = self.strategies[operator.name]
             for position, name in enumerate(operator.inputs):
                 wanted = input_placements(operator.rule, strategy, position) if operator.rule else {}
                 self.uses.setdefault(name, []).append(wanted)
-        self.outputs: dict[str, Placements] = {self.ir.loss: {}}
-        whole = [*self.ir.metrics.values(), *self.ir.buffer_updates.values()]
-        self.outputs |= {name: {} for name in whole}
+        whole = [self.ir.loss, *self.ir.metrics.values(), *self.ir.buffer_updates.values()]
+        self.outputs: list[tuple[str, Placements]] = [(name, {}) for name in whole]
         self.bucket_of: dict[str, Bucket] = {}
         gradients = {entry.parameter: entry.gradient for entry in self.ir.gradients}
         for bucket in self.plan.buckets:
             if bucket.axis in self.groups:
                 self.bucket_of |= {gradients[parameter] or "": bucket for parameter in bucket.parameters}
         self.gradient_wants: dict[str, Placements] = {
-            entry.parameter: self._known(self.plan.stage.storage.get(entry.parameter, {}))
-            for entry in self.ir.gradients
+            entry.parameter: self._known(self.plan.storage(entry.parameter)) for entry in self.ir.gradients
         }
         for entry in self.ir.gradients:
             if entry.gradient is not None and entry.gradient not in self.bucket_of:
-                self.outputs[entry.gradient] = self.gradient_wants[entry.parameter]
-        for name, wanted in self.outputs.items():
+                self.outputs.append((entry.gradient, self.gradient_wants[entry.parameter]))
+        for name, wanted in self.outputs:
             self.uses.setdefault(name, []).append(wanted)
         self.bucket_left = {id(bucket): len(bucket.parameters) for bucket in self.bucket_of.values()}
         self.bucket_nodes: dict[int, tuple[fx.Node, list[str]]] = {}
@@ -171,7 +179,7 @@ class _Lowering:
 
     def _operator(self, operator: Any, storages: dict[str, int]) -> None:
         source = self.capture.nodes[operator.name]
-        strategy = self._strategy(operator.name)
+        strategy = self.strategies[operator.name]
         self.meta = {"operator": operator.name, "backward": operator.backward}
         arguments = []
         for position, name in enumerate(operator.inputs):
@@ -222,14 +230,11 @@ class _Lowering:
             node.meta.setdefault("local_shape", local_shape(tensor.shape, placements, self.sizes))
             node.meta.setdefault("dtype", values[index].dtype)
             root = self.ir.tensors[tensor.storage]
-            owned = (
-                root.kind in ("activation", "gradient")
-                and storages.get(tensor.storage, 0) + (name in self.outputs) <= 1
-            )
-            value = self.values[name] = _Value(node, placements, owned=owned)
+            owned = root.kind in ("activation", "gradient") and storages.get(tensor.storage, 0) <= 1
+            value = self.values[name] = Value(node, placements, owned=owned, phase=self.phase)
             self._start(name, value)
 
-    def _start(self, name: str, value: _Value) -> None:
+    def _start(self, name: str, value: Value) -> None:
         """Start the resharding that anybody will want, now that the value exists."""
         bucket = self.bucket_of.get(name)
         if bucket is not None:
@@ -254,7 +259,7 @@ class _Lowering:
         assert node is not None
         return node
 
-    def _version(self, name: str, value: _Value, wanted: Placements, *, finish: bool) -> fx.Node | None:
+    def _version(self, name: str, value: Value, wanted: Placements, *, finish: bool) -> fx.Node | None:
         have = {axis: placement for axis, placement in value.placements.items() if axis in self.groups}
         if have == wanted or not self.groups:
             return value.node
@@ -303,6 +308,10 @@ class _Lowering:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         shapes: list[Any] = [(node.meta["local_shape"], node.meta["dtype"]) for node in placeholders[:-1]]
         propagate(self.graph, [*shapes, 0], traced.constants)
+        first, last = 1 + len(metrics), 1 + len(metrics) + len(gradients)
+        written = [first + k for k, name in enumerate(traced.differentiable) if name not in reduced]
+        written += [last + k for k, name in enumerate(traced.buffers) if name in self.ir.buffer_updates]
+        separate(self.graph, written)
         write_into_buckets(self.graph)
         reuse_memory(self.graph)
         self.graph.lint()

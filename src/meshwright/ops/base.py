@@ -64,7 +64,10 @@ class Local(Protocol):
         """(this rank's index, number of parts) of a factor; (0, 1) where it is not split."""
 
     def size(self, factor: str) -> int:
-        """The global size of a factor."""
+        """The size of a factor over all ranks (of one micro-batch, where the factor is divided in time)."""
+
+    def times(self, factor: str) -> int:
+        """In how many micro-batches the factor is divided."""
 
     def key(self, name: str = "") -> tuple[Value, int]:
         """The step's random key (a value) and this operator's salt, a number that differs by split coordinates.

@@ -40,6 +40,19 @@ def _filled(value: Any) -> Any:
     return full
 
 
+def _filled_scalar(value: Any) -> Any:
+    """Canonical forms of ones_like and its like for a scalar, of which they take no value: then the gradient of the
+    loss does not wait for the loss."""
+
+    def full(self: Tensor, *rest: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        if self.dim():
+            return NotImplemented  # the dims say what can be split
+        fill = rest[0] if value is None else value
+        return aten.full.default([], fill, dtype=dtype or self.dtype, device=device or self.device)
+
+    return full
+
+
 def _empty_strided(self: Tensor, size: list[int], stride: list[int], **options: Any) -> Tensor:
     return _filled(None)(self, size, **options)
 
@@ -69,4 +82,7 @@ CANONICAL = {
     aten.new_full.default: _filled(None),
     aten.new_empty.default: _filled(None),
     aten.new_empty_strided.default: _empty_strided,
+    aten.ones_like.default: _filled_scalar(1),
+    aten.zeros_like.default: _filled_scalar(0),
+    aten.full_like.default: _filled_scalar(None),
 }

@@ -1,5 +1,6 @@
 """Gathers and scatters by index: the indexed dim stays whole, the others may be split."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -87,9 +88,12 @@ def _taken_shape(call: Call) -> list[int]:
 
 
 def accumulate_local(local: Local, factors: list[str]) -> Any:
-    """Only the first of the ranks that add into a tensor starts from it, the others from zero."""
+    """Only the first of the ranks that add into a tensor starts from it, the others from zero. Of several micro-batches
+    each starts from its share."""
     if all(local.coordinate(factor)[0] == 0 for factor in factors):
-        return local.call(local.target, *local.args, **local.kwargs)
+        base, times = local.args[0], prod(local.times(factor) for factor in factors)
+        base = local.call(aten.div.Tensor, base, times) if times > 1 else base
+        return local.call(local.target, base, *local.args[1:], **local.kwargs)
     zeros = local.call(aten.zeros_like.default, local.args[0])
     return local.call(local.target, zeros, *local.args[1:], **local.kwargs)
 

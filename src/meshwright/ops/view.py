@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule, neutral, normalize_dim
@@ -254,6 +255,20 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return NotImplemented if len(full) == len(tensors) else aten.cat.default(full, dim)
 
 
+def view(self: Tensor, size: list[int]) -> Tensor:
+    """Canonical view: of a copy, where the strides do not allow a view. They are not those of the user's step where
+    an operator that worked in place has become one that does not."""
+    with _disable_current_modes():
+        strided = torch.empty_strided(self.shape, self.stride(), device="meta")
+        try:
+            strided.view(size)
+        except RuntimeError:
+            pass
+        else:
+            return NotImplemented
+    return aten.view.default(aten.clone.default(self, memory_format=torch.contiguous_format), size)
+
+
 def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
     """Canonical stack: a cat of unsqueezed tensors."""
     return aten.cat.default([aten.unsqueeze.default(tensor, dim) for tensor in tensors], dim)
@@ -364,6 +379,7 @@ CANONICAL = {
     aten.pixel_shuffle.default: pixel_shuffle,
     aten.pixel_unshuffle.default: pixel_unshuffle,
     aten.stack.default: stack,
+    aten.view.default: view,
 }
 VIEWS = frozenset(
     {

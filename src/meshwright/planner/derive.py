@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.layout import TIME
 from meshwright.ir.placement import (
     REPLICATE,
     Partial,
@@ -14,8 +15,10 @@ from meshwright.ir.placement import (
     output_placements,
 )
 from meshwright.ir.plan import Bucket, Strategy, starred
+from meshwright.ir.stages import Cut
 
 BUCKET_BYTES = 8 * 2**20
+_ATTENTION = "meshwright.attention."
 Consumers = dict[str, list[tuple[Operator, int]]]
 
 
@@ -30,7 +33,7 @@ def pass_partials(graph: Graph, strategies: dict[str, Strategy], axes: Iterable[
         if operator.rule is None:
             continue
         for axis in axes:
-            if axis not in strategy:
+            if axis not in strategy and not (axis == TIME and operator.prologue):
                 group = _linear_group(graph, consumers, operator, axis, placements)
                 if group:
                     strategy[axis] = "^" * group
@@ -45,7 +48,7 @@ def _linear_group(
     rule = operator.rule
     assert rule is not None
     partial = [
-        placements.get(tensor, {}).get(axis) == Partial("sum") and len(consumers.get(tensor, ())) == 1
+        placements.get(tensor, {}).get(axis) == Partial("sum") and (axis == TIME or len(consumers.get(tensor, ())) == 1)
         for tensor in operator.inputs
     ]
     if not any(partial):
@@ -54,6 +57,8 @@ def _linear_group(
     if len(groups) != 1 or 0 in groups:
         return 0
     group = groups.pop()
+    if axis == TIME:  # nothing can be reduced there; what is whole becomes a term by dividing it
+        return group
     if any(operand.linear == group and not one for operand, one in zip(rule.parsed.inputs, partial, strict=True)):
         return 0
     into = sum(graph.tensors[name].num_elements for name, one in zip(operator.inputs, partial, strict=True) if one)
@@ -80,15 +85,16 @@ def parameter_storage(graph: Graph, strategies: dict[str, Strategy]) -> dict[str
 
 def gradient_buckets(
     graph: Graph,
+    divided: Cut,
     placements: dict[str, Placements],
     storage: dict[str, dict[str, Placement]],
     axis_sizes: dict[str, int],
     algorithms: dict[str, str],
 ) -> tuple[Bucket, ...]:
-    """Gradients that only lack a sum over one axis, in the order that backward makes them."""
+    """Gradients that only lack a sum over one axis, by stage, in the order that backward makes them."""
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
-    pending: dict[tuple[str, str], tuple[list[str], int]] = {}
+    pending: dict[tuple[int, str, str], tuple[list[str], int]] = {}
     buckets: list[Bucket] = []
 
     def close(axis: str, names: list[str], num_bytes: int) -> None:
@@ -102,26 +108,38 @@ def gradient_buckets(
         counts[entry.gradient or ""] += 1
     for entry in sorted(entries, key=lambda entry: order.get(entry.gradient or "", -1)):
         gradient = entry.gradient or ""
+        stages = divided.terms[entry.parameter]
         have, want = dict(placements.get(gradient, {})), storage.get(entry.parameter, {})
+        have.pop(TIME, None)
         axes = [axis for axis, placement in have.items() if placement == Partial("sum")]
         rest = {axis: placement for axis, placement in have.items() if axis not in axes and placement != REPLICATE}
         if len(axes) != 1 or rest != {a: p for a, p in want.items() if a in axis_sizes}:
             continue
-        if counts[gradient] > 1 or consumers.get(gradient):
+        if counts[gradient] > 1 or consumers.get(gradient) or len(stages) > 1:
             continue
         tensor = graph.tensors[gradient]
         num_bytes = tensor.num_bytes
         for axis in rest:
             num_bytes //= axis_sizes[axis]
-        key = (axes[0], tensor.dtype)
+        key = (next(iter(stages)), axes[0], tensor.dtype)
         names, total = pending.get(key, ([], 0))
         if names and total + num_bytes > BUCKET_BYTES:
             close(axes[0], names, total)
             names, total = [], 0
         pending[key] = ([*names, entry.parameter], total + num_bytes)
-    for (axis, _), (names, total) in pending.items():
+    for (_, axis, _), (names, total) in pending.items():
         close(axis, names, total)
     return tuple(buckets)
+
+
+def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:
+    """What a stage computes again in backward: its attention, or its repeated blocks."""
+    forward = [one for one in operators if one.name not in divided.late and not one.prologue]
+    if kind == "selective":
+        return tuple(dict.fromkeys(starred(one.name) for one in forward if one.target.startswith(_ATTENTION)))
+    if kind == "full":
+        return tuple(dict.fromkeys(one.repeat.partition("*")[0] + "*" for one in forward if one.repeat))
+    return ()
 
 
 def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:

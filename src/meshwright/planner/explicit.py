@@ -1,16 +1,23 @@
 """Layout to plan by explicit rule: batch on dp; heads, hidden features and the vocabulary on tp."""
 
 import fnmatch
+import math
 from collections import defaultdict
 from collections.abc import Iterable
+
+import msgspec
 
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import Shard
-from meshwright.ir.plan import Layout, Note, Plan, Stage, Strategy, starred
-from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials
+from meshwright.ir.placement import Placement, Shard
+from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
+from meshwright.ir.stages import Cut, cut
+from meshwright.planner.cut import choose_cut, follow_cut
+from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials, recomputed
+from meshwright.planner.microbatch import check_microbatches
 
 MIN_VOCABULARY = 1024
 """Without a cluster, a vocabulary below this is replicated."""
@@ -40,34 +47,45 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
     Raises:
         LayoutError: the new batch does not divide over dp.
     """
-    return _Planner(graph, plan.layout, plan.mesh, None, plan).plan()
+    layout = plan.layout
+    parts = layout.dp * layout.microbatches
+    if not graph.gradients and graph.batch_size % parts:  # an evaluation of a ragged batch
+        layout = msgspec.structs.replace(layout, microbatches=1)
+    return _Planner(graph, layout, plan.mesh, None, plan).plan()
 
 
 class _Planner:
     def __init__(self, graph: Graph, layout: Layout, mesh: Mesh, cluster: Cluster | None, base: Plan | None) -> None:
         self.graph, self.layout, self.mesh, self.cluster, self.base = graph, layout, mesh, cluster, base
-        self.sizes = {axis.name: axis.size for axis in mesh.axes if axis.size > 1}
+        self.sizes = {axis.name: axis.size for axis in mesh.axes if axis.size > 1 and axis.name != "pp"}
+        if layout.microbatches > 1:
+            self.sizes[TIME] = layout.microbatches
         self.strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
         self.notes: dict[str, dict[str, str]] = defaultdict(dict)
         self.axis_notes: list[Note] = []
 
     def plan(self) -> Plan:
-        if "dp" in self.sizes:
-            self._check_batch()
+        self._check_batch()
         if self.base is not None:
             self._inherit(self.base)
         self._pin()
         if "dp" in self.sizes:
             self._split_batch("dp")
-        if "tp" in self.sizes and (self.base is None or not self.base.stage.strategies):
+        if "tp" in self.sizes and (self.base is None or not any(stage.strategies for stage in self.base.stages)):
             self._split_tensors("tp")
         elif "tp" in self.sizes:
             self._follow_storage("tp")
+        if TIME in self.sizes:
+            self._split_batch(TIME)
         placements = pass_partials(self.graph, self.strategies, self.sizes)
-        storage = self.base.stage.storage if self.base is not None else parameter_storage(self.graph, self.strategies)
+        if TIME in self.sizes:
+            check_microbatches(self.graph, self.strategies, self.sizes, self.layout)
+        storage = self._storage()
         used = {
             name: {a: c for a, c in strategy.items() if a in self.sizes} for name, strategy in self.strategies.items()
         }
+        firsts = self._firsts()
+        divided = cut(self.graph, firsts)
         algorithms = self._algorithms()
         return Plan(
             model=self.graph.model,
@@ -75,18 +93,50 @@ class _Planner:
             batch_size=self.graph.batch_size,
             cluster=self.cluster.name if self.cluster is not None else self.base.cluster if self.base else "unknown",
             mesh=self.mesh,
-            stages=(Stage(strategies=grouped(used), storage=storage),),
+            stages=tuple(
+                self._stage(divided, index, first, used, storage) for index, first in enumerate(("", *firsts))
+            ),
             layout=self.layout,
-            buckets=gradient_buckets(self.graph, placements, storage, self.sizes, algorithms),
+            microbatches=self.layout.microbatches,
+            schedule="none" if len(firsts) == 0 else self.layout.schedule,
+            chunks=self.layout.chunks,
+            buckets=gradient_buckets(self.graph, divided, placements, storage, self.sizes, algorithms),
             algorithms=algorithms,
             notes=self._explained(),
+        )
+
+    def _storage(self) -> dict[str, dict[str, Placement]]:
+        if self.base is None:
+            return parameter_storage(self.graph, self.strategies)
+        return {name: self.base.storage(name) for name in self.graph.parameters}
+
+    def _firsts(self) -> tuple[str, ...]:
+        """The first operators of the stages: chosen, or those of the base plan (or what runs next to them here)."""
+        if self.base is not None:
+            return follow_cut(self.graph, self.base.firsts)
+        return choose_cut(self.graph, self.layout.pp * self.layout.chunks, self.cluster)
+
+    def _stage(
+        self,
+        divided: Cut,
+        index: int,
+        first: str,
+        strategies: dict[str, Strategy],
+        storage: dict[str, dict[str, Placement]],
+    ) -> Stage:
+        mine = [one for one in self.graph.operators if divided.stage_of.get(one.name, index) == index]
+        return Stage(
+            strategies=grouped({one.name: strategies[one.name] for one in mine}),
+            storage={name: storage[name] for name in storage if index in divided.owners[name]},
+            first=first,
+            recompute=recomputed(mine, divided, self.layout.recompute),
         )
 
     def _algorithms(self) -> dict[str, str]:
         """Two CPU ranks of one box swap what they have in one round; elsewhere torch.distributed's own collectives."""
         if self.base is not None:
             return self.base.algorithms
-        return {axis: "exchange" if self._swaps(axis) else "native" for axis in self.sizes}
+        return {axis: "exchange" if self._swaps(axis) else "native" for axis in self.sizes if axis != TIME}
 
     def _swaps(self, axis: str) -> bool:
         if self.sizes[axis] != 2 or self.cluster is None:
@@ -100,20 +150,25 @@ class _Planner:
     # --- data parallel -------------------------------------------------------------------------------------------
 
     def _check_batch(self) -> None:
-        dp, size = self.sizes["dp"], self.graph.batch_size
+        parts = self.sizes.get("dp", 1) * self.sizes.get(TIME, 1)
+        size = self.graph.batch_size
         evaluates = self.base is not None and not self.graph.gradients
-        if size % dp and not evaluates:  # an evaluation of a ragged batch runs whole on every rank
-            lower = size // dp * dp
-            fits = f"{lower} or {lower + dp}" if lower else str(dp)
+        if size % parts and not evaluates:  # an evaluation of a ragged batch runs whole on every rank
+            lower = size // parts * parts
+            fits = f"{lower} or {lower + parts}" if lower else str(parts)
+            over = f"dp={self.sizes.get('dp', 1)}"
+            if TIME in self.sizes:
+                over = f"{self.layout.microbatches} micro-batches" + (f" on {over}" if "dp" in self.sizes else "")
             raise LayoutError(
-                f"a global batch of {size} does not divide over dp={dp}",
+                f"a global batch of {size} does not divide over {over}",
                 where="batch",
                 remedy=f"use a batch of {fits}, or drop the ragged last batch",
             )
 
     def _inherit(self, base: Plan) -> None:
+        held = cut(self.graph, self._firsts()).stage_of
         for operator in self.graph.operators:
-            for axis, choice in base.stage.strategy(operator.name).items():
+            for axis, choice in base.stages[held.get(operator.name, 0)].strategy(operator.name).items():
                 if operator.rule is None or axis not in self.sizes:
                     continue
                 if operator.rule.splittable(choice) and operator.rule.sizes[choice] % self.sizes[axis] == 0:
@@ -123,7 +178,7 @@ class _Planner:
         """Every operator with a batch factor splits it."""
         missed: dict[str, str] = {}
         for operator in self.graph.operators:
-            if axis in self.strategies[operator.name]:
+            if axis in self.strategies[operator.name] or (axis == TIME and operator.prologue):
                 continue
             letters = [letter for letter, name in operator.classes.items() if self._is_batch(name)]
             chosen = next((letter for letter in letters if self._fits(operator, letter, axis)), None)
@@ -133,7 +188,7 @@ class _Planner:
                 missed[operator.name] = f"the batch factor of {operator.rule.pattern!r} cannot be split"
             elif operator.rule is None and self._touches_batch(operator):
                 missed[operator.name] = operator.reason
-        for name, reason in missed.items():
+        for name, reason in missed.items() if axis != TIME else ():  # there, what communicates is refused
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
 
     def _is_batch(self, name: str) -> bool:
@@ -149,9 +204,12 @@ class _Planner:
 
     def _fits(self, operator: Operator, letter: str, axis: str) -> bool:
         rule = operator.rule
-        if rule is None or not rule.splittable(letter) or letter in self.strategies[operator.name].values():
+        if rule is None or not rule.splittable(letter):
             return False
-        return rule.sizes[letter] % self.sizes[axis] == 0
+        taken = [other for other, choice in self.strategies[operator.name].items() if choice == letter]
+        if taken and axis != TIME:
+            return False
+        return rule.sizes[letter] % math.prod(self.sizes[one] for one in (axis, *taken)) == 0
 
     # --- tensor parallel -----------------------------------------------------------------------------------------
 
@@ -311,9 +369,9 @@ class _Planner:
     def _follow_storage(self, axis: str) -> None:
         """Operators that the base plan does not name follow what their inputs are split by."""
         placed: dict[str, str | None] = {}
-        for name, placements in (self.base.stage.storage if self.base else {}).items():
-            shard = placements.get(axis)
-            if isinstance(shard, Shard) and name in self.graph.tensors:
+        for name in self.graph.parameters:
+            shard = self.base.storage(name).get(axis) if self.base else None
+            if isinstance(shard, Shard):
                 placed[name] = self._class_at(name, shard)
         for operator in self.graph.operators:
             strategy = self.strategies[operator.name]

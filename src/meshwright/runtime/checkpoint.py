@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright import __version__
-from meshwright.comm.groups import from_rank_0
+from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.errors import CheckpointError, DiskError
 from meshwright.ir import files
 from meshwright.runtime import manifest, optimizer_state, saving, shards
@@ -77,6 +77,8 @@ def save(
         raise error
     parts, state = everywhere(where, lambda: _state_of(trainer, optimizer, loader, extra or {}))
     check_same(where, "the loader's position", repr(state["loader"]))
+    if "pp" in trainer.groups and state["optimizer"] is not None:
+        state["optimizer"] = optimizer_state.joined(from_every_rank(state["optimizer"]))
     packed, mine = _packed(state), Share(parts)
     num_bytes = mine.num_bytes + len(packed) + OTHER_BYTES
     try:
@@ -247,10 +249,10 @@ def _model_parts(trainer: Trainer) -> dict[str, Part]:
 
 
 def _tensors_of(trainer: Trainer) -> dict[str, SavedTensor]:
-    return {
-        name.removeprefix("model."): SavedTensor(shape=part.shape, dtype=str(part.value.dtype).removeprefix("torch."))
-        for name, part in _model_parts(trainer).items()
-    }
+    """All that a checkpoint of this model holds, on whatever rank it is."""
+    graph, persistent = trainer.graph, trainer.parameters.model.state_dict().keys()
+    names = [*graph.parameters, *(name for name in graph.buffers if name in persistent)]
+    return {name: SavedTensor(shape=graph.tensors[name].shape, dtype=graph.tensors[name].dtype) for name in names}
 
 
 def _plain(what: str, value: T) -> T:

@@ -26,18 +26,31 @@ def start(device: torch.device | str | None = None) -> torch.device:
         The device of this rank.
 
     Raises:
-        LaunchError: the environment is incomplete, the port is taken, or ranks did not come.
+        LaunchError: the environment is incomplete, the port is taken, ranks did not come, or there is no such device.
     """
     local_rank = _number("LOCAL_RANK", "0")
     if device is None:
         device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(device)
+    device = _device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized() and _number("WORLD_SIZE", "1") > 1:
         _join("nccl" if device.type == "cuda" else "gloo")
         atexit.register(_finish_at_exit)
     return device
+
+
+def _device(device: torch.device | str) -> torch.device:
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in kinds:
+        raise LaunchError(
+            f"there is no device {str(device)!r} here", where="device", remedy=f"use {' or '.join(kinds)}"
+        )
+    return found
 
 
 def finish() -> None:

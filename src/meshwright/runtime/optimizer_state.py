@@ -64,6 +64,16 @@ def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str
     return {"name": type(optimizer).__name__, "groups": groups, "states": states}, parts
 
 
+def joined(saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """One state from those of all ranks, of which stages hold different parameters."""
+    groups = []
+    for same in zip(*(one["groups"] for one in saved), strict=True):
+        names = dict.fromkeys(name for group in same for name in group["parameters"])
+        groups.append({**same[0], "parameters": list(names)})
+    states = {name: state for one in saved for name, state in one["states"].items()}
+    return {"name": saved[0]["name"], "groups": groups, "states": states}
+
+
 def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any] | None, where: str) -> None:
     """That a saved state (None: there is none) is one that ``optimizer`` can take.
 
@@ -78,7 +88,7 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
         raise CheckpointError(problem, where=where, remedy=f"train on with {saved['name']}; {LEAVE}")
     names = _name_of(parameters, optimizer)
     here = [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
-    there = [set(group["parameters"]) for group in saved["groups"]]
+    there = [{name for name in group["parameters"] if not parameters.is_elsewhere(name)} for group in saved["groups"]]
     if here == there:
         return
     mine, theirs = set().union(*here), set().union(*there)

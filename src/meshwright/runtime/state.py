@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.comm.groups import broadcast_tensors, gather_whole
+from meshwright.comm.groups import broadcast_along, broadcast_tensors, gather_whole
 from meshwright.errors import CaptureError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
+from meshwright.ir.stages import cut
 from meshwright.lower.reshard import local_part
 from meshwright.runtime.rng import named_seed
 
@@ -30,44 +31,55 @@ class LocalParameters:
     def __init__(
         self, model: nn.Module, graph: Graph, plan: Plan, groups: dict[str, AxisGroup], device: torch.device, seed: int
     ) -> None:
-        self.graph, self.groups, self.model = graph, groups, model
+        self.graph, self.groups, self.model, self.device = graph, groups, model, device
         self._placements: dict[str, Placements] = {
-            name: {axis: placement for axis, placement in plan.stage.storage.get(name, {}).items() if axis in groups}
+            name: {axis: placement for axis, placement in plan.storage(name).items() if axis in groups}
             for name in graph.parameters
+        }
+        count = groups["pp"].size if "pp" in groups else 1
+        self._owners = {
+            name: tuple(sorted({stage % count for stage in stages}))
+            for name, stages in cut(graph, plan.firsts).owners.items()
         }
         self._parameters: dict[str, nn.Parameter] = {}
         self._given: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
         materialize(model, device, seed)
-        names = {id(value): name for name, value in model.named_parameters()}
         owned = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         if groups:
             with torch.no_grad():
                 broadcast_tensors([*owned.values(), *buffers.values()])
-        meta = []
         for name in graph.parameters:
             parameter = owned[name]
-            if self.is_sharded(name):
+            if not self.holds(name):
+                self._given[name] = _on_meta(parameter)
+            elif self.is_sharded(name):
                 part = local_part(parameter.detach(), self._placements[name], groups).clone().contiguous().to(device)
                 self._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-                meta.append(name)
-                self._given[name] = nn.Parameter(
-                    torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-                )
-                _replace(model, parameter, self._given[name])
+                self._given[name] = _on_meta(parameter)
             else:
                 if parameter.device != device:
                     parameter.data = parameter.data.to(device)
                 self._parameters[name] = parameter
         for name in graph.buffers:
+            if not self.holds(name):
+                continue
             buffer = buffers[name]
             if buffer.device != device:
                 buffer.data = buffer.data.to(device)
             self._buffers[name] = buffer
-        if meta:
+
+    def take_over(self) -> None:
+        """Make the caller's split parameters meta tensors, now that nothing can fail any more."""
+        owned = dict(self.model.named_parameters())
+        for name, given in self._given.items():
+            _replace(self.model, owned[name], given)
+        if self._given:
             log.info(
-                "%d of %d parameters are split; in the given module they are now meta tensors", len(meta), len(names)
+                "%d of %d parameters are not whole on this rank; in the given module they are now meta tensors",
+                len(self._given),
+                len(owned),
             )
 
     def __iter__(self) -> Iterator[str]:
@@ -80,12 +92,13 @@ class LocalParameters:
         """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own).
 
         Returns:
-            The names of the parameters that are trained now.
+            The names of the parameters that are trained now, on whatever rank.
         """
         for name, given in self._given.items():
-            if self._parameters[name].requires_grad != given.requires_grad:
+            if name in self._parameters and self._parameters[name].requires_grad != given.requires_grad:
                 self._parameters[name].requires_grad_(given.requires_grad)
-        return tuple(name for name, value in self._parameters.items() if value.requires_grad)
+        caller = {**self._parameters, **self._given}
+        return tuple(name for name in self.graph.parameters if caller[name].requires_grad)
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -97,21 +110,43 @@ class LocalParameters:
         """The buffers, by name."""
         return self._buffers
 
-    def values(self) -> list[Tensor]:
+    def values(self) -> dict[str, Tensor]:
         """The parameters, detached, in the graph's order."""
-        return [value.detach() for value in self._parameters.values()]
-
-    def buffers(self) -> list[Tensor]:
-        """The buffers in the graph's order."""
-        return list(self._buffers.values())
+        return {name: value.detach() for name, value in self._parameters.items()}
 
     def placements(self, name: str) -> Placements:
         """Where a parameter is split (empty: whole everywhere)."""
         return self._placements.get(name, {})
 
+    def holds(self, name: str) -> bool:
+        """Whether a stage of this rank uses the parameter or buffer."""
+        return "pp" not in self.groups or self.groups["pp"].index in self._owners[name]
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether it is the model's, but only stages of other ranks use it."""
+        return name in self._owners and not self.holds(name)
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's stages count the parameter in sums over all of them: the first that holds it does."""
+        return "pp" not in self.groups or self.groups["pp"].index == self._owners[name][0]
+
     def is_sharded(self, name: str) -> bool:
         """Whether this rank holds only a part of the parameter."""
         return any(isinstance(placement, Shard) for placement in self._placements.get(name, {}).values())
+
+    def whole(self, name: str, value: Tensor | None) -> Tensor:
+        """The whole of something that lies as the parameter (or buffer) does; every rank must call it, those that do
+        not hold the parameter with None."""
+        shape = self.global_shape(name)
+        if value is None:
+            dtype = getattr(torch, self.graph.tensors[name].dtype)
+            result = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            result = gather_whole(value, shape, self.placements(name), self.groups)
+            result = result.clone() if result.data_ptr() == value.data_ptr() else result
+        if "pp" in self.groups:
+            broadcast_along(result, self.groups["pp"], self._owners[name][0])
+        return result
 
     def global_shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
@@ -122,18 +157,12 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
     """Whole tensors by the model's own names (tied ones under each name); empty on ranks that do not keep it."""
     keep = all_ranks or not dist.is_initialized() or dist.get_rank() == 0
     found: dict[str, Tensor] = {}
-    for name in parameters:
-        whole = gather_whole(
-            parameters[name].detach(), parameters.global_shape(name), parameters.placements(name), parameters.groups
-        )
+    for name in (*parameters.graph.parameters, *parameters.graph.buffers):
+        whole = parameters.whole(name, parameters[name].detach() if parameters.holds(name) else None)
         if keep:
-            found[name] = (
-                whole.clone() if whole is parameters[name] or whole.data_ptr() == parameters[name].data_ptr() else whole
-            )
+            found[name] = whole
     if not keep:
         return {}
-    for name, buffer in parameters.named_buffers.items():
-        found[name] = buffer.detach().clone()
     for name, first in parameters.graph.tied.items():
         found[name] = found[first]
     order = [name for name in _state_names(parameters.model) if name in found]
@@ -142,6 +171,10 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
 
 def _state_names(model: nn.Module) -> list[str]:
     return list(model.state_dict())
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

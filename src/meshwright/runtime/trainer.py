@@ -3,39 +3,39 @@
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
+from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.builder import Capture, capture
-from meshwright.capture.tracer import LossFunction, batch_size_of
+from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import axis_groups, sum_over
-from meshwright.errors import DataError, NonFiniteLossError, OptimizerError
+from meshwright.errors import NonFiniteLossError, OptimizerError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Plan
 from meshwright.lower.reshard import local_part
-from meshwright.lower.spmd import Lowered, lower
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.runtime import checkpoint
 from meshwright.runtime.checkpoint import Stateful
+from meshwright.runtime.inputs import check_alike, compare_over_ranks, kind_of
+from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters, full_state_dict
+from meshwright.runtime.steps import Step, StepResult, lowered_step
 
 log = logging.getLogger("meshwright")
 
-OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Replan = Callable[[Plan, Graph], Plan]
 SHAPES_KEPT = 8
-NEEDS_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP")
 
 
 class Trainer:
@@ -74,16 +74,17 @@ class Trainer:
         self.groups: dict[str, AxisGroup] = (
             axis_groups(plan.mesh, self.rank, plan.algorithms) if plan.mesh.world_size > 1 else {}
         )
+        lowered = lowered_step(
+            captured, plan, self.groups, self.rank, device
+        )  # before anything of the caller's changes
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
-        self._optimizer = self._make_optimizer(optimizer)
-        self._names_trained = tuple(self.parameters.trainable)
-        self._lowered: OrderedDict[Any, tuple[Lowered, Graph]] = OrderedDict()
-        traced, tensors = captured.traced, captured.graph.tensors
-        shapes = tuple((tensors[name].shape, tensors[name].dtype) for name in captured.graph.inputs)
-        others = tuple(repr(leaf) for leaf in traced.constant_leaves.values())
-        self._batch_spec = traced.batch_spec
-        first = (tuple(traced.differentiable), traced.batch_spec, shapes, others)
-        self._lowered[first] = (lower(captured, plan, self.groups, device), captured.graph)
+        self._optimizer = make_optimizer(optimizer, self.parameters) if optimizer is not None else None
+        self.parameters.take_over()
+        self._names_trained = self.parameters.follow()
+        self._lowered: OrderedDict[Hashable, tuple[Step, Graph]] = OrderedDict()
+        self._leaves = captured.traced.leaves
+        self._lowered[self._key(self._leaves, local=False, training=True)] = (lowered, captured.graph)
+        self._compared: set[Hashable] = set()
         self.graph = captured.graph
 
     # --- what a user calls ---------------------------------------------------------------------------------------
@@ -121,15 +122,11 @@ class Trainer:
             OptimizerError: the trainer was made without an optimizer.
         """
         optimizer = self.optimizer
-        lowered, values = self._prepare(batch, local, training=True)
-        result = lowered.function(values)
-        loss = self._finish(lowered, result)
+        result = self._run(batch, local, training=True)
+        loss = self._finish(result)
         parameters = self.parameters.trainable
-        offset = 1 + len(lowered.metrics)
-        gradients = result[offset : offset + len(lowered.differentiable)]
-        for name, gradient in zip(lowered.differentiable, gradients, strict=True):
-            parameters[name].grad = gradient
-        del gradients
+        for name, parameter in parameters.items():
+            parameter.grad = result.gradients.get(name)
         del result
         if self.max_grad_norm is not None:
             self.metrics["grad_norm"] = self._clip(self.max_grad_norm)
@@ -141,11 +138,8 @@ class Trainer:
 
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """The loss of a batch in evaluation mode: no gradients, no dropout, buffers as they are."""
-        lowered, values = self._prepare(batch, local, training=False)
-        result = lowered.function(values)
-        self.metrics = dict(zip(["loss", *lowered.metrics], result, strict=False))
-        loss: Tensor = result[0]
-        return loss
+        self.metrics = self._run(batch, local, training=False).scalars
+        return self.metrics["loss"]
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
@@ -227,45 +221,45 @@ class Trainer:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _make_optimizer(self, factory: OptimizerFactory | None) -> torch.optim.Optimizer | None:
-        if factory is None:
-            return None
-        optimizer = factory(list(self.parameters.trainable.items()))
-        name = type(optimizer).__name__
-        sharded = [one for one in self.parameters.trainable if self.parameters.is_sharded(one)]
-        if name in NEEDS_WHOLE_TENSORS and (sharded or name == "LBFGS"):
-            raise OptimizerError(
-                f"{name} needs whole tensors" if name != "LBFGS" else "LBFGS needs to evaluate the step several times",
-                where=f"optimizer; {sharded[0]} is split" if sharded else "optimizer",
-                remedy="use an element-wise optimizer (SGD, AdamW, ...), or a layout that does not split parameters",
-            )
-        return optimizer
+    def _key(self, leaves: Leaves, local: bool, training: bool) -> Hashable:
+        """What a captured step depends on: what is trained, the modules' modes, and the batch but for its values.
 
-    def _whole_shape(self, value: Tensor, batch: Any, local: bool) -> tuple[int, ...]:
-        """The global shape of a batch tensor of which this rank may have been given its part only."""
-        shape = tuple(value.shape)
-        if local and shape and shape[0] == batch_size_of(batch):
-            return (shape[0] * self.data_shard[1], *shape[1:])
-        return shape
+        Of tensors that are cut over the ranks (``local``), the global shape counts.
+        """
+        size, parts = leaves.size, self.data_shard[1] if local else 1
+        shapes = tuple(
+            ((value.shape[0] * parts, *value.shape[1:]) if value.dim() and len(value) == size else tuple(value.shape),
+             kind_of(value))
+            for value in leaves.tensors.values()
+        )  # fmt: skip
+        others = tuple(repr(leaf) for leaf in leaves.others.values())
+        # where the whole model is in the other mode, it is put into this one as a whole
+        alike = self._model.training == training
+        modes = tuple(part.training for part in self._model.modules()) if alike else ()
+        return (self._trained() if training else None, modes, leaves.spec, shapes, others)
 
-    def _prepare(self, batch: Any, local: bool, training: bool) -> tuple[Lowered, list[Any]]:
-        leaves, spec = pytree.tree_flatten(batch)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        shapes = tuple((self._whole_shape(value, batch, local), _dtype(value)) for value in tensors)
-        others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
-        key = (self._trained() if training else None, spec, shapes, others)
+    def _run(self, batch: Any, local: bool, training: bool) -> StepResult:
+        leaves = take_apart(batch)
+        key = self._key(leaves, local, training)
+        if key not in self._compared and self.groups:
+            compare_over_ranks(leaves, self.data_shard[0] if local else 0)
+        self._compared.add(key)
         entry = self._lowered.get(key)
         if entry is None:
-            entry = self._capture_again(key, batch, leaves, spec, shapes, training)
+            entry = self._capture_again(key, leaves, training)
         else:
             self._lowered.move_to_end(key)
-        lowered = entry[0]
-        inputs = []
-        for name, value in zip(lowered.inputs, tensors, strict=True):
-            placements = {} if local else lowered.input_placements[name]
-            inputs.append(local_part(value, placements, self.groups).to(self.device, non_blocking=True))
-        random_key = step_key(self.seed, self.step_number)
-        return lowered, [*self.parameters.values(), *self.parameters.buffers(), *inputs, random_key]
+        step = entry[0]
+        inputs = {}
+        for name, value in zip(step.inputs, leaves.tensors.values(), strict=True):
+            placements = {} if local else step.input_placements.get(name, {})
+            inputs[name] = local_part(value, placements, self.groups).to(self.device, non_blocking=True)
+        return step.run(
+            self.parameters.values(),
+            self.parameters.named_buffers,
+            inputs,
+            lambda microbatch: step_key(self.seed, self.step_number, microbatch),
+        )
 
     def _trained(self) -> tuple[str, ...]:
         """The names of the parameters that are not frozen (any more).
@@ -286,41 +280,39 @@ class Trainer:
             self._names_trained = names
         return names
 
-    def _capture_again(
-        self, key: Any, batch: Any, leaves: list[Any], spec: Any, shapes: tuple[Any, ...], training: bool
-    ) -> tuple[Lowered, Graph]:
+    def _capture_again(self, key: Any, leaves: Leaves, training: bool) -> tuple[Step, Graph]:
         """The same plan for another batch shape, for evaluation, or with other parameters frozen."""
-        if training and spec != self._batch_spec:
-            raise DataError(
-                f"the batch holds {_described(spec)}, the captured one holds {_described(self._batch_spec)}",
-                where="batch", remedy="pass batches of one structure",
-            )  # fmt: skip
-        iterator = iter(shapes)
+        if training:
+            check_alike(leaves, self._leaves)
+        shapes = [shape for shape, _ in key[3]]
         shaped = [
-            torch.empty(next(iterator)[0], dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
+            torch.empty(shape, dtype=value.dtype, device="meta")
+            for shape, value in zip(shapes, leaves.tensors.values(), strict=True)
         ]
         if training:
-            log.info("capturing the step again for batch shapes %s", [tuple(shape) for shape, _ in shapes])
+            log.info("capturing the step again for batch shapes %s", shapes)
         captured = capture(
-            self._model, self._loss_fn, pytree.tree_unflatten(shaped, spec), training=training, rules=self._rules
+            self._model, self._loss_fn, leaves.with_tensors(shaped), training=training, rules=self._rules
         )
         plan = self._replan(self.plan, captured.graph)
-        entry = (lower(captured, plan, self.groups, self.device), captured.graph)
+        entry = (lowered_step(captured, plan, self.groups, self.rank, self.device), captured.graph)
         self._lowered[key] = entry
         while len(self._lowered) > SHAPES_KEPT:
-            self._lowered.pop(next(one for one in self._lowered if one != key))
+            forgotten = next(one for one in self._lowered if one != key)
+            self._lowered.pop(forgotten)
+            self._compared.discard(forgotten)
         return entry
 
-    def _finish(self, lowered: Lowered, result: list[Any]) -> Tensor:
-        loss: Tensor = result[0]
+    def _finish(self, result: StepResult) -> Tensor:
+        loss = result.scalars["loss"]
         if self.device.type == "cpu" and not torch.isfinite(loss):
             self._refuse(float(loss), self.step_number + 1)
         previous = self.metrics.get("loss")
         if self.device.type != "cpu" and previous is not None and not torch.isfinite(previous):
             self._refuse(float(previous), self.step_number)
-        self.metrics = dict(zip(["loss", *lowered.metrics], result, strict=False))
-        for buffer, value in zip(self.parameters.buffers(), result[len(result) - len(lowered.buffers) :], strict=True):
+        self.metrics = result.scalars
+        for name, value in result.buffers.items():
+            buffer = self.parameters.named_buffers[name]
             if value is not buffer:
                 buffer.copy_(value)
         return loss
@@ -334,11 +326,11 @@ class Trainer:
         )
 
     def _clip(self, max_norm: float) -> Tensor:
-        """Clip by the norm over all ranks: split gradients are summed over the axes that split them."""
+        """Clip by the norm over all ranks: split gradients are summed over the axes that split them, stages over pp."""
         whole: list[Tensor] = []
         split: dict[tuple[str, ...], list[Tensor]] = {}
         for name, parameter in self.parameters.trainable.items():
-            if parameter.grad is None:
+            if parameter.grad is None or not self.parameters.counts(name):
                 continue
             axes = tuple(
                 axis for axis, placement in self.parameters.placements(name).items() if isinstance(placement, Shard)
@@ -350,16 +342,8 @@ class Trainer:
             for axis in axes:
                 squares = sum_over(squares, self.groups[axis])
             total = total + squares
+        if "pp" in self.groups:
+            total = sum_over(total, self.groups["pp"])
         norm = total.sqrt()
         torch.nn.utils.clip_grads_with_norm_(list(self.parameters.trainable.values()), max_norm, norm)
         return norm
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _described(spec: pytree.TreeSpec) -> str:
-    """The paths of a batch's leaves."""
-    leaves = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    return ", ".join(f"batch{pytree.keystr(path)}" for path, _ in pytree.tree_flatten_with_path(leaves)[0])

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from meshwright.capture.batch import as_dicts
 from meshwright.capture.tracer import LossFunction
-from meshwright.comm.groups import gather_whole
 from meshwright.errors import CaptureError
 from meshwright.runtime.loop import Progress
+from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.state import materialize
-from meshwright.runtime.trainer import OptimizerFactory, Trainer
+from meshwright.runtime.trainer import Trainer
 
 TOLERANCE = 1e-9
 """Values may differ by this times the largest of them, or times 1 where all are smaller."""
@@ -52,7 +53,9 @@ def in_float64(model: nn.Module, seed: int) -> nn.Module:
 
 def batch_in_float64(batch: Any) -> Any:
     """The batch with its floating-point tensors in float64."""
-    return pytree.tree_map_only(Tensor, lambda value: value.double() if value.is_floating_point() else value, batch)
+    return pytree.tree_map_only(
+        Tensor, lambda value: value.double() if value.is_floating_point() else value, as_dicts(batch)
+    )
 
 
 def parallel_steps(trainer: Trainer, batch: Any, steps: int, progress: Progress) -> Record:
@@ -72,10 +75,9 @@ def parallel_steps(trainer: Trainer, batch: Any, steps: int, progress: Progress)
         record.losses.append(trainer.step(batch).detach().clone())
         progress.advance()
     handle.remove()
-    parameters = trainer.parameters
-    for name, value in local.items():
-        shape, placements = parameters.global_shape(name), parameters.placements(name)
-        record.gradients[name] = gather_whole(value, shape, placements, parameters.groups)
+    for entry in trainer.graph.gradients:
+        if entry.gradient is not None:
+            record.gradients[entry.parameter] = trainer.parameters.whole(entry.parameter, local.get(entry.parameter))
     record.state = trainer.full_state_dict()
     return record
 

@@ -1,4 +1,4 @@
-"""What carries bytes between two ranks that swap what they have."""
+"""What carries bytes between two ranks."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +25,18 @@ class Exchange(Protocol):
 
         ``mine`` may be overwritten once ``finish`` is called. Both ranks start the same exchanges in the same order.
         """
+        ...
+
+
+class Channel(Protocol):
+    """Messages to and from one other rank, in the order in which they were sent."""
+
+    def send(self, tensor: Tensor) -> Work:
+        """Send a contiguous tensor, without waiting for the peer; after ``wait`` it may be overwritten."""
+        ...
+
+    def receive(self, into: Tensor, label: str = "") -> Work:
+        """Receive into a contiguous tensor, which ``wait`` waits for; ``label`` names it in errors."""
         ...
 
 

@@ -1,0 +1,311 @@
+"""Do pipelines reach their targets? Speed and memory beside torch.distributed.pipelining, live memory by schedule.
+
+Run as ``make bench-pipelines``. The exit code is 1 if a target is missed. A step is zero_grad, forward, loss, backward
+and SGD with momentum 0.9 in float32, one thread a rank. Both sides have the same stages, micro-batches and weights. The
+GPT has a head of its own, because torch.distributed.pipelining knows no tied weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+import meshwright as mw
+from benchmarks import kills, report
+from benchmarks.report import Result, judged
+from benchmarks.side_by_side import alternate, ratio
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.runtime.steps import schedule_of
+from meshwright.schedules.check import check
+from tests.distributed.pool import Ranks
+
+COMMAND = "make bench-pipelines"
+ROUNDS, STEPS = 11, 2
+OURS, PEER = "meshwright", "torch.distributed.pipelining"
+SEQUENCES = 2
+"""Sequences in a micro-batch."""
+LIMIT, MEMORY_LIMIT, THROUGHPUT, LIVE = 0.95, 1.0, 1.6, 0.15
+GPT_S = GPTConfig(tied_head=False)
+LARGE = GPTConfig(layers=4, width=512, heads=8, vocabulary=2048, sequence_length=512, tied_head=False)
+"""For memory: a gibibyte of activations in 16 micro-batches."""
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule with its micro-batches, on two ranks."""
+
+    schedule: str
+    microbatches: int
+    chunks: int = 1
+    config: GPTConfig = GPT_S
+
+    @property
+    def layout(self) -> mw.Layout:
+        kinds: Any = self.schedule
+        return mw.Layout(pp=2, microbatches=self.microbatches, schedule=kinds, chunks=self.chunks)
+
+    def __str__(self) -> str:
+        chunks = f", {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.schedule}, m = {self.microbatches}{chunks}"
+
+
+CASES = [Case(name, m, chunks) for m in (4, 16) for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))]
+
+
+# --- on every rank ---------------------------------------------------------------------------------------------------
+
+
+class _Part(nn.Module):
+    """The GPT's stage number ``index`` of ``count``: its blocks, with the embeddings first and the head last."""
+
+    def __init__(self, model: GPT, index: int, count: int) -> None:
+        super().__init__()
+        each = len(model.blocks) // count
+        self.blocks = model.blocks[index * each : (index + 1) * each]
+        self.first = nn.ModuleList([model.token_embedding, model.position_embedding] if index == 0 else [])
+        self.last = nn.Sequential(model.final_norm, model.head) if index == count - 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.first):
+            x = self.first[0](x) + self.first[1](torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.last(x)
+        return logits
+
+
+def _model(config: GPTConfig) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config)
+
+
+def _batch(case: Case) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (SEQUENCES * case.microbatches, case.config.sequence_length + 1)
+    text = torch.randint(case.config.vocabulary, shape, generator=generator)
+    return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def our_step(case: Case) -> Step:
+    """A step of the trainer."""
+    batch = _batch(case)
+    trainer = mw.parallelize(_model(case.config), language_model_loss, batch, plan=case.layout, optimizer=_sgd)
+    return lambda: trainer.step(batch)
+
+
+def torch_step(case: Case) -> Step:
+    """A step of torch.distributed.pipelining, as its documentation advises."""
+    rank, batch = dist.get_rank(), _batch(case)
+    count = 2 * case.chunks
+    model = _model(case.config)
+    parts = {index: _Part(model, index, count) for index in range(rank, count, 2)}
+    stages: list[Any] = [PipelineStage(part, index, count, torch.device("cpu")) for index, part in parts.items()]
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    schedule: Any
+    if case.schedule == "interleaved":
+        schedule = ScheduleInterleaved1F1B(stages, case.microbatches, loss_fn=loss_fn)
+    else:
+        kind = ScheduleGPipe if case.schedule == "gpipe" else Schedule1F1B
+        schedule = kind(stages[0], case.microbatches, loss_fn=loss_fn)
+    optimizer = _sgd([value for part in parts.values() for value in part.parameters()])
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        if 0 in parts and count - 1 in parts:
+            schedule.step(batch["tokens"], target=batch["targets"], losses=losses)
+        elif 0 in parts:
+            schedule.step(batch["tokens"])
+        else:
+            schedule.step(target=batch["targets"], losses=losses)
+        optimizer.step()
+        return torch.stack(losses).mean() if losses else torch.zeros(())
+
+    return step
+
+
+def measure(case: Case, rounds: int, steps: int) -> tuple[dict[str, list[float]], list[list[float]]]:
+    """Seconds a step by side and round; the first losses on this rank."""
+    sides = {OURS: our_step(case), PEER: torch_step(case)}
+    losses = [[float(step().detach()) for _ in range(3)] for step in sides.values()]
+    return alternate(sides, rounds=rounds, steps=steps), losses
+
+
+def measure_alone(case: Case, rounds: int, steps: int) -> list[float]:
+    """Seconds a step of one process that accumulates gradients over the same micro-batches."""
+    batch = _batch(case)
+    alone = mw.Layout(microbatches=case.microbatches)
+    trainer = mw.parallelize(_model(case.config), language_model_loss, batch, plan=alone, optimizer=_sgd)
+    return alternate({OURS: lambda: trainer.step(batch)}, rounds=rounds, steps=steps)[OURS]
+
+
+def peak_bytes(case: Case, side: str) -> int:
+    """What two steps need at their peak beyond what is there before the first: VmHWM minus resident memory."""
+    step = our_step(case) if side == OURS else torch_step(case)
+    gc.collect()
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(2):
+        step()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+def speed(case: Case, rounds: int, steps: int) -> Result:
+    """Step time beside torch.distributed.pipelining."""
+    with Ranks() as ranks:
+        measured = ranks(2, measure, case, rounds, steps, timeout=1800.0)
+    seconds = measured[0][0]
+    ours, theirs = measured[1][1]
+    result = judged(
+        f"{case}: step time at most {LIMIT} x {PEER}", seconds, OURS, LIMIT, num_ranks=2,
+        figures={"first_losses": {OURS: ours, PEER: theirs}},
+    )  # fmt: skip
+    spread = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+    if spread > 1e-4:
+        text = f"{result.measured}; the sides do not compute the same: losses differ by {spread:.1e}"
+        return Result(result.target, "fail", text, result.figures)
+    return result
+
+
+def throughput(rounds: int, steps: int) -> Result:
+    """Two ranks against one process, at equal micro-batches."""
+    case = Case("1f1b", 16)
+    with Ranks() as ranks:
+        two = ranks(2, measure, case, rounds, steps, timeout=1800.0)[0][0][OURS]
+        one = ranks(1, measure_alone, case, rounds, steps, timeout=1800.0)[0]
+    found = ratio(one, two)
+    return Result(
+        f"{case}: throughput of 2 ranks at least {THROUGHPUT} x one process",
+        "pass" if found.value >= THROUGHPUT else "fail",
+        f"{found}; not alternating: one process and two ranks run one after the other",
+        {"limit": THROUGHPUT, "ratio": found.value, "one_s": one, "two_s": two},
+    )
+
+
+def memory() -> list[Result]:
+    """Peaks of both sides, and of 1F1B against GPipe."""
+    peaks: dict[tuple[str, str], list[int]] = {}
+    for name in ("gpipe", "1f1b"):
+        for side in (OURS, PEER):
+            with Ranks() as ranks:  # fresh processes: memory is not given back
+                peaks[name, side] = ranks(2, peak_bytes, Case(name, 16, config=LARGE), side, timeout=1800.0)
+    results = []
+    for name in ("gpipe", "1f1b"):
+        ours, theirs = max(peaks[name, OURS]), max(peaks[name, PEER])
+        text = f"{ours / theirs:.3f}: {ours / 2**30:.2f} GiB against {theirs / 2**30:.2f} GiB"
+        results.append(
+            Result(
+                f"{name}, m = 16: peak memory at most {MEMORY_LIMIT:.1f} x {PEER}",
+                "pass" if ours <= theirs * MEMORY_LIMIT else "fail",
+                text,
+                {"peaks_bytes": {side: peaks[name, side] for side in (OURS, PEER)}},
+            )
+        )
+    results.append(_live(peaks))
+    return results
+
+
+def _live(peaks: dict[tuple[str, str], list[int]]) -> Result:
+    """By the validator rank 0 keeps 16 micro-batches under GPipe and 2 under 1F1B: memory must fall accordingly."""
+    batch = _batch(Case("1f1b", 16, config=LARGE))
+    graph = mw.capture(_model(LARGE), language_model_loss, batch)
+    live = {}
+    for name in ("gpipe", "1f1b"):
+        plan = mw.plan(graph, layout=Case(name, 16, config=LARGE).layout)
+        live[name] = [rank.live_activations for rank in check(schedule_of(plan)).ranks]
+    # On each rank: peak = constant + kept x live micro-batches. GPipe and 1F1B of rank 1 give both; rank 0 is foretold.
+    rank = 1
+    each = (peaks["gpipe", OURS][rank] - peaks["1f1b", OURS][rank]) / (live["gpipe"][rank] - live["1f1b"][rank])
+    expected = each * (live["gpipe"][0] - live["1f1b"][0])
+    measured = peaks["gpipe", OURS][0] - peaks["1f1b", OURS][0]
+    off = measured / expected - 1
+    return Result(
+        f"1f1b against gpipe, m = 16: peak falls as the validator says, within {LIVE:.0%}",
+        "pass" if abs(off) <= LIVE else "fail",
+        f"{off:+.1%}: rank 0 falls by {measured / 2**20:.0f} MiB, foretold {expected / 2**20:.0f} MiB "
+        f"({live['gpipe'][0]} -> {live['1f1b'][0]} live micro-batches)",
+        {"live": live, "peaks_bytes": {name: peaks[name, OURS] for name in ("gpipe", "1f1b")}},
+    )
+
+
+def survival(num_kills: int) -> Result:
+    """Random kills of ranks: the run goes on, and its losses are those of an uninterrupted run."""
+    rows = kills.run(num_kills)
+    good = sum(row.passed for row in rows)
+    return Result(
+        f"{num_kills} random kills: losses bit for bit those of an uninterrupted run",
+        "pass" if good == len(rows) else "fail",
+        f"{good} of {len(rows)}",
+        {"rows": [str(row) for row in rows]},
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write every target."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipelines", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"alternating rounds (default {ROUNDS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps in a round (default {STEPS})")
+    parser.add_argument("--kills", type=int, default=50, help="random kills (default 50)")
+    parser.add_argument("--only", default="", help="run only what contains this in its name; writes no file")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    planned: list[tuple[str, Callable[[], list[Result]]]] = [
+        (f"speed {case}", lambda case=case: [speed(case, options.rounds, options.steps)])  # type: ignore[misc]
+        for case in CASES
+    ]
+    planned.append(("throughput", lambda: [throughput(options.rounds, options.steps)]))
+    planned.append(("memory", memory))
+    planned.append(("kills", lambda: [survival(options.kills)]))
+    results: list[Result] = []
+    for name, run in planned:
+        if options.only in name:
+            for result in run():
+                results.append(result)
+                console.print(f"{result.verdict:<8}  {result.target}\n          {result.measured}", markup=False)
+    if not options.only:
+        text = (
+            f"GPT-S with its own head, {SEQUENCES} sequences a micro-batch, float32, one thread a rank; medians "
+            f"over {options.rounds} alternating rounds of {options.steps} steps. Memory: 4 layers, 512 wide, sequence "
+            "512; the larger rank's peak over two steps, minus what was resident before."
+        )
+        report.write("pipelines", "The targets of pipelines", COMMAND, {"rounds": options.rounds}, results, text)
+        console.print("written to benchmarks/results/pipelines.md and .json")
+    return 1 if any(result.verdict == "fail" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The batch as a step takes it: its leaves in order, their paths, and which of them are tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from meshwright.errors import DataError
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """A batch taken apart. ``names`` are the paths of the leaves (``batch.label``), as the graph calls its inputs."""
+
+    values: list[Any]
+    spec: pytree.TreeSpec
+    names: list[str]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: value for name, value in zip(self.names, self.values, strict=True) if isinstance(value, Tensor)}
+
+    @property
+    def others(self) -> dict[int, Any]:
+        """What is no tensor (numbers, texts), by position: constants of the step."""
+        return {index: value for index, value in enumerate(self.values) if not isinstance(value, Tensor)}
+
+    @property
+    def size(self) -> int:
+        """The batch size: the length of dim 0 of the first tensor that has one.
+
+        Raises:
+            DataError: there is none.
+        """
+        for value in self.values:
+            if isinstance(value, Tensor) and value.dim():
+                return int(value.shape[0])
+        raise DataError("the batch holds no tensor", where="batch", remedy="pass tensors whose dim 0 is the batch")
+
+    def without_values(self) -> "Leaves":
+        """The same with meta tensors, which hold no memory."""
+        values = [value.to("meta") if isinstance(value, Tensor) else value for value in self.values]
+        return Leaves(values, self.spec, self.names)
+
+    def with_tensors(self, tensors: list[Tensor]) -> Any:
+        """The batch with other tensors, in order."""
+        given = iter(tensors)
+        values = [next(given) if isinstance(value, Tensor) else value for value in self.values]
+        return pytree.tree_unflatten(values, self.spec)
+
+
+def take_apart(batch: Any) -> Leaves:
+    """The leaves of a batch: any tree of dicts, lists and tuples. Mappings of other classes (a tokenizer's
+    ``BatchEncoding``) are taken as dicts.
+
+    Raises:
+        DataError: a leaf is an array that is no tensor.
+    """
+    found, spec = pytree.tree_flatten_with_path(as_dicts(batch))
+    names = [f"batch{_path(path)}" for path, _ in found]
+    for name, (_, value) in zip(names, found, strict=True):
+        if not isinstance(value, Tensor) and hasattr(value, "__array__") and value.ndim:
+            raise DataError(
+                f"it is a {type(value).__module__}.{type(value).__name__}, whose values the step would take for "
+                "constants",
+                where=name,
+                remedy="pass tensors: torch.as_tensor(...)",
+            )
+    return Leaves([value for _, value in found], spec, names)
+
+
+def as_dicts(batch: Any) -> Any:
+    """The batch with every mapping as a plain dict."""
+
+    def convert(value: Any) -> Any:
+        return {key: as_dicts(item) for key, item in value.items()} if _is_mapping(value) else value
+
+    return pytree.tree_map(convert, batch, is_leaf=_is_mapping)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and type(value) not in pytree.SUPPORTED_NODES
+
+
+def _path(path: Any) -> str:
+    return "".join(str(pytree.keystr((part,))).replace("['", ".").replace("']", "") for part in path)

@@ -1,0 +1,80 @@
+"""What a captured step would do otherwise than plain PyTorch, without a word: refused by name."""
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from meshwright.errors import CaptureError
+
+
+def own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> None:
+    """A parameter that was reached past the traced call would stay at its first value for ever."""
+    names = {value.data_ptr(): name for name, value in state.items() if value.numel() and value.device.type != "meta"}
+    for value in constants.values():
+        name = names.get(value.data_ptr()) if value.numel() else None
+        if name is not None:
+            raise CaptureError(
+                f"{name} is used by other means than the model passed to loss_fn",
+                where="loss_fn",
+                remedy="use only the model that loss_fn is given, and no reference to its parameters kept elsewhere",
+            )
+
+
+def hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """A parameter's hooks are called by its own gradient accumulation, which a captured step has no use for."""
+    for name, value in parameters.items():
+        if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                "it has a hook for its gradient, which would not be called",
+                where=f"parameter {name}",
+                remedy="remove the hook, and do its work in the model, in loss_fn, or in an optimizer's step_pre_hook",
+            )
+
+
+def changed_parameters(names: list[str]) -> None:
+    """A step's only way to change a parameter is its gradient."""
+    if names:
+        raise CaptureError(
+            "the step changes it in place (max_norm of an embedding, or an operator such as clamp_)",
+            where=f"parameter {names[0]}",
+            remedy="change it after the step, under torch.no_grad(); without max_norm in an embedding",
+        )
+
+
+def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Tensor]:
+    """The buffers as a step leaves them, in order, without gradients; new or other tensors must be like the old."""
+    for name in after:
+        if name not in before:
+            raise CaptureError(
+                "the step makes it", where=f"buffer {name}", remedy="register it in the module's __init__"
+            )
+    found = [after.get(name, value) for name, value in before.items()]
+    for (name, old), new in zip(before.items(), found, strict=True):
+        if old.shape != new.shape or old.dtype != new.dtype:
+            raise CaptureError(
+                f"the step makes it {list(new.shape)} {new.dtype}, it was {list(old.shape)} {old.dtype}",
+                where=f"buffer {name}",
+                remedy="keep its shape and dtype: a step is captured once",
+            )
+    return [value.detach() for value in found]
+
+
+@contextmanager
+def no_other_random_numbers() -> Iterator[None]:
+    """Numbers drawn by Python or numpy while a step is traced would be the same ones in every step."""
+    states = random.getstate(), np.random.get_state()
+    yield
+    mine, theirs = states[1], np.random.get_state()
+    drawn = "Python's random" if random.getstate() != states[0] else ""
+    if any(not np.array_equal(one, other) for one, other in zip(mine, theirs, strict=True)):
+        drawn = "numpy.random"
+    if drawn:
+        raise CaptureError(
+            f"the step draws from {drawn}, and would have the same numbers for ever",
+            where="model or loss_fn",
+            remedy="draw with torch.rand, randn, randint or bernoulli, or put the numbers into the batch as tensors",
+        )

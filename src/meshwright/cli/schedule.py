@@ -1,0 +1,144 @@
+"""``meshwright schedule``: the picture of a pipeline schedule, and what it keeps alive, idles and sends."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.table import Table
+
+from meshwright.cli import display
+from meshwright.errors import FileFormatError, ScheduleError
+from meshwright.ir import files
+from meshwright.ir.schedule import Schedule
+from meshwright.schedules import passes, picture, pipeline
+from meshwright.schedules.check import Report, check
+
+EPILOG = """[bold]Examples[/bold]
+
+  meshwright schedule 1f1b --stages 4 --microbatches 8
+
+  meshwright schedule interleaved --stages 4 --microbatches 8 --chunks 2 --bytes 16MiB
+
+  meshwright schedule zb-h1 --stages 4 --microbatches 8 --text > zb-h1.csv
+
+  meshwright schedule --file zb-h1.csv
+"""
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKMGT]i?)?B?")
+_UNITS: dict[str, float] = {
+    "": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--json`` prints."""
+
+    schedule: Schedule
+    report: Report
+    sent_bytes_per_microbatch: tuple[int, ...] | None = None
+
+
+def schedule(
+    name: str = typer.Argument("", help=f"A schedule: {', '.join(pipeline.NAMES)}."),
+    stages: int | None = typer.Option(None, help="Ranks of the pipeline; each holds one stage, or --chunks stages."),
+    microbatches: int | None = typer.Option(None, help="Micro-batches of a step."),
+    chunks: int = typer.Option(1, help="Stages a rank (interleaved)."),
+    file: Path | None = typer.Option(
+        None, "--file", help="Check a file instead: a line a rank, as PyTorch writes its CSV; or our .json."
+    ),
+    size: str = typer.Option("", "--bytes", help="Size of the activation (and gradient) at a border of stages: 16MiB."),
+    as_text: bool = typer.Option(False, "--text", help="Print all actions as text that PyTorch reads, a line a rank."),
+    as_json: bool = typer.Option(False, "--json", help="Print schedule and report as JSON."),
+) -> None:
+    """Draw and check a pipeline schedule: bubble, live micro-batches, bytes sent. A backward takes two forwards."""
+    num_bytes = _num_bytes(size) if size else None
+    made = (
+        _built(name, stages, microbatches, chunks)
+        if file is None
+        else _read(file, name, (stages, microbatches, chunks))
+    )
+    try:
+        report = check(made)
+    except ScheduleError as error:
+        where = f"{file}: {error.where}" if file is not None else error.where
+        raise ScheduleError(error.problem, where=where, remedy=error.remedy) from None
+    if as_json:
+        sent = None if num_bytes is None else tuple(one.sent_per_microbatch * num_bytes for one in report.ranks)
+        printed = files.encode_json(Checked(schedule=made, report=report, sent_bytes_per_microbatch=sent)).decode()
+        typer.echo(printed, nl=False)
+    elif as_text:
+        typer.echo(made.to_text(","), nl=False)
+    else:
+        _print(made, report, num_bytes)
+
+
+def _built(name: str, stages: int | None, microbatches: int | None, chunks: int) -> Schedule:
+    for option, value in (("NAME", name or None), ("--stages", stages), ("--microbatches", microbatches)):
+        if value is None:
+            raise FileFormatError(
+                "is missing", where=option, remedy="write NAME --stages P --microbatches M, or --file FILE"
+            )
+    assert stages is not None
+    assert microbatches is not None
+    computing = pipeline.build(name, stages, microbatches, chunks)
+    return passes.add_reduction(passes.add_communication(computing))
+
+
+def _read(file: Path, name: str, counts: tuple[int | None, ...]) -> Schedule:
+    if name or counts != (None, None, 1):
+        raise FileFormatError(
+            "a file says itself which stages and micro-batches it has",
+            where="--file",
+            remedy="leave out NAME, --stages, --microbatches and --chunks",
+        )
+    if file.suffix == ".json":
+        return files.load(file, Schedule)
+    try:
+        return Schedule.from_text(file.read_text().rstrip(), name=file.stem)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise FileFormatError(f"cannot read the file: {reason}", where=str(file), remedy="check the path") from None
+    except ScheduleError as error:
+        where = f"{file}: {error.where}"
+        raise ScheduleError(error.problem, where=where, remedy=error.remedy) from None
+
+
+def _num_bytes(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise FileFormatError(
+            f"{text!r} is not a size", where="--bytes", remedy="write a number and a unit, as in 16MiB"
+        )
+    return round(float(found[1]) * _UNITS[found[2] or ""])
+
+
+def _size_text(num_bytes: int) -> str:
+    unit = next((unit for unit in ("Ti", "Gi", "Mi", "Ki") if _UNITS[unit] <= num_bytes), "")
+    return f"{num_bytes / _UNITS[unit]:.4g} {unit}B"
+
+
+def _print(made: Schedule, report: Report, num_bytes: int | None) -> None:
+    counts = ((len(made.ranks), "rank"), (made.num_stages, "stage"), (made.num_microbatches, "micro-batch"))
+    words = [f"{count} {what}{'' if count == 1 else 'es' if what.endswith('h') else 's'}" for count, what in counts]
+    typer.echo(f"{made.name}: {', '.join(words)}\n\n{picture.timeline(made, tuple(one.times for one in report.ranks))}")
+    table = Table(box=None, pad_edge=False)
+    for title in ("rank", "stages", "bubble", "live micro-batches", "sent per micro-batch"):
+        table.add_column(title, justify="left" if title == "stages" else "right", no_wrap=True)
+    for rank, one in enumerate(report.ranks):
+        sent = f"{one.sent_per_microbatch} tensor{'' if one.sent_per_microbatch == 1 else 's'}"
+        if num_bytes is not None:
+            sent = _size_text(one.sent_per_microbatch * num_bytes)
+        table.add_row(
+            str(rank), " ".join(map(str, one.stages)), f"{one.bubble:.4g}", f"{one.live_microbatches:.4g}", sent
+        )
+    terminal = display.console()
+    terminal.print(table)
+    terminal.print(
+        f"\nbubble: {report.bubble:.4g} of the time that a rank computes; at most {report.live_microbatches:.4g} "
+        "micro-batches alive on a rank"
+    )
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command."""
+    app.command(epilog=EPILOG)(schedule)

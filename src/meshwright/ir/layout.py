@@ -1,0 +1,91 @@
+"""What a user asks for by hand; the rest is planned."""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from meshwright.errors import LayoutError
+from meshwright.ir.mesh import Mesh
+
+TIME = "time"
+"""The axis of micro-batches: it divides the batch as a mesh axis does, but in time, so nothing communicates over it."""
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a user asks for by hand; the rest is planned. One size may be -1: what is left of the ranks."""
+
+    dp: int = 1
+    """Data-parallel size: divides the batch."""
+    tp: int = 1
+    """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
+    pp: int = 1
+    """Pipeline-parallel size: divides the model into stages, one after the other."""
+    microbatches: int = 1
+    """Parts of the batch that are worked through one after the other; gradients are accumulated."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    """The order of the micro-batches in a pipeline."""
+    chunks: int = 1
+    """Stages that every pipeline rank holds; more than one asks for schedule ``interleaved``."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass instead of kept: attention, or whole repeated blocks."""
+    batch_statistics: Literal["global", "microbatch"] = "global"
+    """What batch norm averages over where there are micro-batches; only ``microbatch`` is possible then."""
+    pin: dict[str, str] = {}
+    """Module globs to ``"factor@axis"`` (``{"conv*": "batch@tp"}``, ``{"head": "none@tp"}``), before the rule."""
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                raise LayoutError(
+                    f"{field.name} is {value!r}", where="layout", remedy=str(error).replace("`", "")
+                ) from None
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks that it needs; negative where a size is open."""
+        return math.prod((self.dp, self.tp, self.pp))
+
+    def resolved(self, world_size: int) -> "Layout":
+        """The layout with -1 filled in.
+
+        Raises:
+            LayoutError: the sizes do not multiply to ``world_size``, or do not go together.
+        """
+        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                raise LayoutError(f"{name}={size}", where="layout", remedy="give 1 or more, or -1 for what is left")
+        free = [name for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            given = " and ".join(f"{name}=-1" for name in free)
+            raise LayoutError(given, where="layout", remedy="leave only one of them open")
+        product = math.prod(size for size in sizes.values() if size != -1)
+        if free and world_size % product == 0:
+            sizes[free[0]] = world_size // product
+            product = world_size
+        if product != world_size:
+            asked = " x ".join(f"{name}={getattr(self, name)}" for name in sizes if name != "pp" or self.pp != 1)
+            raise LayoutError(
+                f"{asked} needs {product} ranks, there are {world_size}",
+                where="layout",
+                remedy=f"choose sizes whose product is {world_size}, or start {product} ranks",
+            )
+        for name in ("microbatches", "chunks"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name}={getattr(self, name)}", where="layout", remedy="give 1 or more")
+        if self.chunks > 1 and (self.schedule != "interleaved" or sizes["pp"] == 1):
+            raise LayoutError(
+                f"chunks={self.chunks} with schedule {self.schedule!r} and pp={sizes['pp']}",
+                where="layout",
+                remedy="several chunks need pp of 2 or more and schedule='interleaved'",
+            )
+        return msgspec.structs.replace(self, **sizes)
+
+    def mesh(self) -> Mesh:
+        """The mesh of the layout's axes: pp outermost where there is one, tp innermost."""
+        stages = {"pp": self.pp} if self.pp > 1 else {}
+        return Mesh.of(**stages, dp=self.dp, tp=self.tp)

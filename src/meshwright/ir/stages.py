@@ -1,0 +1,226 @@
+"""A graph cut in stages: which stage every operator belongs to, and what crosses the borders.
+
+A cut is told by the first forward operator of every stage but the first. All else follows:
+
+    forward operators   stage by their place in the order of the trace
+    backward operators  the stage of their forward operator, or the lowest stage that their operands come from
+    what crosses        values that a later stage reads go up, from stage to stage; gradients (and what else an earlier
+                        stage's backward reads) go down
+    tied weights        the sum of one parameter's gradients from several stages leaves the micro-batch: every stage
+                        keeps its own term, and the terms are added once a step
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from meshwright.errors import PlanError
+from meshwright.ir.graph import Graph, Operator
+
+_ADD = "aten.add.Tensor"
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph in ``num_stages`` stages.
+
+    ``stage_of`` holds forward and backward operators; prologue operators belong to every stage that reads them, and
+    additions that join gradients across stages to none. ``up[s]`` are the tensors that stage s sends to s + 1, in the
+    order in which they are made; ``down[s]`` those that stage s + 1 sends to s. ``terms`` are, by parameter and stage,
+    the tensors whose sum is that stage's gradient; ``owners`` the stages that hold a parameter or buffer.
+    """
+
+    num_stages: int
+    stage_of: dict[str, int]
+    late: frozenset[str]
+    up: tuple[tuple[str, ...], ...]
+    down: tuple[tuple[str, ...], ...]
+    terms: dict[str, dict[int, tuple[str, ...]]]
+    owners: dict[str, tuple[int, ...]]
+
+    def received(self, stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the stage receives from the one before it (forward), and from the one after it (backward)."""
+        return (
+            self.up[stage - 1] if stage > 0 else (),
+            self.down[stage] if stage < self.num_stages - 1 else (),
+        )
+
+    def sent(self, stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the stage sends to the one after it (forward), and to the one before it (backward)."""
+        return (
+            self.up[stage] if stage < self.num_stages - 1 else (),
+            self.down[stage - 1] if stage > 0 else (),
+        )
+
+
+def forward_operators(graph: Graph) -> list[Operator]:
+    """The operators that a cut divides: neither prologue nor dependent on a backward operator."""
+    late = _late(graph)
+    return [operator for operator in graph.operators if not operator.prologue and operator.name not in late]
+
+
+def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
+    """Cut the graph before each of the operators ``firsts``, in their order.
+
+    Raises:
+        PlanError: a name is no forward operator of the graph, they are out of order, or a forward value would have to
+            go down, or a gradient up (the graph cannot be cut there).
+    """
+    late = _late(graph)
+    forward = [operator for operator in graph.operators if not operator.prologue and operator.name not in late]
+    stage_of = _forward_stages([operator.name for operator in forward], firsts)
+    last = len(firsts)
+    producers = graph.producers()
+    by_sequence = {one.sequence: stage_of[one.name] for one in forward if one.sequence >= 0}
+    for operator in graph.operators:
+        if operator.name not in late:
+            continue
+        makers = [producers[name].name for name in operator.inputs if name in producers]
+        stages = [stage_of[name] for name in makers if name in late]
+        stage_of[operator.name] = min([by_sequence.get(operator.sequence, last), *stages])
+    terms = _terms(graph, producers, stage_of, late)
+    up, down = _crossings(graph, producers, stage_of, late, last, terms)
+    return Cut(
+        num_stages=last + 1,
+        stage_of=stage_of,
+        late=frozenset(late),
+        up=up,
+        down=down,
+        terms=terms,
+        owners=_owners(graph, stage_of, terms),
+    )
+
+
+def _late(graph: Graph) -> set[str]:
+    """The operators of the backward pass: marked so, or dependent on one."""
+    late: set[str] = set()
+    made: set[str] = set()
+    for operator in graph.operators:
+        if not operator.prologue and (operator.backward or made.intersection(operator.inputs)):
+            late.add(operator.name)
+            made.update(operator.outputs)
+    return late
+
+
+def _forward_stages(forward: list[str], firsts: Sequence[str]) -> dict[str, int]:
+    places = {name: index for index, name in enumerate(forward)}
+    previous = 0
+    for stage, name in enumerate(firsts, 1):
+        if name not in places:
+            raise PlanError(
+                f"there is no forward operator {name!r}", where=f"stages[{stage}].first", remedy="name one of the graph"
+            )
+        if places[name] <= previous:
+            raise PlanError(
+                f"{name!r} does not come after the first operator of the stage before",
+                where=f"stages[{stage}].first",
+                remedy="name the stages' first operators in the order of the graph",
+            )
+        previous = places[name]
+    begins = {places[name] for name in firsts}
+    stage, result = 0, {}
+    for index, name in enumerate(forward):
+        stage += index in begins
+        result[name] = stage
+    return result
+
+
+def _terms(
+    graph: Graph, producers: dict[str, Operator], stage_of: dict[str, int], late: set[str]
+) -> dict[str, dict[int, tuple[str, ...]]]:
+    """By parameter and stage, the terms of the gradient. Additions of terms from several stages are dropped from
+    ``stage_of``."""
+    consumers = graph.consumers()
+    result: dict[str, dict[int, tuple[str, ...]]] = {}
+    for entry in graph.gradients:
+        if entry.gradient is None:
+            continue
+        additions: list[str] = []
+        found: dict[int, list[str]] = {}
+        pending = [entry.gradient]
+        while pending:
+            name = pending.pop()
+            maker = producers.get(name)
+            if (
+                maker is not None
+                and maker.target == _ADD
+                and maker.name in late
+                and len(maker.inputs) == 2
+                and len(consumers.get(name, ())) == (name != entry.gradient)
+            ):
+                additions.append(maker.name)
+                pending.extend(reversed(maker.inputs))
+            else:
+                stage = stage_of[maker.name] if maker is not None and maker.name in stage_of else 0
+                found.setdefault(stage, []).append(name)
+        if len(found) > 1:
+            for name in additions:
+                del stage_of[name]
+            result[entry.parameter] = {stage: tuple(names) for stage, names in sorted(found.items())}
+        else:
+            maker = producers.get(entry.gradient)
+            stage = stage_of[maker.name] if maker is not None and maker.name in stage_of else 0
+            result[entry.parameter] = {stage: (entry.gradient,)}
+    return result
+
+
+def _crossings(
+    graph: Graph,
+    producers: dict[str, Operator],
+    stage_of: dict[str, int],
+    late: set[str],
+    last: int,
+    terms: dict[str, dict[int, tuple[str, ...]]],
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    up: list[dict[str, None]] = [{} for _ in range(last)]
+    down: list[dict[str, None]] = [{} for _ in range(last)]
+
+    def read(name: str, stage: int, where: str, backward: bool) -> None:
+        maker = producers.get(name)
+        if maker is None or maker.name not in stage_of:
+            return
+        source, gradient = stage_of[maker.name], maker.name in late
+        if (stage > source and gradient) or (stage < source and not backward):
+            raise PlanError(
+                f"{name!r} of stage {source} is read in stage {stage}, {'a later' if gradient else 'an earlier'} one",
+                where=where,
+                remedy="cut the graph elsewhere",
+            )
+        for border in range(source, stage):
+            up[border].setdefault(name)
+        for border in range(stage, source):
+            down[border].setdefault(name)
+
+    for operator in graph.operators:
+        if operator.name in stage_of:
+            for name in operator.inputs:
+                read(name, stage_of[operator.name], operator.name, operator.name in late)
+    for name in (graph.loss, *graph.metrics.values()):
+        read(name, last, "outputs", False)
+    order = {output: index for index, one in enumerate(graph.operators) for output in one.outputs}
+    return (
+        tuple(tuple(sorted(names, key=order.__getitem__)) for names in up),
+        tuple(tuple(sorted(names, key=order.__getitem__)) for names in down),
+    )
+
+
+def _owners(
+    graph: Graph, stage_of: dict[str, int], terms: dict[str, dict[int, tuple[str, ...]]]
+) -> dict[str, tuple[int, ...]]:
+    result: dict[str, set[int]] = {name: set(terms.get(name, ())) for name in (*graph.parameters, *graph.buffers)}
+    for operator in graph.operators:
+        stage = stage_of.get(operator.name)
+        for name in operator.inputs:
+            if name in result and stage is not None:
+                result[name].add(stage)
+    producers = graph.producers()
+    for buffer, update in graph.buffer_updates.items():
+        maker = producers.get(update)
+        stage = stage_of.get(maker.name) if maker is not None else None
+        if stage is not None and result[buffer] - {stage}:
+            raise PlanError(
+                f"buffer {buffer!r} is updated in stage {stage} and read in another",
+                where=f"{maker.name if maker else buffer}",
+                remedy="cut the graph elsewhere",
+            )
+        result[buffer] = {stage} if stage is not None else result[buffer]
+    return {name: tuple(sorted(stages)) or (0,) for name, stages in result.items()}

@@ -1,0 +1,173 @@
+"""One graph whose nodes belong to phases -> a function for every phase; backward computes again what is not kept."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from meshwright.ir.plan import starred
+from meshwright.lower.fuse import accumulate_products, reuse_memory
+from meshwright.lower.stage import BoxedFunction, boxed_function
+from meshwright.ops import collectives
+
+aten = torch.ops.aten
+
+_PHASES = ("prologue", "forward", "backward", "input", "weight", "reduce", "finish")
+_LATE = ("backward", "input", "weight")
+_SAME = dict.fromkeys(("backward",), _LATE) | {"input": ("input", "backward"), "weight": ("weight", "backward")}
+"""Phases that do not hand values to each other: a backward runs in one piece or in two."""
+_BLOCK = re.compile(r"^(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A function with the names of the values that it takes (in one list, which it empties) and returns."""
+
+    function: BoxedFunction
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: fx.Graph
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What backward computes again: ``names`` are operators, or blocks (``blocks.*``); ``modules`` are by operator."""
+
+    names: tuple[str, ...]
+    modules: dict[str, str]
+
+    def block(self, operator: str) -> str:
+        """The block that holds an operator (``blocks.3``), or nothing."""
+        found = _BLOCK.match(self.modules.get(operator, ""))
+        return found[0] if found else ""
+
+    def holds(self, operator: str) -> bool:
+        """Whether the operator's results are computed again."""
+        block = self.block(operator)
+        return (
+            starred(operator) in self.names
+            or operator in self.names
+            or (bool(block) and starred(block + ".").rstrip(".") in self.names)
+        )
+
+    def whole_block(self, operator: str) -> bool:
+        """Whether it is computed again as a part of its block, so that only what enters the block is kept."""
+        return starred(operator) not in self.names and operator not in self.names
+
+
+def partition(
+    graph: fx.Graph, constants: dict[str, Tensor], again: Recomputation, sent_down: Iterable[str]
+) -> dict[str, Phase]:
+    """The function of every phase. Needs ``meta["phase"]`` of every node, and :func:`propagate`.
+
+    ``backward`` also comes in two parts: ``input`` makes ``sent_down``, ``weight`` the rest.
+    """
+    split = _Partition(graph, constants, again)
+    members: dict[str, list[fx.Node]] = {phase: [] for phase in _PHASES}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            members[node.meta["phase"]].append(node)
+    members["input"], members["weight"] = _input_and_weight(members["backward"], set(sent_down))
+    orders = {phase: split.order(phase, nodes) for phase, nodes in members.items()}
+    taken = {phase: split.taken(order) for phase, order in orders.items()}
+    result = {}
+    for phase, nodes in members.items():
+        others = [taken[other] for other in _PHASES if other not in _SAME.get(phase, (phase,))]
+        outputs = [node for node in nodes if node.meta.get("returned") or any(node in one for one in others)]
+        result[phase] = split.function(phase, orders[phase], taken[phase], outputs)
+    return result
+
+
+def _input_and_weight(backward: list[fx.Node], sent_down: set[str]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Backward in two: what the gradients that are sent depend on, and what only parameters need."""
+    needed: set[fx.Node] = set()
+    inside = set(backward)
+    pending = [node for node in backward if node.name in sent_down]
+    while pending:
+        node = pending.pop()
+        if node in inside and node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return [node for node in backward if node in needed], [node for node in backward if node not in needed]
+
+
+class _Partition:
+    def __init__(self, graph: fx.Graph, constants: dict[str, Tensor], again: Recomputation) -> None:
+        self.graph, self.constants, self.again = graph, constants, again
+        self.output = next(node for node in graph.nodes if node.op == "output")
+        self.cheap: dict[fx.Node, bool] = {}
+
+    def order(self, phase: str, nodes: list[fx.Node]) -> list[fx.Node]:
+        """The nodes of a phase; in backward, with the forward nodes that are computed again before their first use."""
+        inside = set(nodes)
+        order: list[fx.Node] = []
+        done: set[fx.Node] = set()
+
+        def place(node: fx.Node) -> None:
+            if node in done or node.op != "call_function":
+                return
+            again = phase in _LATE and node.meta["phase"] == "forward" and self._computed_again(node)
+            if node not in inside and not again:
+                return
+            done.add(node)
+            for source in node.all_input_nodes:
+                place(source)
+            order.append(node)
+
+        for node in nodes:
+            place(node)
+        return order
+
+    @staticmethod
+    def taken(order: list[fx.Node]) -> dict[fx.Node, None]:
+        """What a function takes from outside."""
+        made = set(order)
+        return {
+            source: None
+            for node in order
+            for source in node.all_input_nodes
+            if source not in made and source.op != "get_attr"
+        }
+
+    def function(self, phase: str, order: list[fx.Node], taken: dict[fx.Node, None], outputs: list[fx.Node]) -> Phase:
+        """The nodes as a graph of their own, compiled."""
+        constants = {source: None for node in order for source in node.all_input_nodes if source.op == "get_attr"}
+        new = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in taken:
+            copies[node] = new.placeholder(node.name)
+            copies[node].meta.update(node.meta)
+        for node in (*constants, *order):
+            copies[node] = new.node_copy(node, copies.__getitem__)
+        new.output([copies[node] for node in outputs])
+        if phase in _LATE:
+            accumulate_products(new)
+        reuse_memory(new)
+        new.lint()
+        used = {str(node.target): self.constants[str(node.target)] for node in constants}
+        return Phase(
+            boxed_function(new, used), tuple(node.name for node in taken), tuple(node.name for node in outputs), new
+        )
+
+    def _computed_again(self, node: fx.Node) -> bool:
+        """Whether backward computes a forward node again, instead of getting it from forward."""
+        if node in self.cheap:
+            return self.cheap[node]
+        self.cheap[node] = False
+        operator = str(node.meta.get("operator", ""))
+        if node.op != "call_function" or node.meta.get("returned") or not self.again.holds(operator):
+            return False
+        if node.target in (collectives.WAIT, *collectives.STARTS):
+            # A reduction in place of something that is kept would reduce it once more.
+            source = node.args[0]
+            if not (isinstance(source, fx.Node) and self._computed_again(source)):
+                return False
+        elif self.again.whole_block(operator):
+            block = self.again.block(operator)
+            for user in node.users:
+                if user is not self.output and self.again.block(str(user.meta.get("operator", ""))) != block:
+                    return False  # it enters another block, and is kept for that
+        self.cheap[node] = True
+        return True

@@ -1,0 +1,174 @@
+"""Where to cut a graph in stages: few, small live tensors, at borders of modules, stages of equal work."""
+
+from typing import NamedTuple
+
+from meshwright.errors import LayoutError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.stages import forward_operators
+
+FLOPS_PER_S, BYTES_PER_S, SENT_BYTES_PER_S = 1e11, 2e10, 2e9
+"""Without a cluster: of one core, and between two."""
+INSIDE_A_BLOCK = 1.05
+"""How much more a cut inside a repeated block must be worth than one between blocks."""
+
+
+class _Point(NamedTuple):
+    """A cut before forward operator number ``position``."""
+
+    position: int
+    sent_s: float
+    between_blocks: bool
+
+
+def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[str, ...]:
+    """The first operators of stages 1, 2, ...: the cut whose slowest stage is fastest, by dynamic programming.
+
+    A stage's time is its forward and backward compute, and what it sends to the next stage and gets back.
+
+    Raises:
+        LayoutError: the model has fewer points to cut at.
+    """
+    if num_stages == 1:
+        return ()
+    forward = forward_operators(graph)
+    times = _times(graph, forward, cluster)
+    before = [0.0]
+    for seconds in times:
+        before.append(before[-1] + seconds)
+    points = _points(graph, forward, cluster)
+    if len(points) < num_stages - 1:
+        raise LayoutError(
+            f"{num_stages} stages are asked for, but the model can be cut at {len(points)} "
+            f"{'place' if len(points) == 1 else 'places'} only",
+            where="layout: pp",
+            remedy=f"use pp x chunks of at most {len(points) + 1}",
+        )
+    # best[k]: for each point, the time of the slowest of k stages before it, and the point before
+    best: list[dict[int, tuple[float, int]]] = [{-1: (0.0, -1)}]
+    for _ in range(num_stages - 1):
+        found: dict[int, tuple[float, int]] = {}
+        for number, point in enumerate(points):
+            penalty = 1.0 if point.between_blocks else INSIDE_A_BLOCK
+            for previous, (slowest, _) in best[-1].items():
+                if previous >= number:
+                    continue
+                start = points[previous].position if previous >= 0 else 0
+                received = points[previous].sent_s if previous >= 0 else 0.0
+                cost = (before[point.position] - before[start] + received + point.sent_s) * penalty
+                entry = max(slowest, cost)
+                if number not in found or entry < found[number][0]:
+                    found[number] = (entry, previous)
+        best.append(found)
+    total = before[-1]
+    last = min(
+        best[-1],
+        key=lambda number: max(best[-1][number][0], total - before[points[number].position] + points[number].sent_s),
+    )
+    chosen = []
+    for level in reversed(best[1:]):
+        chosen.append(forward[points[last].position].name)
+        last = level[last][1]
+    return tuple(reversed(chosen))
+
+
+def follow_cut(graph: Graph, firsts: tuple[str, ...]) -> tuple[str, ...]:
+    """The same cut in another capture of the model (an evaluation), in which single operators may be missing.
+
+    Raises:
+        LayoutError: the module of a first operator is not used there.
+    """
+    forward = forward_operators(graph)
+    names = {one.name for one in forward}
+    result = []
+    for first in firsts:
+        module = first.partition(":")[0]
+        found = first if first in names else next((one.name for one in forward if one.module == module), None)
+        if found is None:
+            raise LayoutError(
+                f"this batch does not use module {module!r}, where a stage begins",
+                where="batch",
+                remedy="choose another cut (stages[].first in the plan), or batches that use all modules",
+            )
+        result.append(found)
+    return tuple(result)
+
+
+def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[float]:
+    """Seconds of each forward operator together with its backward ones: the larger of compute and memory time."""
+    peak, bandwidth = FLOPS_PER_S, BYTES_PER_S
+    if cluster is not None:
+        peak = max(cluster.device.peak_flops_per_s.values())
+        bandwidth = cluster.device.memory_bandwidth_bytes_per_s
+    place = {operator.name: index for index, operator in enumerate(forward)}
+    by_sequence = {operator.sequence: place[operator.name] for operator in reversed(forward) if operator.sequence >= 0}
+    times = [0.0] * len(forward)
+    for operator in graph.operators:
+        index = place.get(operator.name, by_sequence.get(operator.sequence))
+        if index is not None and not operator.prologue:
+            times[index] += max(operator.flops / peak, operator.bytes / bandwidth)
+    return times
+
+
+def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[_Point]:
+    """Where little lives: positions at which no fewer bytes would live one operator earlier or later."""
+    rate = SENT_BYTES_PER_S
+    if cluster is not None and cluster.levels:
+        rate = 1 / cluster.levels[0].beta_s_per_byte
+    live = _live_bytes(graph, forward)
+    points: list[_Point] = []
+    index = 1
+    while index < len(forward):
+        end = index
+        while end + 1 < len(forward) and live[end + 1] == live[index]:
+            end += 1
+        lower_before = index > 1 and live[index - 1] < live[index]
+        lower_after = end + 1 < len(forward) and live[end + 1] < live[index]
+        if not lower_before and not lower_after and live[index] < float("inf"):
+            flat = range(index, end + 1)
+            where = next((one for one in flat if _between_blocks(forward, one)), None)
+            # Forward and backward cross once each.
+            points.append(_Point(flat[0] if where is None else where, 2 * live[index] / rate, where is not None))
+        index = end + 1
+    return [point for point in points if _worth(forward, point.position)]
+
+
+def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
+    """By position, the bytes of what was made before it and is read at or after it."""
+    place = {operator.name: index for index, operator in enumerate(forward)}
+    made = {output: index for index, operator in enumerate(forward) for output in operator.outputs}
+    last: dict[str, int] = {}
+    for operator in forward:
+        for name in operator.inputs:
+            if name in made:
+                last[name] = place[operator.name]
+    for name in (graph.loss, *graph.metrics.values()):
+        if name in made:
+            last[name] = len(forward) - 1
+    changes = [0.0] * (len(forward) + 2)
+    for name, end in last.items():
+        changes[made[name] + 1] += graph.tensors[name].num_bytes
+        changes[end + 1] -= graph.tensors[name].num_bytes
+    live, total = [], 0.0
+    for change in changes[: len(forward)]:
+        total += change
+        live.append(total)
+    return live
+
+
+def _between_blocks(forward: list[Operator], index: int) -> bool:
+    """Whether another block (or something outside of blocks) begins there."""
+    return _block(forward[index]) != _block(forward[index - 1])
+
+
+def _block(operator: Operator) -> str:
+    """The outermost repeated block that holds an operator: ``h.3`` for ``h.3.mlp``."""
+    if not operator.repeat:
+        return operator.module.partition(".")[0]
+    depth = operator.repeat.split(".").index("*") + 1
+    return ".".join(operator.module.split(".")[:depth])
+
+
+def _worth(forward: list[Operator], index: int) -> bool:
+    """Whether both sides hold a product."""
+    return any(one.flops > 0 for one in forward[:index]) and any(one.flops > 0 for one in forward[index:])

@@ -1,0 +1,288 @@
+"""Runs a schedule on this rank: a table from kinds of action to methods, and values that live as long as needed.
+
+A stage's program (``lower/pipeline.py``) says what each function takes and returns, by name. Values of the whole step
+(parameters, inputs, prologue) lie in one table per stage, those of a micro-batch in one per stage and micro-batch.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.transport.base import Channel, Work
+from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.ir.trace import Span
+from meshwright.lower.partition import Phase
+from meshwright.lower.pipeline import Accumulator, StageProgram, Transfer
+
+Values = dict[str, Any]
+_JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "last": lambda _, new: new,
+}
+
+
+@dataclass
+class StepResult:
+    """What a step gives on this rank: gradients and buffers by name; loss and metrics where the last stage is."""
+
+    scalars: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Stage:
+    """A stage's program with the values of the step that is under way."""
+
+    def __init__(self, program: StageProgram, device: torch.device) -> None:
+        self.program = program
+        self.step: Values = {}
+        self.joined: dict[str, Tensor] = {}
+        self.buckets: dict[str, Tensor] = {
+            name: torch.empty(count, dtype=dtype, device=device) for name, (count, dtype) in program.buckets.items()
+        }
+        self.totals = {one.value: self._memory(one, device) for one in program.accumulators}
+        phases = program.phases
+        late = {name for phase in ("backward", "input", "weight") for name in phases[phase].inputs}
+        self.kept = {
+            name for name in (*phases["forward"].outputs, *(one.value for one in program.received_up)) if name in late
+        }
+        self.sent = {one.value for one in program.sent_up}
+
+    def _memory(self, one: Accumulator, device: torch.device) -> Tensor:
+        if one.bucket:
+            return self.buckets[one.bucket][one.offset :][: torch.Size(one.shape).numel()].view(one.shape)
+        return torch.empty(one.shape, dtype=one.dtype, device=device)
+
+
+class Executor:
+    """Runs one schedule again and again. ``channels`` lead to the ranks that hold the stages before and after, by
+    stage; where that rank is this one, there is none."""
+
+    def __init__(
+        self,
+        programs: Mapping[int, StageProgram],
+        schedule: Schedule,
+        pipeline_rank: int,
+        channels: Mapping[int, Channel],
+        device: torch.device,
+    ) -> None:
+        self.stages = {stage: _Stage(program, device) for stage, program in programs.items()}
+        self.schedule, self.device = schedule, device
+        self._actions = schedule.ranks[pipeline_rank].actions
+        self._channels = channels
+        self._live: dict[tuple[int, int], Values] = {}
+        self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Work]]] = {}
+        self._leaving: list[Work] = []
+        self._keys: Callable[[int], int] = lambda microbatch: microbatch
+        self._run: dict[ActionKind, Callable[[_Stage, Action], None]] = {
+            ActionKind.F: self._forward,
+            ActionKind.B: self._backward,
+            ActionKind.I: self._backward_input,
+            ActionKind.W: self._backward_weight,
+            ActionKind.SEND_F: self._send_forward,
+            ActionKind.SEND_B: self._send_backward,
+            ActionKind.RECV_F: self._receive_forward,
+            ActionKind.RECV_B: self._receive_backward,
+            ActionKind.REDUCE_GRAD: self._reduce,
+        }
+        self.spans: list[tuple[Action, float, float]] = []
+
+    def run(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        keys: Callable[[int], int],
+    ) -> StepResult:
+        """One step. ``keys`` gives the random key of each micro-batch."""
+        self.spans.clear()
+        self._keys = keys
+        for stage in self.stages.values():
+            self._begin(stage, parameters, buffers, inputs)
+        for action in self._actions:
+            start = time.perf_counter()
+            self._run[action.kind](self.stages[action.stage], action)
+            self.spans.append((action, start, time.perf_counter()))
+        result = StepResult()
+        for stage in self.stages.values():
+            self._finish(stage, result)
+        for work in self._leaving:
+            work.wait()
+        self._leaving.clear()
+        self._live.clear()
+        return result
+
+    def trace(self, rank: int) -> Iterable[Span]:
+        """What the last step did, and when."""
+        for action, start, end in self.spans:
+            yield Span(
+                rank=rank,
+                stream="compute" if action.kind.computes else "communication",
+                what=str(action),
+                start_s=start,
+                end_s=end,
+            )
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        stage: _Stage,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+    ) -> None:
+        program, step = stage.program, stage.step
+        step.update({value: parameters[name] for value, name in program.parameters.items()})
+        step.update({value: buffers[name] for value, name in program.buffers.items()})
+        step.update({value: inputs[name] for value, name in program.inputs.items()})
+        step.update(stage.totals)
+        self._call(program.phases["prologue"], step, step)
+        for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
+            memory.zero_()
+
+    def _finish(self, stage: _Stage, result: StepResult) -> None:
+        program, step = stage.program, stage.step
+        step.update(stage.joined)
+        self._call(program.phases["finish"], step, step)
+        for name, value in program.gradients.items():
+            other = result.gradients.get(name)  # of another chunk, where weights are tied
+            result.gradients[name] = step[value] if other is None else other + step[value]
+        result.scalars.update({one.name: step[one.result] for one in program.scalars})
+        result.buffers.update({name: step[value] for value, name in program.buffers.items()})
+        stage.joined.clear()
+        step.clear()
+
+    def _call(self, phase: Phase, into: Values, *places: Values) -> None:
+        """Run a function on values from ``places``, and keep what it returns in ``into``."""
+        arguments = [next(place[name] for place in places if name in place) for name in phase.inputs]
+        into.update(zip(phase.outputs, phase.function(arguments), strict=True))
+
+    def _part(self, stage: _Stage, microbatch: int, name: str) -> Tensor:
+        """A micro-batch's part of a value of the step."""
+        one = stage.program.slices[name]
+        whole: Tensor = stage.step[one.source]
+        count = self.schedule.num_microbatches
+        size = whole.shape[one.dim] // one.blocks // count
+        if one.blocks == 1:
+            return whole.narrow(one.dim, microbatch * size, size)
+        split = whole.unflatten(one.dim, (one.blocks, -1)).narrow(one.dim + 1, microbatch * size, size)
+        return split.flatten(one.dim, one.dim + 1)
+
+    def _arguments(self, stage: _Stage, microbatch: int, phase: Phase, given: Values) -> list[Any]:
+        values: list[Any] = []
+        for name in phase.inputs:
+            if name in given:
+                values.append(given[name])
+            elif name in stage.step:
+                values.append(stage.step[name])
+            elif name in stage.program.slices:
+                values.append(self._part(stage, microbatch, name))
+            else:
+                assert name == stage.program.random_key, name
+                values.append(self._keys(microbatch))
+        return values
+
+    # --- computing -------------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: _Stage, action: Action) -> None:
+        program, microbatch = stage.program, _microbatch(action)
+        live = self._arrived(stage, action, ActionKind.RECV_F)
+        phase = program.phases["forward"]
+        returned = dict(
+            zip(phase.outputs, phase.function(self._arguments(stage, microbatch, phase, live)), strict=True)
+        )
+        for one in program.scalars:
+            if one.value:
+                new, old = returned[one.value], stage.joined.get(one.joined)
+                stage.joined[one.joined] = new if old is None else _JOIN[one.join](old, new)
+        for name, value in program.buffer_updates.items():
+            holder = next((one for one, buffer in program.buffers.items() if buffer == name), name)
+            stage.step[holder] = returned[value]
+        live.update(returned)
+        wanted = stage.kept | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
+        self._live[action.stage, microbatch] = {name: live[name] for name in wanted if name in live}
+
+    def _backward(self, stage: _Stage, action: Action) -> None:
+        self._run_backward(stage, action, "backward", receive=True, last=True)
+
+    def _backward_input(self, stage: _Stage, action: Action) -> None:
+        self._run_backward(stage, action, "input", receive=True, last=False)
+
+    def _backward_weight(self, stage: _Stage, action: Action) -> None:
+        self._run_backward(stage, action, "weight", receive=False, last=True)
+
+    def _run_backward(self, stage: _Stage, action: Action, name: str, *, receive: bool, last: bool) -> None:
+        microbatch = _microbatch(action)
+        if receive:
+            self._arrived(stage, action, ActionKind.RECV_B)
+        key = (action.stage, microbatch)
+        live, phase = self._live[key], stage.program.phases[name]
+        arguments = self._arguments(stage, microbatch, phase, live)
+        if last:
+            kept = {one.value: live[one.value] for one in stage.program.sent_down if one.value in live}
+            live.clear()
+            live.update(kept)
+        live.update(zip(phase.outputs, phase.function(arguments), strict=True))
+        if last and action.stage == 0:
+            del self._live[key]
+        elif not last:
+            wanted = {*stage.program.phases["weight"].inputs, *(one.value for one in stage.program.sent_down)}
+            self._live[key] = {name: live[name] for name in live.keys() & wanted}
+
+    # --- sending and receiving ---------------------------------------------------------------------------------------
+
+    def _send_forward(self, stage: _Stage, action: Action) -> None:
+        self._send(stage, action, stage.program.sent_up, self._channels[action.stage + 1])
+
+    def _send_backward(self, stage: _Stage, action: Action) -> None:
+        self._send(stage, action, stage.program.sent_down, self._channels[action.stage - 1])
+
+    def _send(self, stage: _Stage, action: Action, transfers: list[Transfer], channel: Channel) -> None:
+        live = self._live[action.stage, _microbatch(action)]
+        backward = action.kind is ActionKind.SEND_B
+        for one in transfers:
+            value = live[one.value]
+            if backward or one.value not in stage.kept:
+                del live[one.value]
+            self._leaving.append(channel.send(value.contiguous()))
+
+    def _receive_forward(self, stage: _Stage, action: Action) -> None:
+        self._receive(action, stage.program.received_up, self._channels[action.stage - 1])
+
+    def _receive_backward(self, stage: _Stage, action: Action) -> None:
+        self._receive(action, stage.program.received_down, self._channels[action.stage + 1])
+
+    def _receive(self, action: Action, transfers: list[Transfer], channel: Channel) -> None:
+        key = (action.stage, _microbatch(action), action.kind)
+        direction = "forward" if action.kind is ActionKind.RECV_F else "backward"
+        label = f"stage {action.stage}, micro-batch {action.microbatch}, {direction}"
+        found = []
+        for one in transfers:
+            into = torch.empty(one.shape, dtype=one.dtype, device=self.device)
+            found.append((one.value, into, channel.receive(into, label)))
+        self._coming[key] = found
+
+    def _arrived(self, stage: _Stage, action: Action, kind: ActionKind) -> Values:
+        """The values of the micro-batch, with what was received for it."""
+        microbatch = _microbatch(action)
+        live = self._live.setdefault((action.stage, microbatch), {})
+        for name, value, work in self._coming.pop((action.stage, microbatch, kind), ()):
+            work.wait()
+            live[name] = value
+        return live
+
+    def _reduce(self, stage: _Stage, action: Action) -> None:
+        stage.step.update(stage.buckets)
+        self._call(stage.program.phases["reduce"], stage.step, stage.step)
+
+
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch

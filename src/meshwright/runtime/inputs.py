@@ -1,0 +1,75 @@
+"""The batches that a trainer is given: they must be like the captured one, and alike on ranks that share them."""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from meshwright.capture.batch import Leaves
+from meshwright.comm.groups import from_every_rank
+from meshwright.errors import DataError, RankError
+
+
+def check_alike(leaves: Leaves, captured: Leaves) -> None:
+    """That a batch has the structure and the dtypes of the captured one.
+
+    Raises:
+        DataError: it has not; names the leaf.
+    """
+    if leaves.spec != captured.spec:
+        raise DataError(
+            f"the batch holds {', '.join(leaves.names)}, the captured one holds {', '.join(captured.names)}",
+            where="batch", remedy="pass batches of one structure",
+        )  # fmt: skip
+    for name, value, other in zip(leaves.names, leaves.values, captured.values, strict=True):
+        mine, theirs = kind_of(value), kind_of(other)
+        if mine != theirs and (isinstance(value, Tensor) or isinstance(other, Tensor)):
+            raise DataError(
+                f"it is {mine}, in the captured batch it was {theirs}",
+                where=name,
+                remedy=f"pass it as {theirs}, or capture with a batch like this one",
+            )
+
+
+def kind_of(value: object) -> str:
+    """A tensor's dtype (``float32``), or another leaf's class."""
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+
+
+def compare_over_ranks(leaves: Leaves, part: int) -> None:
+    """That every rank was given a batch of the same shapes, and the same values where it was given the same part.
+
+    ``part`` is the index of this rank's part of the global batch (the same everywhere where each has all of it).
+    Every rank must call it.
+
+    Raises:
+        RankError: on every rank; names the first one that differs.
+    """
+    described = ", ".join(
+        f"{name} {list(value.shape)} {kind_of(value)}" if isinstance(value, Tensor) else f"{name} {value!r}"
+        for name, value in zip(leaves.names, leaves.values, strict=True)
+    )
+    every = from_every_rank((part, described, _checksum(list(leaves.tensors.values()))))
+    first: dict[int, tuple[int, int]] = {}
+    for rank, (index, found, checksum) in enumerate(every):
+        if found != every[0][1]:
+            raise RankError(
+                f"it was given {found}, rank 0 {every[0][1]}",
+                where=f"batch of rank {rank}",
+                remedy="pass batches of the same shapes on every rank",
+            )
+        other, known = first.setdefault(index, (rank, checksum))
+        if checksum != known:
+            raise RankError(
+                f"it was given other values than rank {other}, though both are to have the same batch",
+                where=f"batch of rank {rank}",
+                remedy="pass the global batch on every rank; with local=True, the part that trainer.data_shard says",
+            )
+
+
+def _checksum(tensors: list[Tensor]) -> int:
+    result = 0
+    for value in tensors:
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        result = zlib.crc32(data.numpy().data, result)
+    return result

@@ -1,0 +1,89 @@
+"""The user's optimizer: made over this rank's parameters, and refused where it could not train them as on one rank."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.errors import OptimizerError
+from meshwright.runtime.state import LocalParameters
+
+log = logging.getLogger("meshwright")
+
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+ELEMENT_WISE = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
+"""Optimizers of torch.optim that treat every element alone, so that a part of a tensor trains as the whole would."""
+NEEDS_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP")
+_REMEDY = "pass a function such as lambda p: torch.optim.AdamW(p, lr=3e-4), of all the parameters that it is given"
+
+
+def check_factory(factory: Any, max_grad_norm: Any) -> None:
+    """That ``parallelize`` was given what makes an optimizer (or None), and a norm to clip by (or None).
+
+    Raises:
+        OptimizerError: an optimizer that is already made, something that cannot be called, or no positive number.
+    """
+    if isinstance(factory, Optimizer):
+        raise OptimizerError(
+            f"it is a {type(factory).__name__} that is already made, over the whole model's parameters",
+            where="optimizer",
+            remedy=_REMEDY,
+        )
+    if factory is not None and not callable(factory):
+        raise OptimizerError(f"it is a {type(factory).__name__}", where="optimizer", remedy=_REMEDY)
+    number = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool) and max_grad_norm > 0
+    if max_grad_norm is not None and not number:
+        raise OptimizerError(
+            f"{max_grad_norm!r} is not a norm", where="max_grad_norm", remedy="give a positive number, or None"
+        )
+
+
+def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters) -> Optimizer:
+    """The optimizer over this rank's parts of the parameters.
+
+    Raises:
+        OptimizerError: the factory failed, returned no optimizer or one over other tensors, or its optimizer needs
+            whole tensors and some are split.
+    """
+    given = parameters.trainable
+    try:
+        made: Any = factory(list(given.items()))
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(
+            f"it could not be made: {type(error).__name__}: {error}", where="optimizer", remedy=_REMEDY
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise OptimizerError(f"the function returned a {type(made).__name__}", where="optimizer", remedy=_REMEDY)
+    known = {id(value) for value in given.values()}
+    held = [value for group in made.param_groups for value in group["params"]]
+    foreign = [value for value in held if id(value) not in known]
+    if foreign or not held:
+        problem = "it holds no parameter" if not held else f"{len(foreign)} of its {len(held)} tensors are not of those"
+        raise OptimizerError(
+            problem if not held else f"{problem} that the function was given, and would not be trained",
+            where="optimizer",
+            remedy=_REMEDY,
+        )
+    _check_whole(made, parameters)
+    return made
+
+
+def _check_whole(optimizer: Optimizer, parameters: LocalParameters) -> None:
+    name = type(optimizer).__name__
+    sharded = [one for one in parameters.trainable if parameters.is_sharded(one)]
+    if name in NEEDS_WHOLE_TENSORS and (sharded or name == "LBFGS"):
+        raise OptimizerError(
+            f"{name} needs whole tensors" if name != "LBFGS" else "LBFGS needs to evaluate the step several times",
+            where=f"optimizer; {sharded[0]} is split" if sharded else "optimizer",
+            remedy="use an element-wise optimizer (SGD, AdamW, ...), or a layout that does not split parameters",
+        )
+    if sharded and not (name in ELEMENT_WISE and type(optimizer).__module__.startswith(torch.optim.__name__)):
+        log.warning(
+            "%s is not known to treat every element alone; if it looks at whole tensors, it trains the %d split "
+            "parameters (%s, ...) otherwise than one rank would", name, len(sharded), sharded[0],
+        )  # fmt: skip

@@ -1,0 +1,299 @@
+"""The validator: whether a schedule can run, and what it keeps alive, idles and sends if it does."""
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from meshwright.errors import ScheduleError
+from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.schedules import picture
+from meshwright.schedules.timing import Costs, Times, awaited, communicates, run
+
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741 - the grammar's letter
+
+
+class Border(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How often ``stage`` sends activations to the next stage, and the next sends gradients back, for a micro-batch."""
+
+    stage: int
+    rank: int
+    next_rank: int
+    activations: int
+    gradients: int
+
+
+class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one rank does in a step.
+
+    ``bubble`` is idle time / computing time. ``live_activations`` is the largest number of (stage, micro-batch) pairs
+    between their F and the end of their B or W; ``live_microbatches`` is the same in whole micro-batches, of which a
+    chunk holds 1/v. ``sent_per_microbatch`` counts sends to other ranks, forward and backward.
+    """
+
+    stages: tuple[int, ...]
+    times: Times
+    busy: float
+    bubble: float
+    live_activations: int
+    live_microbatches: float
+    sent_per_microbatch: int
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a schedule that can run costs, in the unit of ``Costs``. ``bubble`` is of all ranks together."""
+
+    duration: float
+    bubble: float
+    live_microbatches: float
+    ranks: tuple[RankReport, ...]
+    borders: tuple[Border, ...]
+
+
+def check(schedule: Schedule, costs: Costs | None = None) -> Report:
+    """That the schedule can run, and what it costs when communication takes no time.
+
+    A stage lives on one rank. Every stage runs forward once for every micro-batch, then backward once (B, or I and
+    then W), after what it gets from its neighbours: on its own rank from what stands before, from other ranks by a
+    receive that has its send. Gradients are reduced once for every stage, or for none, after its last backward. And no
+    ranks wait for each other in a circle, where receives block, in the order of the list, and sends do not. A schedule
+    without any sends and receives is checked as if every value were sent.
+
+    Sends and receives are matched by stage and micro-batch, not by order. ``UNSHARD`` and ``RESHARD`` are passed over.
+
+    Raises:
+        ScheduleError: names the rank, the position in its list (both from 0) and the action, and draws the schedule
+            with it marked.
+    """
+    return _Validator(schedule).report(costs or Costs())
+
+
+class _Validator:
+    """One schedule, with the place of every action."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.explicit = communicates(schedule)
+        self.places: dict[Action, tuple[int, int]] = {}
+        self.rank_of: dict[int, int] = {}
+
+    def report(self, costs: Costs) -> Report:
+        self._find_places()
+        for rank, position, action in self._actions():
+            self._check_before(rank, position, action)
+        self._check_complete()
+        times = run(self.schedule, costs)
+        self._check_finished(times)
+        return self._report(times)
+
+    def _actions(self) -> Iterator[tuple[int, int, Action]]:
+        for rank, actions in enumerate(self.schedule.ranks):
+            for position, action in enumerate(actions):
+                yield rank, position, action
+
+    def _find_places(self) -> None:
+        """One place for an action, one rank for a stage, one stage at least for a rank."""
+        may_repeat = (ActionKind.UNSHARD, ActionKind.RESHARD)
+        for rank, position, action in self._actions():
+            home = self.rank_of.setdefault(action.stage, rank)
+            if home != rank:
+                raise self._fault(
+                    f"`{action}`: stage {action.stage} is on rank {home} too",
+                    {rank: position},
+                    f"keep all actions of stage {action.stage} on one rank",
+                )
+            if action in self.places and action.kind not in may_repeat:
+                raise self._fault(
+                    f"`{action}` stands at position {self.places[action][1]} already",
+                    {rank: position},
+                    "take one of the two out",
+                )
+            self.places[action] = rank, position
+        for stage in range(self.schedule.num_stages):
+            if stage not in self.rank_of:
+                raise ScheduleError(
+                    f"stage {stage} is on no rank",
+                    where="schedule",
+                    remedy="add its actions to a rank; stages are numbered from 0, without gaps",
+                )
+        for rank, actions in enumerate(self.schedule.ranks):
+            if not any(action.kind.computes for action in actions):
+                raise ScheduleError(
+                    "it computes nothing", where=f"rank {rank}", remedy="take the rank out, or give it a stage"
+                )
+
+    def _check_before(self, rank: int, position: int, action: Action) -> None:
+        """That what the action needs from its own rank stands before it, and nothing contradicts it."""
+        stage, kind = action.stage, action.kind
+        if kind in _NEIGHBOUR:
+            other = stage + _NEIGHBOUR[kind]
+            if self.rank_of.get(other, rank) == rank:
+                why = f"stage {other} is on this rank too" if other in self.rank_of else f"there is no stage {other}"
+                raise self._fault(
+                    f"`{action}` has no other rank to meet: {why}", {rank: position}, "take it out of the schedule"
+                )
+        if kind is B and Action(stage, I, action.microbatch) in self.places:
+            raise self._fault(
+                f"`{action}`, and `{Action(stage, I, action.microbatch)}` of the same backward",
+                {rank: position},
+                "write B, or I and W",
+            )
+        for alternatives in self._needed(action):
+            found = [one for one in alternatives if one in self.places]
+            if not found:
+                missing = " or ".join(f"`{one}`" for one in alternatives)
+                raise self._fault(
+                    f"`{action}` needs {missing} before it, which is nowhere",
+                    {rank: position},
+                    f"add {missing} before `{action}`",
+                )
+            there, at = self.places[found[0]]
+            if at > position:
+                raise self._fault(
+                    f"`{action}` needs `{found[0]}` before it, which stands at position {at}",
+                    {rank: position},
+                    f"move `{found[0]}` before `{action}`",
+                )
+
+    def _needed(self, action: Action) -> Iterator[tuple[Action, ...]]:
+        """What must stand before an action on its rank; each time one of the alternatives."""
+        stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        if kind is F and stage > 0:
+            yield from self._received(action, stage - 1, ActionKind.RECV_F, (F,))
+        elif kind in (B, I):
+            yield (Action(stage, F, microbatch),)
+            if stage < self.schedule.num_stages - 1:
+                yield from self._received(action, stage + 1, ActionKind.RECV_B, (B, I))
+        elif kind is W:
+            yield (Action(stage, I, microbatch),)
+        elif kind is ActionKind.SEND_F:
+            yield (Action(stage, F, microbatch),)
+        elif kind is ActionKind.SEND_B:
+            yield (Action(stage, B, microbatch), Action(stage, I, microbatch))
+        elif kind is ActionKind.REDUCE_GRAD:
+            for one in range(self.schedule.num_microbatches):
+                yield (Action(stage, B, one), Action(stage, W, one))
+
+    def _received(
+        self, action: Action, other: int, receive: ActionKind, makers: tuple[ActionKind, ...]
+    ) -> Iterator[tuple[Action, ...]]:
+        if self.rank_of[other] == self.rank_of[action.stage]:
+            yield tuple(Action(other, maker, action.microbatch) for maker in makers)
+        elif self.explicit:
+            yield (Action(action.stage, receive, action.microbatch),)
+
+    def _check_complete(self) -> None:
+        """That nothing is left out: of the computing, of the pairs of send and receive, of the reductions."""
+        for stage, rank in sorted(self.rank_of.items()):
+            for microbatch in range(self.schedule.num_microbatches):
+                split = Action(stage, I, microbatch) in self.places
+                for kind in (F, I, W) if split else (F, B):
+                    if Action(stage, kind, microbatch) not in self.places:
+                        raise self._missing(rank, Action(stage, kind, microbatch))
+        for rank, position, action in self._actions():
+            if not action.kind.transfers:
+                continue
+            partner = Action(action.stage + _NEIGHBOUR[action.kind], _PARTNER[action.kind], action.microbatch)
+            if partner not in self.places:
+                raise self._fault(
+                    f"`{action}` has no `{partner}` on rank {self.rank_of[partner.stage]}",
+                    {rank: position},
+                    f"add `{partner}` there, or take `{action}` out",
+                )
+        reduced = {action.stage for action in self.places if action.kind is ActionKind.REDUCE_GRAD}
+        for stage, rank in sorted(self.rank_of.items()):
+            if reduced and stage not in reduced:
+                raise self._missing(rank, Action(stage, ActionKind.REDUCE_GRAD))
+
+    def _check_finished(self, times: tuple[Times, ...]) -> None:
+        """That every rank came to its end; else follow the waits, from rank to rank, until one comes again."""
+        stuck = {
+            rank: len(done)
+            for rank, (done, actions) in enumerate(zip(times, self.schedule.ranks, strict=True))
+            if len(done) < len(actions)
+        }
+        if not stuck:
+            return
+        path: list[int] = []
+        wanted: dict[int, Action] = {}
+        rank = next(iter(stuck))
+        while rank not in path:
+            path.append(rank)
+            waits = self.schedule.ranks[rank][stuck[rank]]
+            needed = awaited(waits, self.schedule, explicit=self.explicit)
+            wanted[rank] = next(one for one in needed if one in self.places)
+            rank = self.places[wanted[rank]][0]
+        cycle = path[path.index(rank) :]
+        cycle = cycle[cycle.index(min(cycle)) :] + cycle[: cycle.index(min(cycle))]
+        steps = [f"waits at `{self.schedule.ranks[one][stuck[one]]}` for `{wanted[one]}` of rank " for one in cycle]
+        text = f"rank {cycle[0]} " + ", which ".join(
+            f"{step}{after}" for step, after in zip(steps, [*cycle[1:], cycle[0]], strict=True)
+        )
+        late, here = wanted[cycle[-1]], self.schedule.ranks[cycle[0]][stuck[cycle[0]]]
+        raise self._fault(
+            f"deadlock: {text}",
+            {one: stuck[one] for one in cycle},
+            f"break the circle: rank {cycle[0]}, for one, must come to `{late}` (position {self.places[late][1]}) "
+            f"before it waits at `{here}`",
+        )
+
+    def _report(self, times: tuple[Times, ...]) -> Report:
+        schedule, rank_of = self.schedule, self.rank_of
+        duration = max(end for each in times for _, end in each)
+        borders = tuple(
+            Border(
+                stage=stage,
+                rank=rank_of[stage],
+                next_rank=rank_of[stage + 1],
+                activations=int(rank_of[stage] != rank_of[stage + 1]),
+                gradients=int(rank_of[stage] != rank_of[stage + 1]),
+            )
+            for stage in range(schedule.num_stages - 1)
+        )
+        ranks = []
+        for rank, each in enumerate(times):
+            busy = sum(end - start for start, end in each)
+            live = most = 0
+            for action in schedule.ranks[rank]:
+                live += (action.kind is F) - (action.kind in (B, W))
+                most = max(most, live)
+            ranks.append(
+                RankReport(
+                    stages=tuple(sorted(stage for stage, home in rank_of.items() if home == rank)),
+                    times=each,
+                    busy=busy,
+                    bubble=(duration - busy) / busy,
+                    live_activations=most,
+                    live_microbatches=most / schedule.num_chunks,
+                    sent_per_microbatch=sum(
+                        one.activations * (one.rank == rank) + one.gradients * (one.next_rank == rank)
+                        for one in borders
+                    ),
+                )
+            )
+        busy = sum(one.busy for one in ranks)
+        return Report(
+            duration=duration,
+            bubble=(duration * len(ranks) - busy) / busy,
+            live_microbatches=max(one.live_microbatches for one in ranks),
+            ranks=tuple(ranks),
+            borders=borders,
+        )
+
+    def _missing(self, rank: int, action: Action) -> ScheduleError:
+        position = len(self.schedule.ranks[rank])
+        return self._fault(f"`{action}` is missing", {rank: position}, f"add `{action}` to rank {rank}")
+
+    def _fault(self, problem: str, marks: Mapping[int, int], remedy: str) -> ScheduleError:
+        rank, position = next(iter(marks.items()))
+        drawn = picture.grid(self.schedule, marks)
+        return ScheduleError(f"{problem}\n\n{drawn}\n", where=f"rank {rank}, position {position}", remedy=remedy)
+
+
+_NEIGHBOUR = {ActionKind.SEND_F: 1, ActionKind.RECV_F: -1, ActionKind.SEND_B: -1, ActionKind.RECV_B: 1}
+_PARTNER = {
+    ActionKind.SEND_F: ActionKind.RECV_F,
+    ActionKind.RECV_F: ActionKind.SEND_F,
+    ActionKind.SEND_B: ActionKind.RECV_B,
+    ActionKind.RECV_B: ActionKind.SEND_B,
+}
+"""Of a send or receive: how many stages further its partner is, and of which kind."""

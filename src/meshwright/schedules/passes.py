@@ -1,0 +1,101 @@
+"""Passes over schedules: they add sends and receives, and the reduction of gradients."""
+
+from collections import deque
+
+from meshwright.errors import ScheduleError
+from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.schedules.check import check
+
+_TRANSFERS = {
+    ActionKind.F: (1, ActionKind.SEND_F, ActionKind.RECV_F),
+    ActionKind.B: (-1, ActionKind.SEND_B, ActionKind.RECV_B),
+    ActionKind.I: (-1, ActionKind.SEND_B, ActionKind.RECV_B),
+}
+"""Of what makes a value that others wait for: how many stages further it goes, and how it is sent and received."""
+
+
+def add_communication(schedule: Schedule) -> Schedule:
+    """Add the sends and receives between stages of different ranks to a schedule that only computes.
+
+    A send stands right behind the action that makes its value. A receive stands before the first computing that
+    begins, in unit time, when the value is there or later: an executor that reads the list in order posts it before
+    that, and may post it earlier still. Receives from one rank stand in the order in which that rank sends.
+
+        rank 0   0F0 0SEND_F0 0F1 0SEND_F1          0RECV_B0 0B0 0RECV_B1 0B1
+        rank 1       1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1          1B1 1SEND_B1
+
+    No rank waits for a receive longer than it would have for the value, so a schedule that ran still runs, with
+    receives that block and sends that do not.
+
+    Raises:
+        ScheduleError: the schedule communicates already, or ``check`` refuses it.
+    """
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.kind.transfers:
+                raise ScheduleError(
+                    f"`{action}`: the schedule communicates already",
+                    where=f"rank {rank}, position {position}",
+                    remedy="give one that only computes",
+                )
+    report = check(schedule)
+    rank_of = {stage: rank for rank, one in enumerate(report.ranks) for stage in one.stages}
+    sends: dict[Action, Action] = {}
+    arrivals: list[list[tuple[float, Action]]] = [[] for _ in schedule.ranks]
+    for rank, actions in enumerate(schedule.ranks):
+        for action, (_, end) in zip(actions, report.ranks[rank].times, strict=True):
+            if action.kind not in _TRANSFERS:
+                continue
+            step, send, receive = _TRANSFERS[action.kind]
+            stage = action.stage + step
+            if rank_of.get(stage, rank) != rank:
+                sends[action] = Action(action.stage, send, action.microbatch)
+                arrivals[rank_of[stage]].append((end, Action(stage, receive, action.microbatch)))
+    ranks = []
+    for rank, actions in enumerate(schedule.ranks):
+        coming = deque(sorted(arrivals[rank], key=lambda arrival: arrival[0]))
+        merged: list[Action] = []
+        for action, (start, _) in zip(actions, report.ranks[rank].times, strict=True):
+            while action.kind.computes and coming and coming[0][0] <= start:
+                merged.append(coming.popleft()[1])
+            merged += [action, sends[action]] if action in sends else [action]
+        ranks.append(merged)
+    return _with_ranks(schedule, ranks)
+
+
+def add_reduction(schedule: Schedule) -> Schedule:
+    """Add the reduction of each stage's gradients, behind its last backward and the sends of that.
+
+    Raises:
+        ScheduleError: the schedule reduces gradients already.
+    """
+    ranks = []
+    for rank, actions in enumerate(schedule.ranks):
+        last = {action.stage: at for at, action in enumerate(actions) if action.kind in (ActionKind.B, ActionKind.W)}
+        reduced: list[Action] = []
+        due: list[Action] = []
+        for position, action in enumerate(actions):
+            if action.kind is ActionKind.REDUCE_GRAD:
+                raise ScheduleError(
+                    f"`{action}`: the schedule reduces gradients already",
+                    where=f"rank {rank}, position {position}",
+                    remedy="give one that does not",
+                )
+            if action.kind not in (ActionKind.SEND_F, ActionKind.SEND_B):
+                reduced += due
+                due = []
+            reduced.append(action)
+            if last.get(action.stage) == position:
+                due.append(Action(action.stage, ActionKind.REDUCE_GRAD))
+        ranks.append([*reduced, *due])
+    return _with_ranks(schedule, ranks)
+
+
+def _with_ranks(schedule: Schedule, ranks: list[list[Action]]) -> Schedule:
+    return Schedule.of(
+        schedule.name,
+        ranks,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        num_chunks=schedule.num_chunks,
+    )

@@ -1,0 +1,84 @@
+"""Schedules as text: the timeline of a checked one, and the grid of a faulty one with the fault marked."""
+
+import math
+from collections.abc import Mapping
+
+from meshwright.ir.schedule import Action, Schedule
+from meshwright.schedules.timing import Times
+
+WIDTH = 120
+"""Columns of a picture."""
+
+
+def timeline(schedule: Schedule, times: tuple[Times, ...]) -> str:
+    """One row a rank, one cell a time slot, wrapped to 120 columns. A slot is as long as the shortest action.
+
+    ``F0 F1 B0--- .``: two forwards, a backward that takes two slots, an idle slot. Where ranks hold several stages,
+    the stage comes first, as in ``4F0``. Communication is not drawn.
+    """
+    computing = [
+        [(action, start, end) for action, (start, end) in zip(actions, each, strict=True) if action.kind.computes]
+        for actions, each in zip(schedule.ranks, times, strict=True)
+    ]
+    slot = min(end - start for row in computing for _, start, end in row)
+    several = any(len({action.stage for action, _, _ in row}) > 1 for row in computing)
+    texts = {action: _cell(action, several) for row in computing for action, _, _ in row}
+    width = max(map(len, texts.values())) + 1
+    num_slots = max(_round(end / slot) for row in computing for _, _, end in row)
+    rows = []
+    for row in computing:
+        line, drawn = "", 0
+        for action, start, end in row:
+            first, last = _round(start / slot), _round(end / slot)
+            line += ".".ljust(width) * (first - drawn)
+            line += texts[action].ljust((last - first) * width - 1, "-") + " "
+            drawn = last
+        rows.append(line + ".".ljust(width) * (num_slots - drawn))
+    names = [f"rank {rank}" for rank in range(len(rows))]
+    margin = max(map(len, names)) + 2
+    num_lines = math.ceil(num_slots / ((WIDTH - margin) // width))
+    per_line = math.ceil(num_slots / num_lines)
+    blocks = []
+    for first in range(0, num_slots, per_line):
+        slots = range(first, min(first + per_line, num_slots))
+        head = "".join((str(slot) if slot % 5 == 0 else "").ljust(width) for slot in slots)
+        part = [row[first * width : slots.stop * width] for row in rows]
+        lines = [f"{name:<{margin}}{text}" for name, text in zip(["slot", *names], [head, *part], strict=True)]
+        blocks.append("".join(f"{line.rstrip()}\n" for line in lines))
+    return "\n".join(blocks)
+
+
+def grid(schedule: Schedule, marks: Mapping[int, int]) -> str:
+    """One row a rank, one cell an action, those in ``marks`` (rank -> position) as ``>1B0<``; 120 columns of each.
+
+    A mark behind the last action is drawn as ``>?<``. Rows that are cut say at which position they begin: that which
+    shows their mark, or the first mark where they have none.
+    """
+    width = max((len(str(action)) for actions in schedule.ranks for action in actions), default=1) + 2
+    longest = max(map(len, schedule.ranks)) + 1
+    margin = len(f"rank {len(schedule.ranks) - 1}: ")
+    if 2 + margin + longest * width > WIDTH:
+        margin += len(f", from {longest}")
+    columns = (WIDTH - 2 - margin) // width
+    shown = next(iter(marks.values()))
+    lines = []
+    for rank, actions in enumerate(schedule.ranks):
+        mark = marks.get(rank)
+        cells = [f" {action} " for action in actions]
+        if mark is not None:
+            cells[mark : mark + 1] = [f">{cells[mark].strip() if mark < len(cells) else '?'}<"]
+        middle = shown if mark is None else mark
+        first = max(0, min(middle - columns // 2, len(cells) - columns))
+        name = f"rank {rank}, from {first}:" if first else f"rank {rank}:"
+        line = "".join(cell.ljust(width) for cell in cells[first : first + columns])
+        lines.append(f"  {name:<{margin}}{line}".rstrip())
+    return "\n".join(lines)
+
+
+def _cell(action: Action, with_stage: bool) -> str:
+    return str(action) if with_stage else f"{action.kind.value}{action.microbatch}"
+
+
+def _round(number: float) -> int:
+    """To the nearest whole number, halves up, so that slots which follow each other stay apart."""
+    return math.floor(number + 0.5)

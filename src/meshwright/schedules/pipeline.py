@@ -1,0 +1,168 @@
+"""Builders of pipeline schedules: what every rank computes in one step, without communication."""
+
+from collections.abc import Callable, Sequence
+
+from meshwright.errors import ScheduleError
+from meshwright.ir import files
+from meshwright.ir.schedule import Action, ActionKind, Schedule
+
+Ranks = list[list[Action]]
+
+
+def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """The schedule ``name`` for p ranks, m micro-batches and v chunks; stage s lives on rank s % p.
+
+    Actions are forwards and backwards only; ``passes`` adds communication. With F = 1 and B = 2 (I = W = 1):
+
+    =========== ===================================== ================= ============================================
+    name        source                                bubble / ideal    micro-batches alive on rank r
+    =========== ===================================== ================= ============================================
+    none        one rank accumulates gradients        0                 1
+    gpipe       Huang et al. 2019, figure 2           (p-1)/m           m
+    1f1b        Narayanan et al. 2021, figure 4       (p-1)/m           min(m, p-r)
+    interleaved Narayanan et al. 2021, section 2.2    (p-1)/(v·m)       at most (v-1)·k/v + (2·(p-1-r) + 1)/v
+    zb-h1       Qi et al. 2024, section 2.2           (p-1)/(3·m)       p
+    =========== ===================================== ================= ============================================
+
+    ``interleaved`` works through rounds of k = m / (m // p) micro-batches, which is p where p divides m; with one chunk
+    it is ``1f1b``. ``zb-h1`` splits the backward in I and W, and puts W where 1f1b idles.
+
+    Raises:
+        ScheduleError: the name is unknown, a count is less than 1, the schedule has one chunk or one rank only, or m
+            is not one for which it is defined; says which are.
+    """
+    if name not in _BUILDERS:
+        hint = files.did_you_mean(name, _BUILDERS)
+        known = f"schedules: {', '.join(_BUILDERS)}"
+        raise ScheduleError(
+            f"there is no schedule {name!r}", where="schedule", remedy=f"{hint} {known}" if hint else known
+        )
+    for key, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
+        if count < 1:
+            raise ScheduleError(f"{key} is {count}", where=f"schedule {name}", remedy="give 1 or more")
+    if name != "interleaved" and num_chunks != 1:
+        raise ScheduleError(
+            f"{name} has one chunk a rank, and {num_chunks} are asked for",
+            where=f"schedule {name}",
+            remedy="take `interleaved`, or 1 chunk",
+        )
+    return Schedule.of(
+        name,
+        _BUILDERS[name](num_ranks, num_microbatches, num_chunks),
+        num_stages=num_ranks * num_chunks,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+    )
+
+
+def _none(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
+    if num_ranks != 1:
+        raise ScheduleError(
+            f"without a pipeline there is 1 rank, and {num_ranks} are asked for",
+            where="schedule none",
+            remedy="take `1f1b`, or 1 rank",
+        )
+    return _one_f_one_b(num_ranks, num_microbatches, num_chunks)
+
+
+def _gpipe(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
+    return [
+        [*_all(rank, ActionKind.F, num_microbatches), *_all(rank, ActionKind.B, num_microbatches)]
+        for rank in range(num_ranks)
+    ]
+
+
+def _one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
+    return [
+        _alternated(
+            _all(rank, ActionKind.F, num_microbatches),
+            _all(rank, ActionKind.B, num_microbatches),
+            num_warmup=num_ranks - 1 - rank,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def _interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
+    """Rounds of k micro-batches: forward through chunk 0, then 1, ...; backward through the last chunk first.
+
+    For 2 ranks, 2 chunks, 4 micro-batches, rank 0: forwards 0F0 0F1 2F0 2F1, 0F2 0F3 2F2 2F3; backwards 2B0 2B1 0B0
+    0B1, 2B2 2B3 0B2 0B3; the first (v-1)·k + 2·(p-1-rank) forwards come before the first backward.
+    """
+    if num_chunks == 1:
+        return _one_f_one_b(num_ranks, num_microbatches, num_chunks)
+    if not _fills_rounds(num_ranks, num_microbatches):
+        raise _unfit("interleaved", num_ranks, num_microbatches, _fills_rounds)
+    per_round = num_microbatches // (num_microbatches // num_ranks)
+    rounds = [range(first, first + per_round) for first in range(0, num_microbatches, per_round)]
+    ranks = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        forwards = [Action(stage, ActionKind.F, one) for each in rounds for stage in stages for one in each]
+        backwards = [Action(stage, ActionKind.B, one) for each in rounds for stage in reversed(stages) for one in each]
+        num_warmup = (num_chunks - 1) * per_round + 2 * (num_ranks - 1 - rank)
+        ranks.append(_alternated(forwards, backwards, num_warmup))
+    return ranks
+
+
+def _zero_bubble_h1(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
+    """1f1b with I for B; rank r runs the W of a micro-batch r micro-batches later, so that p stay alive everywhere."""
+    if not _fills_pipeline(num_ranks, num_microbatches):
+        raise _unfit("zb-h1", num_ranks, num_microbatches, _fills_pipeline)
+    ranks = []
+    for rank in range(num_ranks):
+        inputs = _all(rank, ActionKind.I, num_microbatches)
+        weights = _all(rank, ActionKind.W, num_microbatches)
+        actions = []
+        for action in _alternated(_all(rank, ActionKind.F, num_microbatches), inputs, num_ranks - 1 - rank):
+            actions.append(action)
+            if action.kind is ActionKind.I and action.microbatch is not None and action.microbatch >= rank:
+                actions.append(weights[action.microbatch - rank])
+        ranks.append([*actions, *weights[num_microbatches - rank :]])
+    return ranks
+
+
+def _all(stage: int, kind: ActionKind, num_microbatches: int) -> list[Action]:
+    return [Action(stage, kind, microbatch) for microbatch in range(num_microbatches)]
+
+
+def _alternated(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> list[Action]:
+    """``num_warmup`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    actions = list(forwards[:num_warmup])
+    rest = iter(forwards[num_warmup:])
+    for backward in backwards:
+        actions += [*([forward] if (forward := next(rest, None)) is not None else []), backward]
+    return actions
+
+
+def _fills_pipeline(num_ranks: int, num_microbatches: int) -> bool:
+    return num_microbatches >= num_ranks
+
+
+def _fills_rounds(num_ranks: int, num_microbatches: int) -> bool:
+    """Whether m divides into m // p equal rounds, each then of at least p micro-batches."""
+    return num_microbatches >= num_ranks and num_microbatches % (num_microbatches // num_ranks) == 0
+
+
+def _unfit(name: str, num_ranks: int, num_microbatches: int, fits: Callable[[int, int], bool]) -> ScheduleError:
+    below = next((m for m in range(num_microbatches - 1, 0, -1) if fits(num_ranks, m)), None)
+    above = next(m for m in range(num_microbatches + 1, num_microbatches + num_ranks + 1) if fits(num_ranks, m))
+    nearest = f"{above}" if below is None else f"{below} or {above}"
+    always = f", or any multiple of {num_ranks}" if fits is _fills_rounds else " or more"
+    few = num_microbatches < num_ranks
+    return ScheduleError(
+        f"num_microbatches is {num_microbatches}, "
+        f"{'too few for' if few else 'which does not divide into equal rounds on'} {num_ranks} ranks",
+        where=f"schedule {name}",
+        remedy=f"use {nearest}{always}{'; `1f1b` takes any number' if few else ''}",
+    )
+
+
+_BUILDERS: dict[str, Callable[[int, int, int], Ranks]] = {
+    "none": _none,
+    "gpipe": _gpipe,
+    "1f1b": _one_f_one_b,
+    "interleaved": _interleaved,
+    "zb-h1": _zero_bubble_h1,
+}
+NAMES = tuple(_BUILDERS)

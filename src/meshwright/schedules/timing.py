@@ -1,0 +1,97 @@
+"""When every action runs: ranks work through their lists in order, and wait for nothing but each other."""
+
+import math
+from collections import deque
+
+import msgspec
+
+from meshwright.errors import ScheduleError
+from meshwright.ir.schedule import Action, ActionKind, Schedule
+
+Times = tuple[tuple[float, float], ...]
+"""Start and end of a rank's actions, in the order of its list."""
+
+
+class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long a rank computes for one micro-batch, all its chunks together, in any unit; communication takes no time.
+
+    Raises:
+        ScheduleError: a cost is not a positive number.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in self.__struct_fields__:
+            if not 0 < getattr(self, key) < math.inf:
+                raise ScheduleError(
+                    f"{key} takes {getattr(self, key)}", where=f"costs: {key}", remedy="give a positive number"
+                )
+
+    def of(self, kind: ActionKind) -> float:
+        """The cost of one kind of action."""
+        match kind:
+            case ActionKind.F:
+                return self.forward
+            case ActionKind.B:
+                return self.backward
+            case ActionKind.I:
+                return self.backward_input
+            case ActionKind.W:
+                return self.backward_weight
+            case _:
+                return 0.0
+
+
+def communicates(schedule: Schedule) -> bool:
+    """Whether sends and receives are written down. Where none is, computing waits for the other rank's computing."""
+    return any(action.kind.transfers for actions in schedule.ranks for action in actions)
+
+
+def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Action, ...]:
+    """The actions on another rank of which one must have ended before ``action`` can; nothing for most.
+
+    ``explicit``: the schedule communicates, so that only receives wait.
+    """
+    stage, kind, microbatch = action.stage, action.kind, action.microbatch
+    if explicit:
+        if kind is ActionKind.RECV_F:
+            return (Action(stage - 1, ActionKind.SEND_F, microbatch),)
+        if kind is ActionKind.RECV_B:
+            return (Action(stage + 1, ActionKind.SEND_B, microbatch),)
+    elif kind is ActionKind.F and stage > 0:
+        return (Action(stage - 1, ActionKind.F, microbatch),)
+    elif kind in (ActionKind.B, ActionKind.I) and stage < schedule.num_stages - 1:
+        return (Action(stage + 1, ActionKind.B, microbatch), Action(stage + 1, ActionKind.I, microbatch))
+    return ()
+
+
+def run(schedule: Schedule, costs: Costs) -> tuple[Times, ...]:
+    """The times of the actions of every rank, as far as it comes: a rank with fewer times than actions waits for ever.
+
+    Receives block; sends do not. With v chunks every action takes 1/v of its cost.
+    """
+    explicit = communicates(schedule)
+    times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
+    ends: dict[Action, float] = {}
+    waiting: dict[Action, list[int]] = {}
+    ready = deque(range(len(schedule.ranks)))
+    while ready:
+        rank = ready.popleft()
+        for action in schedule.ranks[rank].actions[len(times[rank]) :]:
+            needed = awaited(action, schedule, explicit=explicit)
+            there = [ends[one] for one in needed if one in ends]
+            if needed and not there:
+                for one in needed:
+                    waiting.setdefault(one, []).append(rank)
+                break
+            start = max(times[rank][-1][1] if times[rank] else 0.0, *there, 0.0)
+            # Whole costs are added, and divided by the number of chunks once: so whole numbers stay exact.
+            ends[action] = start + costs.of(action.kind)
+            times[rank].append((start, ends[action]))
+            ready.extend(waiting.pop(action, ()))
+    chunks = schedule.num_chunks
+    return tuple(tuple((start / chunks, end / chunks) for start, end in each) for each in times)

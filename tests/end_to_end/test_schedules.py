@@ -1,0 +1,200 @@
+"""Pipeline schedules from the command line, and beside those of torch.distributed.pipelining."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as peer
+
+from meshwright.cli import run as cli
+from meshwright.ir import files
+from meshwright.ir.schedule import Schedule
+from meshwright.schedules.check import check
+from meshwright.schedules.passes import add_communication, add_reduction
+from meshwright.schedules.pipeline import build
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def test_schedule_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys; from meshwright.cli import run; "
+        "code = run(['schedule', '1f1b', '--stages', '2', '--microbatches', '2']); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "bubble", "alive"),
+    [("gpipe", 1, "0.375", "8"), ("1f1b", 1, "0.375", "4"), ("interleaved", 2, "0.1875", "5.5")],
+)
+def test_schedule_prints_picture_bubble_and_live_micro_batches(
+    name: str, chunks: int, bubble: str, alive: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(["schedule", name, "--stages", "4", "--microbatches", "8", "--chunks", str(chunks)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{name}: 4 ranks, {4 * chunks} stages, 8 micro-batches\n\n")
+    assert (GOLDEN / f"schedule_{name}.txt").read_text(encoding="utf-8") in text
+    assert text.endswith(
+        f"bubble: {bubble} of the time that a rank computes; at most {alive} micro-batches alive on a rank\n"
+    )
+
+
+def test_schedule_prints_bytes_sent_for_a_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["schedule", "1f1b", "--stages", "4", "--microbatches", "8"]
+    assert cli(arguments) == 0
+    assert [line.split()[4:] for line in capsys.readouterr().out.splitlines()[-6:-2]] == [
+        ["1", "tensor"], ["2", "tensors"], ["2", "tensors"], ["1", "tensor"],
+    ]  # fmt: skip
+    for size, sent in (("16MiB", [["16", "MiB"], ["32", "MiB"]]), ("1.5 kB", [["1.465", "KiB"], ["2.93", "KiB"]])):
+        assert cli([*arguments, "--bytes", size]) == 0
+        assert [line.split()[4:] for line in capsys.readouterr().out.splitlines()[-6:-4]] == sent
+    assert cli([*arguments, "--bytes", "16MiB", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["sent_bytes_per_microbatch"] == [2**24, 2**25, 2**25, 2**24]
+    assert printed["report"]["bubble"] == 0.375
+    assert cli([*arguments, "--bytes", "many"]) == 2
+    assert capsys.readouterr().err == (
+        "meshwright: --bytes: 'many' is not a size\n  -> write a number and a unit, as in 16MiB\n"
+    )
+
+
+@pytest.mark.parametrize("written", ["text", "json"])
+def test_a_file_that_was_printed_is_read_again(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["schedule", "interleaved", "--stages", "2", "--microbatches", "4", "--chunks", "2"]
+    made = add_reduction(add_communication(build("interleaved", 2, 4, 2)))
+    if written == "text":
+        assert cli([*arguments, "--text"]) == 0
+        Path("interleaved.csv").write_text(capsys.readouterr().out)
+        file = "interleaved.csv"
+    else:
+        files.save(made, file := "interleaved.json")
+    assert cli(["schedule", "--file", file, "--text"]) == 0
+    assert capsys.readouterr().out == made.to_text(",")
+    assert cli(arguments) == 0
+    drawn = capsys.readouterr().out
+    assert cli(["schedule", "--file", file]) == 0
+    assert capsys.readouterr().out == drawn
+
+
+def test_a_file_that_deadlocks_is_refused_with_its_cycle(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("crossed.csv").write_text(
+        "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
+    )
+    assert cli(["schedule", "--file", "crossed.csv"]) == 2
+    told = (GOLDEN / "schedule_deadlock.txt").read_text(encoding="utf-8")
+    assert capsys.readouterr().err == f"meshwright: crossed.csv: {told}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["1f1b", "--stages", "2"],
+            "--microbatches: is missing\n  -> write NAME --stages P --microbatches M, or --file",
+        ),
+        ([], "NAME: is missing\n"),
+        (["1f2b", "--stages", "2", "--microbatches", "2"], "schedule: there is no schedule '1f2b'\n  -> did you mean"),
+        (
+            ["interleaved", "--stages", "4", "--microbatches", "3", "--chunks", "2"],
+            "schedule interleaved: num_microbatches is 3, too few for 4 ranks\n  -> use 4, or any multiple of 4;",
+        ),
+        (["1f1b", "--file", "a.csv"], "--file: a file says itself which stages and micro-batches it has\n"),
+        (["--file", "a.csv", "--chunks", "2"], "--file: a file says itself which stages and micro-batches it has\n"),
+        (["--file", "a.csv"], "a.csv: cannot read the file: No such file or directory\n  -> check the path\n"),
+        (["--file", "bad.csv"], "bad.csv: rank 0, position 1: `1X0` is not an action\n"),
+        (["--file", "binary.csv"], "binary.csv: cannot read the file: it is not text\n"),
+        (["--file", "empty.csv"], "empty.csv: schedule: stage 0 is on no rank\n"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.csv").write_text("0F0,1X0\n")
+    Path("binary.csv").write_bytes(b"\xff\xfe0F0")
+    Path("empty.csv").write_text("\n")
+    assert cli(["schedule", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"meshwright: {message}")
+
+
+# --------------------------------------------------------------------------------------- torch.distributed.pipelining
+
+CASES = [("gpipe", 3, 5, 1), ("1f1b", 4, 6, 1), ("interleaved", 2, 4, 3), ("interleaved", 4, 10, 2), ("zb-h1", 3, 7, 1)]
+named = pytest.mark.parametrize("arguments", CASES, ids=lambda one: f"{one[0]}-{one[1]}-{one[2]}-{one[3]}")
+
+
+def as_peer(schedule: Schedule) -> dict[int, list[Any]]:
+    return {rank: [peer._Action.from_str(str(one)) for one in actions] for rank, actions in enumerate(schedule.ranks)}
+
+
+@named
+def test_pytorch_reads_and_runs_what_we_write(arguments: tuple[str, int, int, int]) -> None:
+    _, num_ranks, num_microbatches, _ = arguments
+    schedule = add_communication(build(*arguments))
+    actions = as_peer(schedule)
+    assert [[str(one) for one in row] for row in actions.values()] == [
+        [str(one) for one in row] for row in schedule.ranks
+    ]
+    assert peer._validate_schedule(actions, num_ranks, schedule.num_stages, num_microbatches) == {
+        stage: stage % num_ranks for stage in range(schedule.num_stages)
+    }
+    done = peer._simulate_comms_compute(actions, lambda stage: stage % num_ranks, schedule.num_stages)
+    assert {rank: [one for one in row if one is not None] for rank, row in done.items()} == actions
+
+
+@named
+def test_we_read_and_check_what_pytorch_makes(arguments: tuple[str, int, int, int]) -> None:
+    num_ranks = arguments[1]
+    schedule = build(*arguments)
+    actions = peer._add_send_recv(as_peer(schedule), lambda stage: stage % num_ranks, schedule.num_stages)
+    text = "".join(",".join(map(str, actions[rank])) + "\n" for rank in range(num_ranks))
+    report = check(Schedule.from_text(text, name="theirs"))
+    assert report.live_microbatches == check(schedule).live_microbatches
+
+
+@named
+def test_gradients_are_reduced_where_pytorch_does(arguments: tuple[str, int, int, int]) -> None:
+    schedule = build(*arguments)
+    reduced = [peer._add_reduce_grad(row, arguments[2]) for row in as_peer(schedule).values()]
+    assert [[str(one) for one in row] for row in reduced] == [
+        [str(one) for one in row] for row in add_reduction(schedule).ranks
+    ]
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_orders_are_those_of_pytorch(p: int) -> None:
+    for m in range(1, 13):
+        assert theirs(peer.ScheduleGPipe, p, m) == ours("gpipe", p, m)
+        if m >= p:  # with fewer theirs names micro-batches that are not there; so it does on the last rank (torch 2.13)
+            assert theirs(peer.Schedule1F1B, p, m)[:-1] == ours("1f1b", p, m)[:-1]
+        if m >= p and m % (m // p) == 0:
+            assert theirs(peer.ScheduleInterleaved1F1B, p, m, 2) == ours("interleaved", p, m, 2)
+            assert theirs(peer.ScheduleInterleaved1F1B, p, m, 3) == ours("interleaved", p, m, 3)
+            assert theirs(peer.ScheduleInterleavedZeroBubble, p, m, 1) == ours("zb-h1", p, m)
+
+
+def theirs(kind: Any, p: int, m: int, v: int = 0) -> list[list[str]]:
+    """What a class of torch.distributed.pipelining computes, asked without stages and process group."""
+    state = SimpleNamespace(
+        pp_group_size=p, _num_stages=p, _n_microbatches=m, n_local_stages=v, microbatches_per_round=m // max(1, m // p)
+    )
+    if v:
+        rows = [kind._calculate_single_rank_operations(state, rank) for rank in range(p)]
+    else:
+        rows = [row for _, row in sorted(kind._get_pipeline_order(state).items())]
+    return [[str(one) for one in row if one is not None and one.is_compute_op] for row in rows]
+
+
+def ours(name: str, p: int, m: int, v: int = 1) -> list[list[str]]:
+    return [[str(one) for one in actions] for actions in build(name, p, m, v).ranks]
