@@ -1,4 +1,4 @@
-"""Saves that are written beside the steps: what they hold, who waits for them, and what ranks know of failures."""
+"""Saves that are written beside the steps: what they hold, who waits for them, what ranks know of their failures."""
 
 from __future__ import annotations
 
