@@ -23,28 +23,35 @@ _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDic
 """What torch.distributed's own table of groups by name has no room for; an entry ends with its group."""
 
 
-def axis_groups(mesh: Mesh, rank: int, algorithms: dict[str, str] | None = None) -> dict[str, AxisGroup]:
-    """Make the process groups of every axis (all ranks must call this), and return this rank's."""
-    coordinates = mesh.coordinates(rank)
+def axis_groups(
+    mesh: Mesh, rank: int, algorithms: dict[str, str] | None = None, *, first_rank: int = 0
+) -> dict[str, AxisGroup]:
+    """Make the process groups of every axis (all ranks of the world must call this), and return this rank's.
+
+    The mesh is laid over the ranks from ``first_rank`` on; a rank that is not there has no groups.
+    """
     world = dist.group.WORLD
     assert world is not None
     result: dict[str, AxisGroup] = {}
     for axis in mesh.axes:
         if axis.size == 1:
             continue
-        if axis.size == mesh.world_size:
-            group = world
+        if axis.size == dist.get_world_size():
+            group: dist.ProcessGroup | None = world
         else:
             group = None
             for ranks in mesh.groups(axis.name):
-                made = dist.new_group(list(ranks), timeout=timeout_of(world))
-                if rank in ranks:
+                members = [first_rank + one for one in ranks]
+                made = dist.new_group(members, timeout=timeout_of(world))
+                if rank in members:
                     group = made
-        assert group is not None
+        if group is None:
+            continue
         algorithm = (algorithms or {}).get(axis.name, "native")
         if algorithm == "exchange":
             exchange(group)
-        result[axis.name] = AxisGroup(group.group_name, axis.size, coordinates[axis.name], algorithm)
+        index = mesh.coordinates(rank - first_rank)[axis.name]
+        result[axis.name] = AxisGroup(group.group_name, axis.size, index, algorithm)
     return result
 
 

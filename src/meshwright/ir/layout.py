@@ -31,6 +31,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What is computed again in the backward pass instead of kept: attention, or whole repeated blocks."""
     batch_statistics: Literal["global", "microbatch"] = "global"
     """What batch norm averages over where there are micro-batches; only ``microbatch`` is possible then."""
+    stage_sizes: tuple[dict[str, int], ...] = ()
+    """Sizes of dp and tp by pipeline rank, where they differ, all of one product: ``({"dp": 2}, {"tp": 2})``."""
     pin: dict[str, str] = {}
     """Module globs to ``"factor@axis"`` (``{"conv*": "batch@tp"}``, ``{"head": "none@tp"}``), before the rule."""
 
@@ -83,7 +85,30 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 where="layout",
                 remedy="several chunks need pp of 2 or more and schedule='interleaved'",
             )
+        self._check_stage_sizes(sizes)
         return msgspec.structs.replace(self, **sizes)
+
+    def _check_stage_sizes(self, sizes: dict[str, int]) -> None:
+        each = sizes["dp"] * sizes["tp"]
+        if self.stage_sizes and len(self.stage_sizes) != sizes["pp"]:
+            raise LayoutError(
+                f"{len(self.stage_sizes)} stage_sizes for pp={sizes['pp']}", where="layout: stage_sizes",
+                remedy="give the sizes of every pipeline rank, or none",
+            )  # fmt: skip
+        for index, one in enumerate(self.stage_sizes):
+            if set(one) - {"dp", "tp"} or min(one.values(), default=1) < 1 or math.prod(one.values()) != each:
+                raise LayoutError(
+                    f"{one} does not make up the {each} ranks of a stage (dp x tp)",
+                    where=f"layout: stage_sizes[{index}]",
+                    remedy=f"give sizes of dp and tp whose product is {each}",
+                )
+
+    def of_stage(self, index: int) -> "Layout":
+        """The layout with the sizes of pipeline rank ``index`` everywhere."""
+        if not self.stage_sizes:
+            return self
+        own = {"dp": 1, "tp": 1} | self.stage_sizes[index]
+        return msgspec.structs.replace(self, stage_sizes=(), **own)
 
     def mesh(self) -> Mesh:
         """The mesh of the layout's axes: pp outermost where there is one, tp innermost."""

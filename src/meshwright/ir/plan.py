@@ -48,12 +48,13 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """A part of the graph and how it is split. ``strategies`` are by operator name, or by the name of a repeated
     block's operator with ``*`` for the index; operators that are not named run replicated. ``first`` is the stage's
     first forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
-    (``blocks.*``), whose results backward computes again."""
+    (``blocks.*``), whose results backward computes again. ``axes`` are its submesh's sizes, where stages differ."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
     first: str = ""
     recompute: tuple[str, ...] = ()
+    axes: dict[str, int] = {}
 
     def strategy(self, operator: str) -> Strategy:
         """The strategy of an operator (empty: replicated)."""
@@ -94,11 +95,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The first forward operators of all stages but the first, where the graph is cut."""
         return tuple(stage.first for stage in self.stages[1:])
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Every axis that factors may lie on, with its size: those of the mesh but pp, and time."""
-        sizes = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "pp"}
+    def submesh(self, stage: int) -> Mesh:
+        """The mesh of the ranks that hold a stage."""
+        axes = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "pp"}
+        return Mesh.of(**(axes | self.stages[stage].axes))
+
+    def sizes(self, stage: int) -> dict[str, int]:
+        """Every axis that a stage's factors may lie on, with its size: those of its submesh, and time."""
+        sizes = {axis.name: axis.size for axis in self.submesh(stage).axes}
         return sizes | ({TIME: self.microbatches} if self.microbatches > 1 else {})
+
+    @property
+    def uneven(self) -> bool:
+        """Whether stages have different submeshes."""
+        return any(stage.axes for stage in self.stages)
 
     @property
     def whole_step(self) -> bool:
@@ -163,7 +173,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             )
         self._check_supported(where)
         self._check_storage(graph, where)
-        sizes = self.sizes
         names = {operator.name for operator in graph.operators}
         starred_names = {starred(name) for name in names}
         for name in [name for stage in self.stages for name in stage.strategies]:
@@ -172,8 +181,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                     f"there is no operator {name!r}", where=f"{where}: strategies", remedy="remove the line"
                 )
         strategies = self.strategies(graph)
+        held = cut(graph, self.firsts).stage_of
         for operator in graph.operators:
             strategy = strategies[operator.name]
+            sizes = self.sizes(held.get(operator.name, 0))
             for axis, choice in strategy.items():
                 place = f"{where}: strategies[{operator.name!r}]"
                 if axis not in sizes:
@@ -220,9 +231,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def _check_storage(self, graph: Graph, where: str) -> None:
         """That parameters are cut between factors, evenly, over axes that exist."""
-        sizes = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "pp"}
-        stored = [item for stage in self.stages for item in stage.storage.items()]
-        for name, placements in stored:
+        stored = [(index, *item) for index, stage in enumerate(self.stages) for item in stage.storage.items()]
+        for index, name, placements in stored:
+            sizes = {axis.name: axis.size for axis in self.submesh(index).axes}
+            if any(stage.storage.get(name, placements) != placements for stage in self.stages):
+                raise PlanError(
+                    "stages that share it store it in different ways",
+                    where=f"{where}: storage[{name!r}]",
+                    remedy="store a tied parameter alike in all stages",
+                )
             place = f"{where}: storage[{name!r}]"
             if name not in graph.parameters:
                 raise PlanError(f"there is no parameter {name!r}", where=place, remedy="remove the line")

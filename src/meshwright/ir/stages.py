@@ -16,6 +16,8 @@ import msgspec
 
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.layout import TIME
+from meshwright.ir.placement import Placements, Shard
 
 _ADD = "aten.add.Tensor"
 
@@ -88,6 +90,16 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
         terms=terms,
         owners=_owners(graph, stage_of, terms),
     )
+
+
+def batch_border(graph: Graph, name: str, sizes: dict[str, int]) -> Placements:
+    """How a tensor crosses between stages of different submeshes: its batch cut over dp, else whole."""
+    tensor, parts = graph.tensors[name], sizes.get("dp", 1)
+    for dim, classes in enumerate(tensor.dims):
+        batch = bool(classes) and graph.factor_classes[classes[0]].role == "batch"
+        if batch and parts > 1 and tensor.shape[dim] % (parts * sizes.get(TIME, 1)) == 0:
+            return {"dp": Shard(dim)}
+    return {}
 
 
 def _late(graph: Graph) -> set[str]:

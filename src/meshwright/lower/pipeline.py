@@ -29,7 +29,7 @@ from meshwright.ir.placement import (
     output_placements,
 )
 from meshwright.ir.plan import Plan
-from meshwright.ir.stages import Cut
+from meshwright.ir.stages import Cut, batch_border
 from meshwright.lower.fuse import fuse, propagate
 from meshwright.lower.partition import Recomputation, partition
 from meshwright.lower.program import Accumulator, Scalar, Slice, StageProgram, Transfer
@@ -71,7 +71,7 @@ class _StageLowering(Lowering):
     def lower_stage(self) -> StageProgram:
         program = self.program
         self.phase = STEP
-        program.input_placements = self._placeholders()
+        program.input_placements = self._placeholders() | program.input_placements
         for value in self.values.values():
             value.phase = STEP
         self._receive()
@@ -113,15 +113,31 @@ class _StageLowering(Lowering):
         found = (
             output_placements(maker.rule, self.strategies[maker.name], maker.outputs.index(name)) if maker.rule else {}
         )
-        return {axis: one for axis, one in found.items() if axis == TIME or isinstance(one, Shard)}
+        kept = {axis: one for axis, one in found.items() if axis == TIME or isinstance(one, Shard)}
+        if self.plan.uneven:
+            return batch_border(self.ir, name, self.sizes) | {axis: one for axis, one in kept.items() if axis == TIME}
+        return kept
 
     def _transfer(self, name: str, node: fx.Node) -> Transfer:
-        shape = local_shape(self.ir.tensors[name].shape, self._border(name), self.sizes)
-        return Transfer(name, node.name, shape, self._dtype(name))
+        border, shape = self._border(name), self.ir.tensors[name].shape
+        over_time: Placements = {axis: one for axis, one in border.items() if axis == TIME}
+        whole = local_shape(shape, over_time, self.sizes)
+        return Transfer(name, node.name, local_shape(shape, border, self.sizes), whole, self._dtype(name))
 
     def _dtype(self, name: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.ir.tensors[name].dtype)
         return dtype
+
+    def _batch_placements(self, name: str) -> Placements:
+        """As ever; but where stages differ, each rank takes its part of every micro-batch, so that all stages have the
+        same samples in a micro-batch."""
+        found = super()._batch_placements(name)
+        if not self.plan.uneven:
+            return found
+        self.program.input_placements[name] = {
+            axis: Shard(one.dim, self.plan.microbatches) for axis, one in found.items() if isinstance(one, Shard)
+        }
+        return found
 
     def _plan_uses(self) -> None:
         self.uses = {}
@@ -214,7 +230,7 @@ class _StageLowering(Lowering):
             part = self._given("part", STEP, shape, self._dtype(name))
             self.program.slices[part.name] = Slice(node.name, divided.dim, blocks)
             if node.meta.get("phase") == PROLOGUE:
-                node.meta["returned"] = True
+                self._returned(node)
             self.sliced[key] = part
         return self.sliced[key]
 
@@ -299,17 +315,21 @@ class _StageLowering(Lowering):
         want = self._known(self.plan.storage(parameter))
         node = total
         if placements != want:
-            steps = self.resharder.steps(total, self.ir.tensors[parameter].shape, placements, want, True)
-            self.phase = REDUCE
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as stop:
-                    node = stop.value
-                    break
-                self.phase = FINISH
+            with self._in(REDUCE):
+                node = self._reshard(total, self.ir.tensors[parameter].shape, placements, want)
             self._returned(node)
         self.program.gradients[parameter] = node.name
+
+    def _reshard(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements) -> fx.Node:
+        """Start now, and finish in ``finish``."""
+        steps = self.resharder.steps(node, shape, have, want, True)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as stop:
+                result: fx.Node = stop.value
+                return result
+            self.phase = FINISH
 
     def _reduce_bucket(
         self, axis: str, algorithm: str, members: list[tuple[str, fx.Node, tuple[int, ...], torch.dtype]]
@@ -347,14 +367,7 @@ class _StageLowering(Lowering):
             self._returned(value.node)
             placements = {axis: one for axis, one in value.placements.items() if axis != TIME}
             joined = self._given("joined", STEP, (), self._dtype(name))
-            steps = self.resharder.steps(joined, (), placements, {}, True)
-            node = joined
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as stop:
-                    node = stop.value
-                    break
+            node = self._reshard(joined, (), placements, {})
             self._returned(node)
             join = divided.op if isinstance(divided, Partial) else "last"
             self.program.scalars.append(Scalar(label, value.node.name, join, joined.name, node.name))

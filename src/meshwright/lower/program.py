@@ -19,11 +19,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor that crosses a border: its name in the graph, the value in the program, and its part on this rank."""
+    """A tensor that crosses a border: its name in the graph, the value in the program, the shape of its part on this
+    rank, and that of the whole micro-batch."""
 
     tensor: str
     value: str
     shape: tuple[int, ...]
+    whole: tuple[int, ...]
     dtype: torch.dtype
 
 

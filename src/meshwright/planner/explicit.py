@@ -1,6 +1,7 @@
 """Layout to plan by explicit rule: batch on dp and time; heads, hidden features, vocabulary on tp; stages on pp."""
 
 import fnmatch
+import math
 from collections import defaultdict
 
 import msgspec
@@ -34,8 +35,7 @@ def plan_layout(
             in ``pin``.
         ScheduleError: the schedule is not defined for so many micro-batches.
     """
-    layout = layout.resolved(world_size)
-    return _Planner(graph, layout, layout.mesh(), cluster, base).plan()
+    return _planned(graph, layout.resolved(world_size), cluster, base)
 
 
 def adapt_plan(plan: Plan, graph: Graph) -> Plan:
@@ -45,10 +45,48 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
         LayoutError: the new batch does not divide over dp.
     """
     layout = plan.layout
-    parts = layout.dp * layout.microbatches
+    parts = layout.microbatches * math.lcm(*(one.get("dp", 1) for one in layout.stage_sizes or ({"dp": layout.dp},)))
     if not graph.gradients and graph.batch_size % parts:  # an evaluation of a ragged batch
         layout = msgspec.structs.replace(layout, microbatches=1)
-    return _Planner(graph, layout, plan.mesh, None, plan).plan()
+    return _planned(graph, layout, None, plan)
+
+
+def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None) -> Plan:
+    """One plan; where stages differ in sizes, put together from one plan for each."""
+    if not layout.stage_sizes:
+        return _Planner(graph, layout, layout.mesh(), cluster, base).plan()
+    plans = []
+    for index in range(layout.pp):
+        own = layout.of_stage(index)
+        plans.append(_Planner(graph, own, own.mesh(), cluster, base).plan())
+    divided = cut(graph, plans[0].firsts)
+    stages = []
+    for index in range(divided.num_stages):
+        plan = plans[index % layout.pp]
+        axes = {axis.name: axis.size for axis in plan.mesh.axes if axis.name != "pp"}
+        stages.append(msgspec.structs.replace(plan.stages[index], axes=axes))
+    shared = {name for name, owners in divided.owners.items() if len(owners) > 1}
+    for name in shared.intersection(graph.parameters):
+        if len({repr(stages[index].storage.get(name)) for index in divided.owners[name]}) > 1:
+            raise LayoutError(
+                "it is shared by stages that would split it differently",
+                where=f"parameter {name}",
+                remedy="pin its modules to be whole ('none@tp'), or give these stages the same sizes",
+            )
+    return msgspec.structs.replace(
+        plans[0],
+        mesh=layout.mesh(),
+        layout=layout,
+        stages=tuple(stages),
+        buckets=tuple(
+            bucket
+            for index, plan in enumerate(plans)
+            for bucket in plan.buckets
+            if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
+        ),
+        algorithms={axis: one for plan in plans for axis, one in plan.algorithms.items()},
+        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+    )
 
 
 class _Planner:

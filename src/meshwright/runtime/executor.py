@@ -27,6 +27,20 @@ _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+Place = tuple[slice, ...]
+"""A box of a tensor."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """By which messages a tensor crosses a border, seen from one end: each is a box of this rank's part. What arrives
+    may be completed among ranks that hold the same part: each sends the others the box ``mine``, and gets theirs."""
+
+    messages: tuple[tuple[Channel, Place], ...]
+    mine: Place | None = None
+    others: tuple[tuple[Channel, Place | None], ...] = ()
+
+
 @dataclass
 class StepResult:
     """What a step gives on this rank: gradients and buffers by name; loss and metrics where the last stage is."""
@@ -61,23 +75,22 @@ class _Stage:
 
 
 class Executor:
-    """Runs one schedule again and again. ``channels`` lead to the ranks that hold the stages before and after, by
-    stage; where that rank is this one, there is none."""
+    """Runs one schedule again and again. ``routes`` are by stage and kind of action, one for each transfer."""
 
     def __init__(
         self,
         programs: Mapping[int, StageProgram],
         schedule: Schedule,
         pipeline_rank: int,
-        channels: Mapping[int, Channel],
+        routes: Mapping[tuple[int, ActionKind], list[Route]],
         device: torch.device,
     ) -> None:
         self.stages = {stage: _Stage(program, device) for stage, program in programs.items()}
         self.schedule, self.device = schedule, device
         self._actions = schedule.ranks[pipeline_rank].actions
-        self._channels = channels
+        self._routes = routes
         self._live: dict[tuple[int, int], Values] = {}
-        self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Work]]] = {}
+        self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[_Arrival]]]] = {}
         self._leaving: list[Work] = []
         self._keys: Callable[[int], int] = lambda microbatch: microbatch
         self._run: dict[ActionKind, Callable[[_Stage, Action], None]] = {
@@ -236,48 +249,78 @@ class Executor:
     # --- sending and receiving ---------------------------------------------------------------------------------------
 
     def _send_forward(self, stage: _Stage, action: Action) -> None:
-        self._send(stage, action, stage.program.sent_up, self._channels[action.stage + 1])
+        self._send(stage, action, stage.program.sent_up)
 
     def _send_backward(self, stage: _Stage, action: Action) -> None:
-        self._send(stage, action, stage.program.sent_down, self._channels[action.stage - 1])
+        self._send(stage, action, stage.program.sent_down)
 
-    def _send(self, stage: _Stage, action: Action, transfers: list[Transfer], channel: Channel) -> None:
+    def _send(self, stage: _Stage, action: Action, transfers: list[Transfer]) -> None:
         live = self._live[action.stage, _microbatch(action)]
         backward = action.kind is ActionKind.SEND_B
-        for one in transfers:
+        for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             value = live[one.value]
             if backward or one.value not in stage.kept:
                 del live[one.value]
-            self._leaving.append(channel.send(value.contiguous()))
+            for channel, place in route.messages:
+                self._leaving.append(channel.send(value[place].contiguous()))
 
     def _receive_forward(self, stage: _Stage, action: Action) -> None:
-        self._receive(action, stage.program.received_up, self._channels[action.stage - 1])
+        self._receive(action, stage.program.received_up)
 
     def _receive_backward(self, stage: _Stage, action: Action) -> None:
-        self._receive(action, stage.program.received_down, self._channels[action.stage + 1])
+        self._receive(action, stage.program.received_down)
 
-    def _receive(self, action: Action, transfers: list[Transfer], channel: Channel) -> None:
-        key = (action.stage, _microbatch(action), action.kind)
-        direction = "forward" if action.kind is ActionKind.RECV_F else "backward"
-        label = f"stage {action.stage}, micro-batch {action.microbatch}, {direction}"
+    def _receive(self, action: Action, transfers: list[Transfer]) -> None:
         found = []
-        for one in transfers:
-            into = torch.empty(one.shape, dtype=one.dtype, device=self.device)
-            found.append((one.value, into, channel.receive(into, label)))
-        self._coming[key] = found
+        for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
+            whole = torch.empty(one.shape, dtype=one.dtype, device=self.device)
+            arrivals = [_post(channel, whole, place, _label(action)) for channel, place in route.messages]
+            found.append((one.value, whole, route, arrivals))
+        self._coming[action.stage, _microbatch(action), action.kind] = found
 
     def _arrived(self, stage: _Stage, action: Action, kind: ActionKind) -> Values:
         """The values of the micro-batch, with what was received for it."""
         microbatch = _microbatch(action)
         live = self._live.setdefault((action.stage, microbatch), {})
-        for name, value, work in self._coming.pop((action.stage, microbatch, kind), ()):
-            work.wait()
-            live[name] = value
+        for name, whole, route, arrivals in self._coming.pop((action.stage, microbatch, kind), ()):
+            for arrival in arrivals:
+                arrival.wait()
+            if route.mine is not None:
+                mine = whole[route.mine].contiguous()
+                self._leaving += [channel.send(mine) for channel, _ in route.others]
+            theirs = [_post(channel, whole, box, _label(action)) for channel, box in route.others if box is not None]
+            for arrival in theirs:
+                arrival.wait()
+            live[name] = whole
         return live
 
     def _reduce(self, stage: _Stage, action: Action) -> None:
         stage.step.update(stage.buckets)
         self._call(stage.program.phases["reduce"], stage.step, stage.step)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A message on its way into a box of a tensor."""
+
+    work: Work
+    got: Tensor
+    box: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.got is not self.box:
+            self.box.copy_(self.got)
+
+
+def _post(channel: Channel, whole: Tensor, place: Place, label: str) -> _Arrival:
+    box = whole[place]
+    got = box if box.is_contiguous() else torch.empty_like(box, memory_format=torch.contiguous_format)
+    return _Arrival(channel.receive(got, label), got, box)
+
+
+def _label(action: Action) -> str:
+    return f"stage {action.stage}, micro-batch {action.microbatch}, {action}"
 
 
 def _microbatch(action: Action) -> int:

@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 
 from meshwright.capture.builder import Capture
-from meshwright.comm.groups import broadcast_along, channel
+from meshwright.comm.groups import axis_groups, broadcast_along, channel
 from meshwright.comm.transport.base import Channel
-from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import ActionKind, ActionList, Schedule
-from meshwright.ir.stages import cut
+from meshwright.ir.stages import batch_border, cut
 from meshwright.ir.trace import Trace
 from meshwright.lower.pipeline import lower_stage
+from meshwright.lower.program import Transfer
 from meshwright.lower.spmd import Lowered, lower
-from meshwright.runtime.executor import Executor, StepResult
+from meshwright.runtime.executor import Executor, Place, Route, StepResult
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
+from meshwright.schedules.reshard import Box, transfer
 
 Keys = Callable[[int], int]
 """The random key of each micro-batch."""
@@ -40,6 +42,19 @@ class Step(Protocol):
     def trace(self, rank: int) -> Trace:
         """What this rank did in the last run: the actions of a schedule; nothing of a step in one piece."""
         ...
+
+
+def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
+    """The process groups of a plan's axes, for this rank; every rank must call it."""
+    if not plan.uneven:
+        return axis_groups(plan.mesh, rank, plan.algorithms)
+    count = plan.mesh.size("pp")
+    each = plan.mesh.world_size // count
+    result = axis_groups(Mesh.of(pp=count, rank=each), rank)
+    result = {axis: group for axis, group in result.items() if axis == "pp"}
+    for index in range(count):
+        result |= axis_groups(plan.submesh(index), rank, plan.algorithms, first_rank=index * each)
+    return result
 
 
 def lowered_step(captured: Capture, plan: Plan, groups: dict[str, AxisGroup], rank: int, device: torch.device) -> Step:
@@ -96,26 +111,36 @@ class PipelineStep:
         index = self._pipeline.index if self._pipeline is not None else 0
         mine = range(index, divided.num_stages, self._count)
         stage_groups = {axis: group for axis, group in groups.items() if axis != "pp"}
+        self._plan, self._graph = plan, graph
         programs = {stage: lower_stage(captured, plan, divided, stage, stage_groups, device) for stage in mine}
         self.input_placements: dict[str, Placements] = {}
         for program in programs.values():
             self.input_placements |= program.input_placements
         ranks = plan.mesh.group_ranks("pp", rank) if self._pipeline is not None else (rank,)
-        beside = {near for stage in mine for near in (stage - 1, stage + 1) if 0 <= near < divided.num_stages}
         self._shared = {
             name: tuple(sorted({stage % self._count for stage in stages}))
             for name, stages in divided.owners.items()
             if name in divided.terms
         }
         self._shared = {name: owners for name, owners in self._shared.items() if len(owners) > 1 and index in owners}
-        others = {*(stage % self._count for stage in beside), *(one for some in self._shared.values() for one in some)}
+        others = {one for some in self._shared.values() for one in some}
         self._channels: dict[int, Channel] = {one: channel(ranks[one]) for one in sorted(others - {index})}
-        self._index = index
+        self._index, self._rank = index, rank
+        routes = {
+            (stage, kind): [self._route(stage, kind, one) for one in transfers]
+            for stage, program in programs.items()
+            for kind, transfers in (
+                (ActionKind.SEND_F, program.sent_up),
+                (ActionKind.SEND_B, program.sent_down),
+                (ActionKind.RECV_F, program.received_up),
+                (ActionKind.RECV_B, program.received_down),
+            )
+        }
         self.executor = Executor(
             programs,
             schedule_of(plan, backward=bool(graph.gradients)),
             index,
-            {stage: self._channels[stage % self._count] for stage in beside if stage % self._count != index},
+            routes,
             device,
         )
 
@@ -137,6 +162,32 @@ class PipelineStep:
             }
         return result
 
+    def _route(self, stage: int, kind: ActionKind, one: Transfer) -> Route:
+        """To or from the stage beside: rank by rank where both have the same submesh, else by a transfer plan."""
+        near = stage + 1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage - 1
+        each = self._plan.mesh.world_size // self._count
+        mine, first, here = self._rank % each, near % self._count * each, stage % self._count * each
+        if not self._plan.uneven:
+            whole = tuple(slice(0, size) for size in one.shape)
+            return Route(((channel(first + mine), whole),))
+        ends = [(batch_border(self._graph, one.tensor, self._plan.sizes(each)), each) for each in (stage, near)]
+        sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
+        (source, at), (target, to) = ends if sends else reversed(ends)
+        crossing = transfer(one.whole, source, _axes(self._plan, at), target, _axes(self._plan, to))
+        if sends:
+            found = [(first + piece.target, piece.source_box) for piece in crossing.pieces if piece.source == mine]
+            return Route(tuple((channel(peer), _place(box)) for peer, box in found))
+        found = [(first + piece.source, piece.target_box) for piece in crossing.pieces if piece.target == mine]
+        messages = tuple((channel(peer), _place(box)) for peer, box in found)
+        gather = next((gather for gather in crossing.gathers if mine in gather.ranks), None)
+        if gather is None:
+            return Route(messages)
+        boxes = {
+            rank: _place(box) if box is not None else None for rank, box in zip(gather.ranks, gather.boxes, strict=True)
+        }
+        others = tuple((channel(here + rank), box) for rank, box in boxes.items() if rank != mine)
+        return Route(messages, boxes[mine], others)
+
     def trace(self, rank: int) -> Trace:
         """The actions, with their times."""
         return self.executor.trace(rank)
@@ -156,6 +207,14 @@ class PipelineStep:
         for one in owners[1:]:
             total = total + terms[one]
         return total
+
+
+def _axes(plan: Plan, stage: int) -> dict[str, int]:
+    return {axis.name: axis.size for axis in plan.submesh(stage).axes}
+
+
+def _place(box: Box) -> Place:
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:

@@ -15,7 +15,7 @@ import meshwright.comm.backend  # noqa: F401 - gives the collective operators th
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.builder import Capture, capture
 from meshwright.capture.tracer import LossFunction
-from meshwright.comm.groups import axis_groups, sum_over
+from meshwright.comm.groups import sum_over
 from meshwright.errors import NonFiniteLossError, OptimizerError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
@@ -31,7 +31,7 @@ from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters, full_state_dict
-from meshwright.runtime.steps import Step, StepResult, lowered_step
+from meshwright.runtime.steps import Step, StepResult, groups_of, lowered_step
 
 log = logging.getLogger("meshwright")
 
@@ -72,9 +72,7 @@ class Trainer:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.saver = Saver()
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
-        self.groups: dict[str, AxisGroup] = (
-            axis_groups(plan.mesh, self.rank, plan.algorithms) if plan.mesh.world_size > 1 else {}
-        )
+        self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
         lowered = lowered_step(
             captured, plan, self.groups, self.rank, device
         )  # before anything of the caller's changes
@@ -93,8 +91,9 @@ class Trainer:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, count): which of how many parts of the global batch ``step(batch, local=True)`` takes here."""
-        group = self.groups.get("dp")
+        """(index, count): which of how many parts of the global batch ``step(batch, local=True)`` takes here. Where
+        stages differ in dp, every rank takes the whole batch."""
+        group = self.groups.get("dp") if not self.plan.uneven else None
         return (group.index, group.size) if group is not None else (0, 1)
 
     @property
@@ -259,7 +258,7 @@ class Trainer:
         step = self._last = entry[0]
         inputs = {}
         for name, value in zip(step.inputs, leaves.tensors.values(), strict=True):
-            placements = {} if local else step.input_placements.get(name, {})
+            placements = {} if local and not self.plan.uneven else step.input_placements.get(name, {})
             inputs[name] = local_part(value, placements, self.groups).to(self.device, non_blocking=True)
         return step.run(
             self.parameters.values(),

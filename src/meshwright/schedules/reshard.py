@@ -1,0 +1,233 @@
+"""What crosses between two stages: which boxes of a tensor each rank of one submesh sends to each rank of the next."""
+
+import itertools
+import math
+
+import msgspec
+
+from meshwright.errors import PlanError
+from meshwright.ir.placement import Partial, Placements, Shard, local_shape
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) on every dim of a local tensor."""
+
+_Runs = list[tuple[int, int]]
+"""(start, stop) in the whole dim, rising: what a rank holds of the dim, one run after another in its local tensor."""
+
+_Region = tuple[_Runs, ...]
+"""What a rank holds of a tensor: every combination of the runs of its dims."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One box that crosses: ``source_box`` of rank ``source`` of the source mesh becomes ``target_box`` of rank
+    ``target`` of the target mesh. Both boxes have the same shape."""
+
+    source: int
+    target: int
+    source_box: Box
+    target_box: Box
+
+
+class Gather(msgspec.Struct, frozen=True):
+    """How target ranks that hold the same part complete it when their pieces have arrived.
+
+    ``boxes`` holds, for each of ``ranks``, the box of the part that came to it, or None where nothing came. With a
+    ``dim``, every rank has a box: equal chunks of that dim, in the order of the ranks, which an all-gather joins;
+    ``flat`` says that the chunks lie one after another in the part's memory (no dim before ``dim`` is above 1). With
+    no ``dim``, the first rank has the whole part and broadcasts it.
+    """
+
+    ranks: tuple[int, ...]
+    boxes: tuple[Box | None, ...]
+    dim: int | None = None
+    flat: bool = False
+
+
+class TransferPlan(msgspec.Struct, frozen=True):
+    """All that crosses for one tensor, and what the target ranks then do among themselves.
+
+    Pieces are ordered by target, source and place in the target's part, so that both ends of a pair of ranks find
+    their messages in the same order. ``source_shape`` and ``target_shape`` are those of one rank's part.
+    """
+
+    pieces: tuple[Piece, ...]
+    gathers: tuple[Gather, ...]
+    source_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+
+
+def transfer(
+    shape: tuple[int, ...],
+    source: Placements,
+    source_sizes: dict[str, int],
+    target: Placements,
+    target_sizes: dict[str, int],
+    *,
+    each_element_once: bool = True,
+) -> TransferPlan:
+    """How a tensor of global ``shape`` gets from one submesh, placed as ``source``, to another, placed as ``target``.
+
+    The sizes are those of the submeshes' axes, outermost first, and number their ranks: the last axis joins
+    neighbouring ranks. A placement on an axis that has size 1, or no size, says nothing.
+
+    With ``each_element_once``, target ranks that hold the same part receive a chunk of it each and complete it by a
+    Gather, so no element crosses twice. Without, every target rank receives its whole part, and nothing is gathered.
+    Where several source ranks hold a part, the one that has the least to send yet is taken, then the lowest.
+
+    Raises:
+        PlanError: a placement is a Partial, names a dim that the tensor does not have, or does not cut evenly.
+    """
+    source = _cutting(shape, source, source_sizes, "source")
+    target = _cutting(shape, target, target_sizes, "target")
+    senders = _holders(_regions(shape, source, source_sizes, "source"))
+    wanted = _regions(shape, target, target_sizes, "target")
+    source_shape = local_shape(shape, source, source_sizes)
+    target_shape = local_shape(shape, target, target_sizes)
+    if not math.prod(shape):
+        return TransferPlan((), (), source_shape, target_shape)
+
+    arriving: dict[int, Box | None] = dict.fromkeys(range(len(wanted)), tuple((0, size) for size in target_shape))
+    gathers: list[Gather] = []
+    if each_element_once:
+        gathers = [_gather(ranks, target_shape) for _, ranks in _holders(wanted) if len(ranks) > 1]
+        for gather in gathers:
+            arriving.update(zip(gather.ranks, gather.boxes, strict=True))
+
+    pieces: list[Piece] = []
+    sent = [0] * math.prod(source_sizes.values())
+    for rank, box in arriving.items():
+        if box is None:
+            continue
+        found: list[Piece] = []
+        for region, ranks in senders:
+            common = _common(region, wanted[rank], box)
+            if not common:
+                continue
+            sender = min(ranks, key=lambda rank: (sent[rank], rank))
+            for source_box, target_box in common:
+                found.append(Piece(sender, rank, source_box, target_box))
+                sent[sender] += math.prod(stop - start for start, stop in source_box)
+        pieces += sorted(found, key=lambda piece: (piece.source, piece.target_box))
+    return TransferPlan(tuple(pieces), tuple(gathers), source_shape, target_shape)
+
+
+def _cutting(shape: tuple[int, ...], placements: Placements, sizes: dict[str, int], side: str) -> Placements:
+    """The placements that cut the tensor, in the order of the axes."""
+    result: Placements = {}
+    for axis, size in sizes.items():
+        placement = placements.get(axis)
+        if size == 1 or placement is None:
+            continue
+        if isinstance(placement, Partial):
+            raise PlanError(
+                f"a tensor that is {placement} on axis {axis!r} cannot cross to another stage",
+                where=f"{side} placement",
+                remedy="reduce it first: place it as Shard or Replicate",
+            )
+        if isinstance(placement, Shard):
+            if not 0 <= placement.dim < len(shape):
+                raise PlanError(
+                    f"{placement} on axis {axis!r} names a dim that a tensor of shape {shape} does not have",
+                    where=f"{side} placement",
+                    remedy=f"shard one of its {len(shape)} dims, counted from 0",
+                )
+            result[axis] = placement
+    return result
+
+
+def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, int], side: str) -> list[_Region]:
+    """What each rank holds, by rank."""
+    result = []
+    for coordinates in itertools.product(*(range(size) for size in sizes.values())):
+        at = dict(zip(sizes, coordinates, strict=True))
+        region: list[_Runs] = []
+        for dim, size in enumerate(shape):
+            runs, done = [(0, size)], list[tuple[Shard, int]]()
+            for axis, placement in placements.items():
+                if not isinstance(placement, Shard) or placement.dim != dim:
+                    continue
+                local, blocks = sum(stop - start for start, stop in runs), placement.outer
+                even = True
+                for other, parts in done:
+                    # An outer axis that cuts around the blocks has left this rank with fewer of them.
+                    if other.outer < placement.outer:
+                        even = even and blocks % parts == 0
+                        blocks //= parts
+                if not even or local % (blocks * sizes[axis]):
+                    raise PlanError(
+                        f"{placement} does not cut dim {dim} of shape {shape} evenly in {sizes[axis]} on axis {axis!r}",
+                        where=f"{side} placement",
+                        remedy="choose sizes that divide the dim and its blocks",
+                    )
+                runs = _cut(runs, local // blocks, local // blocks // sizes[axis], at[axis])
+                done.append((placement, sizes[axis]))
+            region.append(runs)
+        result.append(tuple(region))
+    return result
+
+
+def _holders(regions: list[_Region]) -> list[tuple[_Region, list[int]]]:
+    """The different parts, each with the ranks that hold it, by their first rank."""
+    found: dict[tuple[tuple[tuple[int, int], ...], ...], list[int]] = {}
+    for rank, region in enumerate(regions):
+        found.setdefault(tuple(tuple(runs) for runs in region), []).append(rank)
+    return [(regions[ranks[0]], ranks) for ranks in found.values()]
+
+
+def _gather(ranks: list[int], shape: tuple[int, ...]) -> Gather:
+    """A part of this shape in chunks, one to each of these ranks: of the first dim that they divide."""
+    whole = tuple((0, size) for size in shape)
+    for dim, size in enumerate(shape):
+        if size % len(ranks) == 0:
+            step = size // len(ranks)
+            chunks = [(index * step, (index + 1) * step) for index in range(len(ranks))]
+            boxes = tuple((*whole[:dim], chunk, *whole[dim + 1 :]) for chunk in chunks)
+            return Gather(tuple(ranks), boxes, dim, math.prod(shape[:dim]) == 1)
+    return Gather(tuple(ranks), (whole, *(None for _ in ranks[1:])))
+
+
+def _cut(runs: _Runs, block: int, part: int, index: int) -> _Runs:
+    """Of every ``block`` local positions, the part number ``index``."""
+    result: _Runs = []
+    at = 0
+    for first, last in runs:
+        stop = at + last - first
+        for begin in range(at // block * block + index * part, stop, block) if part else ():
+            low, high = max(begin, at), min(begin + part, stop)
+            if low < high:
+                result.append((first + low - at, first + high - at))
+        at = stop
+    return result
+
+
+def _common(source: _Region, target: _Region, box: Box) -> list[tuple[Box, Box]]:
+    """What a source part and this box of a target part have in common, as few pairs of boxes, in row-major order."""
+    dims = [_overlaps(*dim) for dim in zip(source, target, box, strict=True)]
+    return [
+        (
+            tuple((mine, mine + length) for mine, _, length in combination),
+            tuple((theirs, theirs + length) for _, theirs, length in combination),
+        )
+        for combination in itertools.product(*dims)
+    ]
+
+
+def _overlaps(source: _Runs, target: _Runs, window: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """(source position, target position, length) of what both hold of a dim, in this window of target positions."""
+    result: list[tuple[int, int, int]] = []
+    mine = theirs = here = there = 0  # the runs' numbers, and the local positions where they start
+    while mine < len(source) and theirs < len(target):
+        (first, last), (begin, end) = source[mine], target[theirs]
+        low = max(first, begin, begin + window[0] - there)
+        high = min(last, end, begin + window[1] - there)
+        if low < high:
+            position, place, length = here + low - first, there + low - begin, high - low
+            if result and result[-1][0] + result[-1][2] == position and result[-1][1] + result[-1][2] == place:
+                position, place, length = result[-1][0], result[-1][1], result[-1][2] + length
+                result.pop()
+            result.append((position, place, length))
+        if last <= end:
+            here, mine = here + last - first, mine + 1
+        if end <= last:
+            there, theirs = there + end - begin, theirs + 1
+    return result
