@@ -3,6 +3,7 @@
 import fnmatch
 from collections import defaultdict
 from collections.abc import Iterable
+from math import prod
 
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
@@ -11,6 +12,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Layout, Note, Plan, Stage, Strategy, starred
 from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials
+from meshwright.planner.notes import module_notes
 
 MIN_VOCABULARY = 1024
 """Without a cluster, a vocabulary below this is replicated."""
@@ -50,6 +52,7 @@ class _Planner:
         self.strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
         self.notes: dict[str, dict[str, str]] = defaultdict(dict)
         self.axis_notes: list[Note] = []
+        self.missed: set[str] = set()
 
     def plan(self) -> Plan:
         if "dp" in self.sizes:
@@ -79,7 +82,7 @@ class _Planner:
             layout=self.layout,
             buckets=gradient_buckets(self.graph, placements, storage, self.sizes, algorithms),
             algorithms=algorithms,
-            notes=self._explained(),
+            notes=self.base.notes if self.base is not None else self._explained(),
         )
 
     def _algorithms(self) -> dict[str, str]:
@@ -130,9 +133,12 @@ class _Planner:
             if chosen is not None:
                 self.strategies[operator.name][axis] = chosen
             elif letters and operator.rule is not None:
-                missed[operator.name] = f"the batch factor of {operator.rule.pattern!r} cannot be split"
+                taken = any(letter in self.strategies[operator.name].values() for letter in letters)
+                why = "is split over another axis, and does not divide over both" if taken else "cannot be split"
+                missed[operator.name] = f"the batch factor of {operator.rule.pattern!r} {why}"
             elif operator.rule is None and self._touches_batch(operator):
                 missed[operator.name] = operator.reason
+        self.missed |= missed.keys()
         for name, reason in missed.items():
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
 
@@ -148,10 +154,11 @@ class _Planner:
         )
 
     def _fits(self, operator: Operator, letter: str, axis: str) -> bool:
-        rule = operator.rule
-        if rule is None or not rule.splittable(letter) or letter in self.strategies[operator.name].values():
+        rule, strategy = operator.rule, self.strategies[operator.name]
+        if rule is None or not rule.splittable(letter):
             return False
-        return rule.sizes[letter] % self.sizes[axis] == 0
+        others = prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
+        return rule.sizes[letter] % (others * self.sizes[axis]) == 0
 
     # --- tensor parallel -----------------------------------------------------------------------------------------
 
@@ -380,26 +387,5 @@ class _Planner:
                 )
 
     def _explained(self) -> tuple[Note, ...]:
-        """One line a module with weights (repeated ones once, if all agree), then what could not be split."""
-        if self.base is not None:
-            return self.base.notes
-        owners: dict[str, None] = {}
-        parameters = set(self.graph.parameters)
-        for operator in self.graph.operators:
-            if not operator.backward and (parameters & set(operator.inputs) or operator.module in self.notes):
-                owners.setdefault(operator.module)
-        lines: dict[str, tuple[str, str]] = {}
-        groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
-        for module in owners:
-            splits, reasons = [], []
-            if "dp" in self.sizes and "dp" not in self.notes.get(module, {}):
-                splits.append("batch@dp")
-            for text in self.notes.get(module, {}).values():
-                split, reason = text.split("\0")
-                splits.append(split)
-                reasons.append(reason)
-            lines[module] = " ".join(splits) or "whole", "; ".join(reasons)
-            groups[starred(module)].add(lines[module])
-        named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
-        named += [(note.module, note.split, note.reason) for note in self.axis_notes]
-        return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
+        data = "dp" in self.sizes
+        return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes))
