@@ -114,7 +114,9 @@ class Trainer:
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; parameters are left as they were before the step.
-            DataError: the batch does not have the structure that was captured, or does not divide over dp.
+            DataError: the batch does not have the structure or the dtypes that were captured.
+            LayoutError: it does not divide over dp.
+            RankError: ranks were given batches of different shapes, or other values where they share a batch.
             OptimizerError: the trainer was made without an optimizer.
         """
         optimizer = self.optimizer
