@@ -213,7 +213,8 @@ class Trainer:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _key(self, leaves: Leaves, local: bool, training: bool) -> Hashable:
-        """What a captured step depends on: what is trained, the modules' modes, and the batch but for its values.
+        """What a captured step depends on: what is trained, modules in a mode of their own, and the batch but for its
+        values.
 
         Of tensors that are cut over the ranks (``local``), the global shape counts.
         """
@@ -224,9 +225,9 @@ class Trainer:
             for value in leaves.tensors.values()
         )  # fmt: skip
         others = tuple(repr(leaf) for leaf in leaves.others.values())
-        # where the whole model is in the other mode, it is put into this one as a whole
-        alike = self._model.training == training
-        modes = tuple(part.training for part in self._model.modules()) if alike else ()
+        modes: tuple[int, ...] = ()
+        if self._model.training == training:  # else it is put into this mode as a whole
+            modes = tuple(k for k, part in enumerate(self._model.modules()) if part.training != training)
         return (self._trained() if training else None, modes, leaves.spec, shapes, others)
 
     def _prepare(self, batch: Any, local: bool, training: bool) -> tuple[Lowered, list[Any]]:
