@@ -110,7 +110,7 @@ def parallelize(
     its environment, torch.distributed is started here.
 
     Raises:
-        CaptureError, LayoutError, PlanError, FileFormatError, OptimizerError, RankError.
+        CaptureError, DataError, LayoutError, PlanError, FileFormatError, OptimizerError, LaunchError, RankError.
     """
     _check_plan(plan)
     check_factory(optimizer, max_grad_norm)
@@ -159,24 +159,43 @@ def verify(
         LayoutError, PlanError, FileFormatError, OptimizerError, RankError: as ``parallelize``.
     """
     progress = progress or Silent()
+    _check_plan(plan)
     factory = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     doubled = batch_in_float64(batch)
     progress.begin("capturing and planning")
+    mine = in_float64(model, seed)
+    if not isinstance(plan, Layout) and plan != "auto":
+        launch.start("cpu")
+        pairs = (model, batch), (mine, doubled)
+        plan = _in_float64(plan, *(capture(one, loss_fn, data, rules=rules) for one, data in pairs))
     trainer = parallelize(
-        in_float64(model, seed), loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed,
-        device="cpu", rules=rules,
+        mine, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device="cpu",
+        rules=rules,
     )  # fmt: skip
     progress.begin("parallel steps", steps)
-    mine = parallel_steps(trainer, doubled, steps, progress)
+    found = parallel_steps(trainer, doubled, steps, progress)
 
     def against_eager() -> tuple[Comparison, ...]:
         progress.begin("one process", steps)
         twin = in_float64(model, seed)
-        return compare(mine, eager_steps(twin, loss_fn, doubled, steps, factory, max_grad_norm, progress))
+        return compare(found, eager_steps(twin, loss_fn, doubled, steps, factory, max_grad_norm, progress))
 
     rows = from_rank_0(against_eager)
     progress.end()
     return rows
+
+
+def _in_float64(plan: Any, graph: Graph, doubled: Graph) -> Plan:
+    """A plan of ``graph`` for the same model in float64, where casts inside the model may come or go."""
+
+    def adapted() -> bytes:
+        loaded, where = _loaded(plan)
+        if loaded.graph_fingerprint != doubled.fingerprint:
+            loaded.check(graph, where)
+            loaded = adapt_plan(loaded, doubled)
+        return files.encode_json(loaded)
+
+    return files.decode(from_rank_0(adapted), Plan, where="plan of rank 0")
 
 
 def plan_run(run: Run, ranks: int = 0) -> Plan:
@@ -194,7 +213,7 @@ def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ..
     progress.begin("reading the data")
     launch.start("cpu")
     return verify(
-        build.model(run, torch.float64),
+        build.model(run),
         build.loss_function(run),
         next(iter(build.Source(run).training())),
         run.layout.plan or run.layout.chosen(),
@@ -342,8 +361,7 @@ def _choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | N
     if isinstance(plan, Layout) or plan == "auto":
         layout = plan if isinstance(plan, Layout) else Layout(dp=-1)
         return plan_layout(graph, layout, world_size=world_size, cluster=_known(cluster, device))
-    where = "plan" if isinstance(plan, Plan) else str(plan)
-    chosen = plan if isinstance(plan, Plan) else files.load(Path(plan), Plan)
+    chosen, where = _loaded(plan)
     chosen.check(graph, where)
     if chosen.mesh.world_size != world_size:
         raise LayoutError(
@@ -354,6 +372,11 @@ def _choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | N
     if chosen.batch_size != graph.batch_size:
         chosen = adapt_plan(chosen, graph)
     return chosen
+
+
+def _loaded(plan: Any) -> tuple[Plan, str]:
+    """A plan or a plan file's, and what to call it in errors."""
+    return (plan, "plan") if isinstance(plan, Plan) else (files.load(Path(plan), Plan), str(plan))
 
 
 def _check_plan(plan: Any) -> None:

@@ -47,8 +47,8 @@ _LOSSES: dict[str, LossFunction] = {
 # --- model, loss, optimizer ------------------------------------------------------------------------------------------
 
 
-def model(run: Run, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model of ``[model]``, with initial values that the seed decides; ``dtype`` in place of the run's.
+def model(run: Run) -> nn.Module:
+    """The model of ``[model]``, with initial values that the seed decides.
 
     Raises:
         FileFormatError: its sizes do not fit, or the factory cannot be imported or called.
@@ -69,7 +69,7 @@ def model(run: Run, dtype: torch.dtype | None = None) -> nn.Module:
                 made = _OURS[type(section).__name__](**arguments)
         except ValueError as error:
             raise FileFormatError(str(error), where="model", remedy="correct the sizes in [model]") from None
-    return made.to(dtype or getattr(torch, run.train.dtype))
+    return made.to(getattr(torch, run.train.dtype))
 
 
 def loss_function(run: Run) -> LossFunction:

@@ -39,7 +39,7 @@ class RuleError(MeshwrightError):
 
 
 class LayoutError(MeshwrightError):
-    """A layout that does not fit the model, the batch or the number of ranks."""
+    """A layout that does not fit the model, the number of ranks, or the size of a batch."""
 
 
 class PlanError(MeshwrightError):
@@ -55,7 +55,7 @@ class ScheduleError(MeshwrightError):
 
 
 class DataError(MeshwrightError):
-    """A data set that is missing, empty, too short, or a batch that does not fit the plan."""
+    """A data set that is missing, empty or too short, or a batch that is not like the captured one."""
 
 
 class CheckpointError(MeshwrightError):

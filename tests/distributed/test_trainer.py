@@ -670,6 +670,21 @@ def test_one_weird_trick(ranks: Ranks) -> None:
         assert "convolutions.*  batch@tp" in explained
 
 
+def test_pin_to_the_batch_beside_data_parallel(ranks: Ranks) -> None:
+    """Both axes split the batch of the convolutions; where it does not divide over both, the plan says so."""
+    layout = mw.Layout(dp=2, tp=2, pin={"convolutions*": "batch@tp"})
+    for errors, split, explained in ranks(4, train_by, "LeNet", layout):
+        assert max(errors) <= TOLERANCE, errors
+        assert "dense.0.weight" in split
+        assert "convolutions.* batch@dp batch@tp pinned" in " ".join(explained.split())
+        assert "replicated on" not in explained
+    mine, _ = fresh(lambda: oracle.lenet(True))
+    graph = mw.capture(mine.model, mine.loss_fn, cut(mine.batches[0], 6))
+    explained = mw.plan(graph, devices=4, layout=layout).explain()
+    assert "batch@dp batch@tp" not in explained
+    assert "is split over another axis, and does not divide over both" in explained
+
+
 def test_everything_pinned_to_the_batch(ranks: Ranks) -> None:
     """Data parallel said in another way: batch norm counts the global batch here too."""
     for errors, split, _ in ranks(2, train_by, "ResNet", mw.Layout(tp=2, pin={"*": "batch@tp"})):

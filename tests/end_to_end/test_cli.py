@@ -151,6 +151,39 @@ def test_verify_compares_two_ranks_with_one(ranks: Ranks) -> None:
         assert all(row.ok and row.difference <= row.allowed for row in first)
 
 
+class Casting(torch.nn.Module):
+    """Normalises in float32, as many models do: in float64 that is two more operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = inputs.float()
+        scale = hidden.square().mean(-1, keepdim=True).rsqrt().to(inputs.dtype)
+        scores: torch.Tensor = self.down(self.up(inputs * scale).relu())
+        return scores
+
+
+CASTING = {"inputs": torch.arange(32.0).sin().view(4, 8), "label": torch.tensor([0, 1, 2, 3])}
+
+
+def verified_by_plan(path: str) -> tuple[Comparison, ...]:
+    torch.manual_seed(0)
+    return mw.verify(Casting(), classification_loss, CASTING, path)
+
+
+def test_verify_takes_a_plan_of_the_model_s_own_dtype(ranks: Ranks, tmp_path: Path) -> None:
+    graph = mw.capture(Casting(), classification_loss, CASTING)
+    doubled = {**CASTING, "inputs": CASTING["inputs"].double()}
+    assert graph.fingerprint != mw.capture(Casting().double(), classification_loss, doubled).fingerprint
+    path = tmp_path / "plan.json"
+    files.save(mw.plan(graph, devices=2, layout=Layout(tp=2)), path)
+    for rows in ranks(2, verified_by_plan, str(path)):
+        assert len(rows) == 4
+        assert all(row.ok for row in rows)
+
+
 def test_a_difference_is_named_and_fails() -> None:
     def record(weight: float) -> Record:
         loss = [torch.tensor(2.0), torch.tensor(1.5)]

@@ -78,3 +78,15 @@ def test_module_hooks_are_part_of_the_step() -> None:
     assert "aten.sin.default" in {
         operator.target for operator in capture(model, loss_of, torch.zeros(2, 4)).graph.operators
     }
+
+
+def test_numbers_that_others_draw_meanwhile_are_none_of_the_step() -> None:
+    """A thread that loads data draws as it pleases, and not as often in one trace as in the other."""
+    drawn = iter(range(1, 9))
+
+    def meanwhile() -> float:
+        for _ in range(next(drawn)):
+            random.random()
+        return 1.0
+
+    assert capture(Scaled(meanwhile), loss_of, torch.zeros(2, 4)).graph.operators

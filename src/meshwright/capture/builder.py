@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import Tensor, fx, nn
 
+from meshwright.capture import refusals
 from meshwright.capture.batch import take_apart
 from meshwright.capture.factors import Atom, BoundRule, bind, dim_atoms, leaves, rendered, unify
 from meshwright.capture.functionalize import is_getitem
@@ -74,6 +75,7 @@ def capture(
 
     traced = at(size)
     pair = {2: at(2), 4: at(4)} if size == 1 else {size: traced, 2 * size: at(2 * size)}
+    refusals.other_random_numbers([one.drawn for one in (traced, *pair.values())])
     return _Builder(model, traced, pair, size, rules or {}).build(training)
 
 

@@ -1,8 +1,7 @@
 """What a captured step would do otherwise than plain PyTorch, without a word: refused by name."""
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,18 +62,37 @@ def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[T
     return [value.detach() for value in found]
 
 
-@contextmanager
-def no_other_random_numbers() -> Iterator[None]:
-    """Numbers drawn by Python or numpy while a step is traced would be the same ones in every step."""
-    states = random.getstate(), np.random.get_state()
-    yield
-    mine, theirs = states[1], np.random.get_state()
-    drawn = "Python's random" if random.getstate() != states[0] else ""
-    if any(not np.array_equal(one, other) for one, other in zip(mine, theirs, strict=True)):
-        drawn = "numpy.random"
-    if drawn:
-        raise CaptureError(
-            f"the step draws from {drawn}, and would have the same numbers for ever",
-            where="model or loss_fn",
-            remedy="draw with torch.rand, randn, randint or bernoulli, or put the numbers into the batch as tensors",
-        )
+class Draws:
+    """Numbers drawn from the generators of Python and numpy since this was made."""
+
+    def __init__(self) -> None:
+        self._before = _words()
+
+    def counted(self) -> dict[str, int]:
+        """By generator, how far it has moved (its place in a table of 624 numbers); only those that have."""
+        after = _words()
+        moved = {name: (after[name][1] - place) % 624 for name, (words, place) in self._before.items()}
+        return {name: count for name, count in moved.items() if after[name] != self._before[name]}
+
+
+def _words() -> dict[str, tuple[tuple[int, ...], int]]:
+    _, (*words, place), _ = random.getstate()
+    theirs = np.random.get_state(legacy=False)["state"]
+    found = {"Python's random": (tuple(words), place)}
+    if "key" in theirs:
+        found["numpy.random"] = (tuple(theirs["key"].tolist()), int(theirs["pos"]))
+    return found
+
+
+def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
+    """Numbers that Python or numpy draw while a step is traced would be the same ones in every step.
+
+    Every trace of a step draws as often as the other; a thread that loads data meanwhile does not.
+    """
+    for name in traces[0]:
+        if len({trace.get(name) for trace in traces}) == 1:
+            raise CaptureError(
+                f"the step draws from {name}, and would have the same numbers for ever",
+                where="model or loss_fn",
+                remedy="draw with torch.rand, randn, randint or bernoulli, or put the numbers into the batch",
+            )

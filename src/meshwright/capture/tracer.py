@@ -42,6 +42,7 @@ class Traced:
     tied: dict[str, str]
     mode: FakeTensorMode
     constants: dict[str, Tensor] = field(default_factory=dict)
+    drawn: dict[str, int] = field(default_factory=dict)
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -126,6 +127,7 @@ def trace(
         updates = refusals.updated(dict(zip(buffers, states, strict=True)), after)
         return loss.detach(), [value.detach() for value in extra.values()], list(gradients), updates
 
+    draws = refusals.Draws()
     modes = [(part, part.training) for part in model.modules()]
     arguments = (
         [fake(value) for value in parameters.values()],
@@ -136,7 +138,6 @@ def trace(
         if model.training != training:  # modules that the user has set apart from the model stay as they are
             model.train(training)
         with ExitStack() as stack:
-            stack.enter_context(refusals.no_other_random_numbers())
             stack.enter_context(mode)
             stack.enter_context(nothing_recomputed())
             stack.enter_context(fx_traceback.preserve_node_meta())
@@ -173,6 +174,7 @@ def trace(
         tied=tied_names(model),
         mode=mode,
         constants=constants,
+        drawn=draws.counted(),
     )
 
 

@@ -117,8 +117,9 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def fingerprint(graph: Graph) -> str:
-    """A digest of the model and its step, the same for every batch size and dtype: parameters, operators, patterns,
-    and the sizes of all factors that are not batch."""
+    """A digest of the model and its step, the same for every batch size from 2 on: parameters, operators, patterns, and
+    the sizes of all factors that are not batch. Dtypes are not in it, but casts are, as operators: a model that casts
+    (to float32 before its loss) has another one in that dtype."""
     digest = hashlib.sha256()
     for name in (*graph.parameters, *graph.buffers):
         tensor = graph.tensors[name]

@@ -342,8 +342,3 @@ class Lowering:
                 reduced[parameter] = self.emit(aten.view.default, part, list(shape))
                 offset += count
         return reduced
-
-
-def started(graph: fx.Graph) -> list[fx.Node]:
-    """The collectives that a lowered graph starts, in order."""
-    return [node for node in graph.nodes if node.op == "call_function" and node.target in collectives.STARTS]

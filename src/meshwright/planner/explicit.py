@@ -18,6 +18,7 @@ from meshwright.planner.cut import choose_cut, follow_cut
 from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials, recomputed
 from meshwright.planner.factors import Factors
 from meshwright.planner.microbatch import check_microbatches
+from meshwright.planner.notes import module_notes
 from meshwright.planner.tensor_rule import TensorRule
 from meshwright.schedules.pipeline import build
 
@@ -99,6 +100,7 @@ class _Planner:
         self.factors = Factors(graph, self.sizes, self.strategies)
         self.notes: dict[str, dict[str, str]] = defaultdict(dict)
         self.axis_notes: list[Note] = []
+        self.missed: set[str] = set()
 
     def plan(self) -> Plan:
         self._check_batch()
@@ -140,7 +142,7 @@ class _Planner:
             chunks=self.layout.chunks,
             buckets=gradient_buckets(self.graph, divided, placements, storage, self.sizes, algorithms),
             algorithms=algorithms,
-            notes=self._explained(),
+            notes=self.base.notes if self.base is not None else self._explained(),
         )
 
     def _storage(self) -> dict[str, dict[str, Placement]]:
@@ -223,10 +225,15 @@ class _Planner:
             if chosen is not None:
                 self.strategies[operator.name][axis] = chosen
             elif letters and operator.rule is not None:
-                missed[operator.name] = f"the batch factor of {operator.rule.pattern!r} cannot be split"
+                taken = any(letter in self.strategies[operator.name].values() for letter in letters)
+                why = "is split over another axis, and does not divide over both" if taken else "cannot be split"
+                missed[operator.name] = f"the batch factor of {operator.rule.pattern!r} {why}"
             elif operator.rule is None and self.factors.touches_batch(operator):
                 missed[operator.name] = operator.reason
-        for name, reason in missed.items() if axis != TIME else ():  # there, what communicates is refused
+        if axis == TIME:  # there, what communicates is refused
+            return
+        self.missed |= missed.keys()
+        for name, reason in missed.items():
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
 
     # --- evaluation and other shapes -----------------------------------------------------------------------------
@@ -303,26 +310,5 @@ class _Planner:
                 )
 
     def _explained(self) -> tuple[Note, ...]:
-        """One line a module with weights (repeated ones once, if all agree), then what could not be split."""
-        if self.base is not None:
-            return self.base.notes
-        owners: dict[str, None] = {}
-        parameters = set(self.graph.parameters)
-        for operator in self.graph.operators:
-            if not operator.backward and (parameters & set(operator.inputs) or operator.module in self.notes):
-                owners.setdefault(operator.module)
-        lines: dict[str, tuple[str, str]] = {}
-        groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
-        for module in owners:
-            splits, reasons = [], []
-            if "dp" in self.sizes and "dp" not in self.notes.get(module, {}):
-                splits.append("batch@dp")
-            for text in self.notes.get(module, {}).values():
-                split, reason = text.split("\0")
-                splits.append(split)
-                reasons.append(reason)
-            lines[module] = " ".join(splits) or "whole", "; ".join(reasons)
-            groups[starred(module)].add(lines[module])
-        named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
-        named += [(note.module, note.split, note.reason) for note in self.axis_notes]
-        return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
+        data = "dp" in self.sizes
+        return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes))

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.layout import TIME
 from meshwright.ir.plan import Strategy
 
 
@@ -28,10 +27,8 @@ class Factors:
 
     def fits(self, operator: Operator, letter: str, axis: str) -> bool:
         """Whether the operator can split its factor ``letter`` over ``axis`` too."""
-        rule = operator.rule
+        rule, strategy = operator.rule, self.strategies[operator.name]
         if rule is None or not rule.splittable(letter):
             return False
-        taken = [other for other, choice in self.strategies[operator.name].items() if choice == letter]
-        if taken and axis != TIME:
-            return False
-        return rule.sizes[letter] % math.prod(self.sizes[one] for one in (axis, *taken)) == 0
+        others = math.prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
+        return rule.sizes[letter] % (others * self.sizes[axis]) == 0

@@ -45,10 +45,7 @@ def compare_over_ranks(leaves: Leaves, part: int) -> None:
     Raises:
         RankError: on every rank; names the first one that differs.
     """
-    described = ", ".join(
-        f"{name} {list(value.shape)} {kind_of(value)}" if isinstance(value, Tensor) else f"{name} {value!r}"
-        for name, value in zip(leaves.names, leaves.values, strict=True)
-    )
+    described = ", ".join(f"{name} {_in_words(value)}" for name, value in zip(leaves.names, leaves.values, strict=True))
     every = from_every_rank((part, described, _checksum(list(leaves.tensors.values()))))
     first: dict[int, tuple[int, int]] = {}
     for rank, (index, found, checksum) in enumerate(every):
@@ -65,6 +62,13 @@ def compare_over_ranks(leaves: Leaves, part: int) -> None:
                 where=f"batch of rank {rank}",
                 remedy="pass the global batch on every rank; with local=True, the part that trainer.data_shard says",
             )
+
+
+def _in_words(value: object) -> str:
+    """The same text for equal leaves of any process: of objects, only their class."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {kind_of(value)}"
+    return repr(value) if isinstance(value, bool | int | float | complex | str | None) else kind_of(value)
 
 
 def _checksum(tensors: list[Tensor]) -> int:

@@ -70,11 +70,6 @@ def launched_rank() -> int:
     return _number("RANK", "0")
 
 
-def launched_ranks() -> int:
-    """How many ranks the launcher has started, 1 without one."""
-    return _number("WORLD_SIZE", "1")
-
-
 def num_cores() -> int:
     """Cores that this process may use: by affinity, and by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -119,7 +119,9 @@ class Trainer:
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; parameters are left as they were before the step.
-            DataError: the batch does not have the structure that was captured, or does not divide over dp.
+            DataError: the batch does not have the structure or the dtypes that were captured.
+            LayoutError: it does not divide over dp.
+            RankError: ranks were given batches of different shapes, or other values where they share a batch.
             OptimizerError: the trainer was made without an optimizer.
         """
         optimizer = self.optimizer
@@ -228,7 +230,8 @@ class Trainer:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _key(self, leaves: Leaves, local: bool, training: bool) -> Hashable:
-        """What a captured step depends on: what is trained, the modules' modes, and the batch but for its values.
+        """What a captured step depends on: what is trained, modules in a mode of their own, and the batch but for its
+        values.
 
         Of tensors that are cut over the ranks (``local``), the global shape counts.
         """
@@ -239,9 +242,9 @@ class Trainer:
             for value in leaves.tensors.values()
         )  # fmt: skip
         others = tuple(repr(leaf) for leaf in leaves.others.values())
-        # where the whole model is in the other mode, it is put into this one as a whole
-        alike = self._model.training == training
-        modes = tuple(part.training for part in self._model.modules()) if alike else ()
+        modes: tuple[int, ...] = ()
+        if self._model.training == training:  # else it is put into this mode as a whole
+            modes = tuple(k for k, part in enumerate(self._model.modules()) if part.training != training)
         return (self._trained() if training else None, modes, leaves.spec, shapes, others)
 
     def _run(self, batch: Any, local: bool, training: bool) -> StepResult:
