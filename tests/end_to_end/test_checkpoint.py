@@ -371,6 +371,10 @@ def test_later_steps_of_an_abandoned_run_are_told(tmp_path: Path, caplog: pytest
         trainer.save_in(tmp_path, keep=1)
     assert told(caplog) == [f"{tmp_path} holds later steps than the one just saved; load_latest takes step-00000001"]
     assert early.is_dir()
+    (tmp_path / "step-00000001" / "manifest.json").unlink()  # it never was one, and will be replaced
+    caplog.clear()
+    trainer.save_in(tmp_path, keep=1)
+    assert told(caplog) == []
 
 
 def test_at_least_one_is_kept(tmp_path: Path) -> None:

@@ -212,16 +212,17 @@ def step_name(step: int) -> str:
 
 
 def prune(directory: Path, newest: str, keep: int) -> list[str]:
-    """Remove all but ``newest`` and the ``keep`` - 1 latest whole checkpoints before it; returns what is later."""
+    """Remove all but ``newest`` and the ``keep`` - 1 latest whole checkpoints before it; returns whole later ones."""
     names = steps_in(directory)
     place = names.index(newest)
-    before = names[place + 1 :]
-    whole = [name for name in before if (directory / name / MANIFEST).is_file()]
+    later, before = names[:place], names[place + 1 :]
+    whole = [name for name in names if (directory / name / MANIFEST).is_file()]
+    kept = [name for name in before if name in whole][: keep - 1]
     for name in before:
-        if name not in whole[: keep - 1]:
+        if name not in kept:
             (directory / name / MANIFEST).unlink(missing_ok=True)  # first, so that a half removed one is seen as such
             shutil.rmtree(directory / name, ignore_errors=True)
-    return names[:place]
+    return [name for name in later if name in whole]
 
 
 def _absent(path: Path, error: OSError) -> CheckpointError:
