@@ -68,7 +68,7 @@ def machine() -> dict[str, str | int]:
         "cores": num_cores(),
         "system": platform.system(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 
