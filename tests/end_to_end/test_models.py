@@ -15,10 +15,12 @@ from meshwright.models import (
     GPTConfig,
     LeNet,
     ResNet,
+    UNet,
     classification_loss,
     demo_gpt,
     gpt_s,
     language_model_loss,
+    segmentation_loss,
 )
 
 TINY = GPTConfig(layers=2, width=32, heads=4, vocabulary=11, sequence_length=9)
@@ -216,6 +218,42 @@ def test_resnet_depth_that_cannot_be_is_refused() -> None:
         ResNet(10)
 
 
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_unet_keeps_the_size_and_learns_which_pixels_are_bright(norm: str) -> None:
+    model = UNet(depth=2, width=4, image_channels=1, classes=2, norm=norm)
+    image = torch.randn(4, 1, 8, 12)
+    assert model(image).shape == (4, 2, 8, 12)
+    batch = {"image": image, "label": (image[:, 0] > 0).long()}
+    losses = losses_while_training(model, segmentation_loss, batch, 30)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_unet_has_the_sizes_of_its_levels() -> None:
+    model = UNet(depth=2, width=4, image_channels=1, classes=3)
+    levels = [(1, 4), (4, 8), (8, 16), (16, 8), (8, 4)]
+    convolutions = sum(9 * (inputs + outputs) * outputs + 4 * outputs for inputs, outputs in levels)
+    enlarged = sum(4 * inputs * outputs + outputs for inputs, outputs in [(16, 8), (8, 4)])
+    assert parameters(model) == convolutions + enlarged + 4 * 3 + 3
+
+
+def test_unet_joins_levels_of_one_size() -> None:
+    """What the encoder's first level sees is in the decoder's last, although the levels below see nothing of it."""
+    model = UNet(depth=1, width=2, image_channels=1, classes=2)
+    for parameter in model.down[1].parameters():
+        nn.init.zeros_(parameter)
+    first, second = model(torch.randn(2, 1, 4, 4)).unbind()
+    assert not torch.allclose(first, second)
+
+
+def test_unet_sizes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="norm is 'layer'; it can be 'group' or 'batch'"):
+        UNet(norm="layer")
+    with pytest.raises(ValueError, match="width even, not 2 and 3"):
+        UNet(width=3)
+    with pytest.raises(ValueError, match="images of 8 by 10 pixels cannot be halved 2 times"):
+        UNet(depth=2)(torch.zeros(1, 3, 8, 10))
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -268,3 +306,13 @@ def test_classification_loss_counts_the_correct_samples() -> None:
         loss, metrics = classification_loss(nn.Identity(), {name: logits, "label": torch.tensor([0, 1, 1])})
         assert metrics["correct"].item() == 2
         torch.testing.assert_close(loss, F.cross_entropy(logits, torch.tensor([0, 1, 1])))
+
+
+def test_segmentation_loss_is_the_mean_over_pixels_that_count() -> None:
+    logits, label = torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))
+    label[0, :, 1:] = -100
+    loss, metrics = segmentation_loss(nn.Identity(), {"image": logits, "label": label})
+    image, row, column = torch.where(label != -100)
+    logs = F.log_softmax(logits, dim=1)
+    torch.testing.assert_close(loss, -logs[image, label[image, row, column], row, column].mean())
+    assert metrics["correct"].item() == int((logits.argmax(1) == label).sum())

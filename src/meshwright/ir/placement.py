@@ -2,6 +2,7 @@
 
 import msgspec
 
+from meshwright.ir.layout import TIME
 from meshwright.ir.rule import Dim, Rule
 
 LINEAR = "^"
@@ -84,6 +85,9 @@ def output_placements(rule: Rule, strategy: dict[str, str], output: int) -> Plac
                 result[axis] = shard
             elif choice not in rule.decompositions:
                 result[axis] = Partial(rule.reduction)
+            elif axis == TIME and rule.decompositions[choice][0].startswith("sum"):
+                # Micro-batches exchange nothing: what the decomposition would sum over them stays a term of the sum.
+                result[axis] = Partial("sum")
     return result
 
 

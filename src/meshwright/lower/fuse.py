@@ -40,7 +40,7 @@ _ALIASES = VIEWS | {aten.contiguous.default, aten.reshape.default, collectives.A
 
 def fuse(graph: fx.Graph) -> None:
     """mm + add of a bias -> addmm, where both run on the same rank without a collective between them; t(t(x)) -> x;
-    reshape(reshape(x)) -> reshape(x)."""
+    reshape(reshape(x)) -> reshape(x). What is known by its name (``meta["returned"]``) keeps its node."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -48,7 +48,7 @@ def fuse(graph: fx.Graph) -> None:
             _fuse_addmm(graph, node)
         elif node.target is aten.t.default:
             source = node.args[0]
-            if isinstance(source, fx.Node) and source.target is aten.t.default:
+            if isinstance(source, fx.Node) and source.target is aten.t.default and not node.meta.get("returned"):
                 node.replace_all_uses_with(source.args[0])
         elif node.target is aten.reshape.default:
             source = node.args[0]
@@ -70,11 +70,7 @@ def _fuse_addmm(graph: fx.Graph, node: fx.Node) -> None:
         or bias.meta.get("dtype") != product.meta.get("dtype")
     ):
         return
-    with graph.inserting_before(node):
-        fused = graph.call_function(aten.addmm.default, (bias, *product.args))
-    fused.meta.update(node.meta)
-    node.replace_all_uses_with(fused)
-    graph.erase_node(node)
+    node.target, node.args = aten.addmm.default, (bias, *product.args)
     graph.erase_node(product)
 
 

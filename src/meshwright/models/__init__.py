@@ -2,9 +2,10 @@
 
 from meshwright.models.gpt import GPT, GPTConfig, demo_gpt, gpt_s
 from meshwright.models.lenet import LeNet
-from meshwright.models.losses import classification_loss, language_model_loss
+from meshwright.models.losses import classification_loss, language_model_loss, segmentation_loss
 from meshwright.models.mlp import MLP
 from meshwright.models.resnet import ResNet
+from meshwright.models.unet import UNet
 
 __all__ = [
     "GPT",
@@ -12,8 +13,10 @@ __all__ = [
     "GPTConfig",
     "LeNet",
     "ResNet",
+    "UNet",
     "classification_loss",
     "demo_gpt",
     "gpt_s",
     "language_model_loss",
+    "segmentation_loss",
 ]

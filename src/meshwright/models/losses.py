@@ -36,3 +36,18 @@ def classification_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[
     """
     logits, label = model(batch["image"] if "image" in batch else batch["inputs"]), batch["label"]
     return F.cross_entropy(logits, label), {"correct": (logits.argmax(dim=1) == label).sum()}
+
+
+def segmentation_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean cross-entropy, in nats, over the pixels whose label is not ``IGNORED``.
+
+    Args:
+        model: takes ``image``, returns logits [b, classes, y, x].
+        batch: ``image`` [b, c, y, x], and ``label`` [b, y, x] int64.
+
+    Returns:
+        The loss (a scalar), and ``correct``: how many pixels have their largest logit at the label (int64 scalar).
+    """
+    logits, label = model(batch["image"]), batch["label"]
+    loss = F.cross_entropy(logits, label, ignore_index=IGNORED)
+    return loss, {"correct": (logits.argmax(dim=1) == label).sum()}

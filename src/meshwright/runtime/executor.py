@@ -205,17 +205,16 @@ class Executor:
         program, microbatch = stage.program, _microbatch(action)
         live = self._arrived(stage, action, ActionKind.RECV_F)
         phase = program.phases["forward"]
-        returned = dict(
+        live.update(
             zip(phase.outputs, phase.function(self._arguments(stage, microbatch, phase, live)), strict=True)
         )
         for one in program.scalars:
             if one.value:
-                new, old = returned[one.value], stage.joined.get(one.joined)
+                new, old = live[one.value], stage.joined.get(one.joined)
                 stage.joined[one.joined] = new if old is None else _JOIN[one.join](old, new)
         for name, value in program.buffer_updates.items():
             holder = next((one for one, buffer in program.buffers.items() if buffer == name), name)
-            stage.step[holder] = returned[value]
-        live.update(returned)
+            stage.step[holder] = live[value]
         wanted = stage.kept | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
         self._live[action.stage, microbatch] = {name: live[name] for name in wanted if name in live}
 

@@ -44,13 +44,16 @@ def check_factory(factory: Any, max_grad_norm: Any) -> None:
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters) -> Optimizer:
-    """The optimizer over this rank's parts of the parameters.
+    """The optimizer over this rank's parts of the parameters; over none, where only other stages are trained.
 
     Raises:
         OptimizerError: the factory failed, returned no optimizer or one over other tensors, or its optimizer needs
             whole tensors and some are split.
     """
     given = parameters.trainable
+    idle = not given and bool(parameters.follow())
+    if idle:  # torch.optim refuses to be made of nothing
+        given = {"nothing": nn.Parameter(torch.empty(0))}
     try:
         made: Any = factory(list(given.items()))
     except (TypeError, ValueError) as error:
@@ -70,6 +73,8 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters) -> Op
             remedy=_REMEDY,
         )
     _check_whole(made, parameters)
+    for group in made.param_groups if idle else ():
+        group.update({key: [] for key in ("params", "param_names") if key in group})
     return made
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +346,10 @@ class Trainer:
                 axis for axis, placement in self.parameters.placements(name).items() if isinstance(placement, Shard)
             )
             (split.setdefault(axes, []) if axes else whole).append(parameter.grad)
-        total = torch.nn.utils.get_total_norm(whole).square() if whole else torch.zeros((), device=self.device)
+        dtypes = (getattr(torch, self.graph.tensors[name].dtype) for name in self.graph.parameters)
+        total = torch.zeros((), dtype=reduce(torch.promote_types, dtypes), device=self.device)  # alike on all stages
+        if whole:
+            total = total + torch.nn.utils.get_total_norm(whole).square()
         for axes, gradients in split.items():
             squares = torch.nn.utils.get_total_norm(gradients).square()
             for axis in axes:
