@@ -15,8 +15,8 @@ from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules import picture
 from meshwright.schedules.check import Report, check
 from meshwright.schedules.passes import add_communication, add_reduction
-from meshwright.schedules.pipeline import NAMES, build
-from meshwright.schedules.timing import Costs
+from meshwright.schedules.pipeline import NAMES, build, forwards
+from meshwright.schedules.timing import Costs, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -187,6 +187,25 @@ def test_a_rank_receives_in_the_order_in_which_another_sends(schedule: Schedule)
 def partner(receive: Action) -> Action:
     step, kind = RECEIVES[receive.kind]
     return Action(receive.stage + step, kind, receive.microbatch)
+
+
+@TRIED
+@given(st.integers(2, 8), MICROBATCHES, CHUNKS)
+def test_forwards_alone_run_for_any_number_of_microbatches(p: int, m: int, v: int) -> None:
+    """Each once, without deadlock, and between two ranks what is sent first is received first."""
+    schedule = forwards(p, m, v)
+    assert [len(times) for times in run(schedule, Costs())] == [len(actions) for actions in schedule.ranks]
+    computed = Counter(action for actions in schedule.ranks for action in actions if action.kind is ActionKind.F)
+    assert computed == Counter(Action(stage, ActionKind.F, one) for stage in range(p * v) for one in range(m))
+    sent: dict[int, list[tuple[int, int | None]]] = {rank: [] for rank in range(p)}
+    received: dict[int, list[tuple[int, int | None]]] = {rank: [] for rank in range(p)}
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if action.kind is ActionKind.SEND_F:
+                sent[(rank + 1) % p].append((action.stage + 1, action.microbatch))
+            elif action.kind is ActionKind.RECV_F:
+                received[rank].append((action.stage, action.microbatch))
+    assert received == sent
 
 
 def test_passes_are_for_schedules_that_do_not_have_it_yet() -> None:

@@ -104,7 +104,7 @@ class _Planner:
 
     def plan(self) -> Plan:
         self._check_batch()
-        if self.layout.pp > 1:
+        if self.layout.pp > 1 and (self.graph.gradients or self.base is None):  # an evaluation runs forwards only
             build(self.layout.schedule, self.layout.pp, self.layout.microbatches, self.layout.chunks)
         if self.base is not None:
             self._inherit(self.base)

@@ -205,9 +205,7 @@ class Executor:
         program, microbatch = stage.program, _microbatch(action)
         live = self._arrived(stage, action, ActionKind.RECV_F)
         phase = program.phases["forward"]
-        live.update(
-            zip(phase.outputs, phase.function(self._arguments(stage, microbatch, phase, live)), strict=True)
-        )
+        live.update(zip(phase.outputs, phase.function(self._arguments(stage, microbatch, phase, live)), strict=True))
         for one in program.scalars:
             if one.value:
                 new, old = live[one.value], stage.joined.get(one.joined)

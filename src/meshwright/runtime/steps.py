@@ -12,7 +12,7 @@ from meshwright.comm.transport.base import Channel
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
-from meshwright.ir.schedule import ActionKind, ActionList, Schedule
+from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.stages import batch_border, cut
 from meshwright.ir.trace import Trace
 from meshwright.lower.pipeline import lower_stage
@@ -20,7 +20,7 @@ from meshwright.lower.program import Transfer
 from meshwright.lower.spmd import Lowered, lower
 from meshwright.runtime.executor import Executor, Place, Route, StepResult
 from meshwright.schedules.passes import add_communication, add_reduction
-from meshwright.schedules.pipeline import build
+from meshwright.schedules.pipeline import build, forwards
 from meshwright.schedules.reshard import Box, transfer
 
 Keys = Callable[[int], int]
@@ -218,15 +218,9 @@ def _place(box: Box) -> Place:
 
 
 def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:
-    """The schedule of a plan; of an evaluation only the forward half."""
+    """The schedule of a plan; of an evaluation, forwards only, for as many micro-batches as it has."""
     num_ranks = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
+    if not backward:
+        return forwards(num_ranks, plan.microbatches, plan.chunks)
     schedule = build(plan.schedule, num_ranks, plan.microbatches, plan.chunks)
-    schedule = add_reduction(add_communication(schedule))
-    if backward:
-        return schedule
-    forward = {ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F}
-    ranks = [ActionList(action for action in actions if action.kind in forward) for actions in schedule.ranks]
-    return Schedule.of(
-        f"{plan.schedule}, forward", ranks, num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches, num_chunks=schedule.num_chunks,
-    )  # fmt: skip
+    return add_reduction(add_communication(schedule))

@@ -55,6 +55,25 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
     )
 
 
+def forwards(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Forwards only, with their sends and receives: an evaluation, for any number of micro-batches.
+
+    Rounds of p micro-batches (the last may be smaller) go through chunk 0, then 1, ...: on 2 ranks with 2 chunks and 3
+    micro-batches, rank 0 runs 0F0 0F1 2F0 2F1, 0F2 2F2.
+    """
+    last = num_ranks * num_chunks - 1
+    ranks = []
+    for rank in range(num_ranks):
+        actions = []
+        for first in range(0, num_microbatches, num_ranks):
+            for stage in range(rank, last + 1, num_ranks):
+                for one in range(first, min(first + num_ranks, num_microbatches)):
+                    kinds = [ActionKind.RECV_F] * (stage > 0) + [ActionKind.F] + [ActionKind.SEND_F] * (stage < last)
+                    actions += [Action(stage, kind, one) for kind in kinds]
+        ranks.append(actions)
+    return Schedule.of("forwards", ranks, num_stages=last + 1, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
 def _none(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
     if num_ranks != 1:
         raise ScheduleError(
