@@ -209,6 +209,8 @@ def test_cut_out_of_order() -> None:
 class Remembers(nn.Module):
     """Notes a mean in a buffer, which is read again behind a layer that comes after."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
