@@ -145,6 +145,14 @@ def _made(*values: Any) -> Build:
     return build
 
 
+def _scalar_like(*values: Any) -> Build:
+    def build(draw: Draw) -> Arguments:
+        options = {"dtype": draw.pick(torch.float32, torch.int64)} if draw.flag() else {}
+        return (draw.tensor(), *values), options
+
+    return build
+
+
 def _pixels(up: bool) -> Build:
     def build(draw: Draw) -> Arguments:
         times, (n, c, y, x) = draw.pick(1, 2, 3), draw.sizes(4)
@@ -211,6 +219,9 @@ CANONICAL_CASES: Mapping[Any, Build] = {
     aten.new_ones.default: _made(),
     aten.new_full.default: _made(2.0),
     aten.new_empty.default: _made(),
+    aten.ones_like.default: _scalar_like(),
+    aten.zeros_like.default: _scalar_like(),
+    aten.full_like.default: _scalar_like(2.0),
     aten.new_empty_strided.default: lambda draw: ((draw.tensor(2), [2, 3], [3, 1]), {}),
     aten.pixel_shuffle.default: _pixels(up=True),
     aten.pixel_unshuffle.default: _pixels(up=False),
