@@ -66,6 +66,11 @@ class Run:
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
 
+    def note(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
+        self.losses.append(loss.detach().clone())
+        for name, value in metrics.items():
+            self.metrics.setdefault(name, []).append(value.detach().clone())
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -92,7 +97,15 @@ class Comparison:
 # --- models and batches ----------------------------------------------------------------------------------------------
 
 
-def gpt(ragged: bool, *, layers: int = 2, tied: bool = True, dropout: float = 0.0, vocabulary: int = 128) -> Subject:
+def gpt(
+    ragged: bool,
+    *,
+    layers: int = 2,
+    tied: bool = True,
+    dropout: float = 0.0,
+    vocabulary: int = 128,
+    size: int = BATCH,
+) -> Subject:
     """A GPT whose vocabulary is large enough for the planner to split it."""
     config = GPTConfig(
         layers=layers,
@@ -105,8 +118,8 @@ def gpt(ragged: bool, *, layers: int = 2, tied: bool = True, dropout: float = 0.
     )
     batches = []
     for _ in range(STEPS):
-        tokens = torch.randint(vocabulary, (BATCH, SEQUENCE + 1))
-        targets = _ragged(tokens[:, 1:]) if ragged else tokens[:, 1:].contiguous()
+        tokens = torch.randint(vocabulary, (size, SEQUENCE + 1))
+        targets = ragged_ends(tokens[:, 1:]) if ragged else tokens[:, 1:].contiguous()
         batches.append({"tokens": tokens[:, :-1].contiguous(), "targets": targets})
     return Subject(GPT(config).double(), language_model_loss, batches)
 
@@ -127,7 +140,7 @@ def hugging_face_gpt2(ragged: bool, *, masked: bool = False, dtype: torch.dtype 
     batches = []
     for _ in range(STEPS):
         tokens = torch.randint(40, (BATCH, SEQUENCE))
-        batch = {"input_ids": tokens, "labels": _ragged(tokens) if ragged else tokens.clone()}
+        batch = {"input_ids": tokens, "labels": ragged_ends(tokens) if ragged else tokens.clone()}
         if masked:
             lengths = torch.randint(SEQUENCE // 2, SEQUENCE + 1, (BATCH, 1))
             batch["attention_mask"] = (torch.arange(SEQUENCE) < lengths).long()
@@ -135,19 +148,19 @@ def hugging_face_gpt2(ragged: bool, *, masked: bool = False, dtype: torch.dtype 
     return Subject(GPT2LMHeadModel(config).to(dtype), own_loss, batches)
 
 
-def hugging_face_t5(ragged: bool) -> Subject:
+def hugging_face_t5(ragged: bool, *, encoder_layers: int = 2, size: int = BATCH) -> Subject:
     """Hugging Face's T5: encoder and decoder, relative positions added in place, one embedding for both."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=40, decoder_start_token_id=0,
-        dropout_rate=0.0,
+        d_model=16, d_kv=8, d_ff=32, num_layers=encoder_layers, num_decoder_layers=2, num_heads=2, vocab_size=40,
+        decoder_start_token_id=0, dropout_rate=0.0,
     )  # fmt: skip
     batches = []
     for _ in range(STEPS):
-        labels = torch.randint(1, 40, (BATCH, 6))
-        tokens = torch.randint(1, 40, (BATCH, SEQUENCE))
-        batches.append({"input_ids": tokens, "labels": _ragged(labels) if ragged else labels})
+        labels = torch.randint(1, 40, (size, 6))
+        tokens = torch.randint(1, 40, (size, SEQUENCE))
+        batches.append({"input_ids": tokens, "labels": ragged_ends(labels) if ragged else labels})
     return Subject(T5ForConditionalGeneration(config).double(), own_loss, batches)
 
 
@@ -162,10 +175,10 @@ def lenet(ragged: bool) -> Subject:
     return Subject(model.double(), classification_loss, _samples("image", (1, 8, 8), 4, ragged))
 
 
-def resnet(ragged: bool) -> Subject:
-    """Eight layers with batch norm, whose statistics are those of the global batch."""
-    model = ResNet(depth=8, width=4, image_channels=1, classes=4)
-    return Subject(model.double(), classification_loss, _samples("image", (1, 8, 8), 4, ragged))
+def resnet(ragged: bool, *, depth: int = 8, size: int = BATCH) -> Subject:
+    """Batch norm at every layer, whose statistics are those of the global batch."""
+    model = ResNet(depth=depth, width=4, image_channels=1, classes=4)
+    return Subject(model.double(), classification_loss, _samples("image", (1, 8, 8), 4, ragged, size))
 
 
 def own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -174,17 +187,17 @@ def own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return loss
 
 
-def _samples(name: str, shape: tuple[int, ...], classes: int, ragged: bool) -> list[Batch]:
+def _samples(name: str, shape: tuple[int, ...], classes: int, ragged: bool, size: int = BATCH) -> list[Batch]:
     batches = []
     for step in range(STEPS):
-        label = torch.randint(classes, (BATCH,))
+        label = torch.randint(classes, (size,))
         if ragged:  # uneven over the halves of the batch, as over dp shards
-            label[: 1 + step % 3] = IGNORED
-        batches.append({name: torch.randn(BATCH, *shape, dtype=torch.float64), "label": label})
+            label[: size // 8 + step % 3] = IGNORED
+        batches.append({name: torch.randn(size, *shape, dtype=torch.float64), "label": label})
     return batches
 
 
-def _ragged(targets: Tensor) -> Tensor:
+def ragged_ends(targets: Tensor) -> Tensor:
     """The ends of samples ignored, from a random position on: an early one in the first half of the batch."""
     batch, sequence = targets.shape
     length = torch.randint(1, 1 + sequence // 3, (batch, 1))
@@ -277,7 +290,7 @@ def in_one_process(
         if max_grad_norm is not None:
             metrics = {**metrics, "grad_norm": nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)}
         stepper.step()
-        _note(run, loss, metrics)
+        run.note(loss, metrics)
     run.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return run
 
@@ -287,9 +300,10 @@ def in_parallel(
     layout: mw.Layout,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     max_grad_norm: float | None = None,
+    parallelize: Callable[..., mw.Trainer] = mw.parallelize,
 ) -> tuple[Run, mw.Trainer]:
     """The same training by Meshwright on this rank."""
-    trainer = mw.parallelize(
+    trainer = parallelize(
         subject.model,
         subject.loss_fn,
         subject.batches[0],
@@ -300,7 +314,7 @@ def in_parallel(
     run = Run()
     for batch in subject.batches:
         loss = trainer.step(batch)
-        _note(run, loss, {name: value for name, value in trainer.metrics.items() if name != "loss"})
+        run.note(loss, {name: value for name, value in trainer.metrics.items() if name != "loss"})
     run.state = trainer.full_state_dict()
     return run, trainer
 
@@ -313,6 +327,11 @@ def compare(case: Case, *, widen_casts: bool = True) -> Comparison:
         arguments = OPTIMIZERS[case.optimizer], CLIPPING[case.clipping]
         expected = in_one_process(serial, *arguments)
         found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments)
+    return compared(before, expected, found, trainer)
+
+
+def compared(before: Mapping[str, Tensor], expected: Run, found: Run, trainer: mw.Trainer) -> Comparison:
+    """Two runs of one training that began ``before``, the second by ``trainer``."""
     state = 0.0
     if trainer.rank == 0:
         state = largest_error(found.state, expected.state)
@@ -320,9 +339,7 @@ def compare(case: Case, *, widen_casts: bool = True) -> Comparison:
         losses=error_of(torch.stack(found.losses), torch.stack(expected.losses)),
         metrics=largest_error(_stacked(found.metrics), _stacked(expected.metrics)),
         state=state,
-        moved=max(
-            float((expected.state[name] - before[name]).abs().max()) for name, _ in serial.model.named_parameters()
-        ),
+        moved=max(float((expected.state[name] - before[name]).abs().max()) for name in trainer.graph.parameters),
         norms=tuple(float(norm) for norm in expected.metrics.get("grad_norm", ())),
         values=tuple(float(loss) for loss in found.losses),
         num_split=sum(trainer.parameters.is_sharded(name) for name in trainer.parameters),
@@ -344,12 +361,6 @@ def error_of(found: Tensor, expected: Tensor) -> float:
         return 0.0
     scale = max(1.0, float(expected.abs().max()))
     return float((found.double() - expected.double()).abs().max()) / scale
-
-
-def _note(run: Run, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
-    run.losses.append(loss.detach().clone())
-    for name, value in metrics.items():
-        run.metrics.setdefault(name, []).append(value.detach().clone())
 
 
 def _stacked(values: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-MAX_RANKS = 4
+MAX_RANKS = 8
 HOST = "127.0.0.1"
 STOP = b""
 START_TIMEOUT_S = 120.0

@@ -3,7 +3,7 @@
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME, Layout
-from meshwright.ir.placement import REPLICATE, Partial, Placement, Shard, input_placements, output_placements
+from meshwright.ir.placement import REPLICATE, Partial, Placement, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 
 _BATCH_NORM = "batch_norm"
@@ -36,10 +36,10 @@ def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dic
                 found = output_placements(rule, strategy, index).get(TIME)
                 if found is not None and found != REPLICATE:
                     placements[output] = found
-    for name in graph.buffer_updates.values():
-        if isinstance(placements.get(name), Shard):
-            producer = graph.producers()[name]
-            raise _refused(producer, sizes[TIME], "a buffer holds a value for every sample")
+    for buffer, name in graph.buffer_updates.items():
+        if placements.get(name, REPLICATE) != REPLICATE:  # each micro-batch updates it, and reads the last one's value
+            what = f"buffer {buffer!r} takes a value of the whole batch, of which every micro-batch makes a term"
+            raise _refused(graph.producers()[name], sizes[TIME], what)
 
 
 def _refused(operator: Operator, count: int, what: str) -> LayoutError:
@@ -49,7 +49,7 @@ def _refused(operator: Operator, count: int, what: str) -> LayoutError:
             "computation), or microbatches=1"
         )
     else:
-        remedy = "use microbatches=1, or a loss that is a sum or mean over samples"
+        remedy = "use microbatches=1, or let samples meet only in a loss that is a sum or mean over them"
     return LayoutError(
         f"the step cannot be divided into {count} micro-batches: {what}",
         where=f"{operator.name}, {operator.source}" if operator.source else operator.name,

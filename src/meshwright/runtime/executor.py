@@ -75,7 +75,10 @@ class _Stage:
 
 
 class Executor:
-    """Runs one schedule again and again. ``routes`` are by stage and kind of action, one for each transfer."""
+    """Runs one schedule again and again. ``routes`` are by stage and kind of action, one for each transfer.
+
+    ``live_activations`` is the most (stage, micro-batch) pairs that values were kept of at once, in the last run.
+    """
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class Executor:
         self.stages = {stage: _Stage(program, device) for stage, program in programs.items()}
         self.schedule, self.device = schedule, device
         self._actions = schedule.ranks[pipeline_rank].actions
+        self._splits = any(action.kind is ActionKind.W for action in self._actions)
         self._routes = routes
         self._live: dict[tuple[int, int], Values] = {}
         self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[_Arrival]]]] = {}
@@ -105,6 +109,7 @@ class Executor:
             ActionKind.REDUCE_GRAD: self._reduce,
         }
         self.spans: list[tuple[Action, float, float]] = []
+        self.live_activations = 0
 
     def run(
         self,
@@ -115,6 +120,7 @@ class Executor:
     ) -> StepResult:
         """One step. ``keys`` gives the random key of each micro-batch."""
         self.spans.clear()
+        self.live_activations = 0
         self._keys = keys
         for stage in self.stages.values():
             self._begin(stage, parameters, buffers, inputs)
@@ -215,6 +221,7 @@ class Executor:
             stage.step[holder] = live[value]
         wanted = stage.kept | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
         self._live[action.stage, microbatch] = {name: live[name] for name in wanted if name in live}
+        self.live_activations = max(self.live_activations, len(self._live))
 
     def _backward(self, stage: _Stage, action: Action) -> None:
         self._run_backward(stage, action, "backward", receive=True, last=True)
@@ -229,19 +236,18 @@ class Executor:
         microbatch = _microbatch(action)
         if receive:
             self._arrived(stage, action, ActionKind.RECV_B)
-        key = (action.stage, microbatch)
-        live, phase = self._live[key], stage.program.phases[name]
+        key, phase = (action.stage, microbatch), stage.program.phases[name]
+        live = self._live.pop(key, {})
         arguments = self._arguments(stage, microbatch, phase, live)
-        if last:
-            kept = {one.value: live[one.value] for one in stage.program.sent_down if one.value in live}
-            live.clear()
-            live.update(kept)
-        live.update(zip(phase.outputs, phase.function(arguments), strict=True))
-        if last and action.stage == 0:
-            del self._live[key]
-        elif not last:
-            wanted = {*stage.program.phases["weight"].inputs, *(one.value for one in stage.program.sent_down)}
-            self._live[key] = {name: live[name] for name in live.keys() & wanted}
+        wanted = {one.value for one in stage.program.sent_down}
+        if not last:
+            wanted.update(stage.program.phases["weight"].inputs)
+        kept = {name: value for name, value in live.items() if name in wanted}
+        del live  # what only the arguments hold is freed at its last use
+        results = zip(phase.outputs, phase.function(arguments), strict=True)
+        kept.update((name, value) for name, value in results if name in wanted)
+        if kept:
+            self._live[key] = kept
 
     # --- sending and receiving ---------------------------------------------------------------------------------------
 
@@ -252,14 +258,17 @@ class Executor:
         self._send(stage, action, stage.program.sent_down)
 
     def _send(self, stage: _Stage, action: Action, transfers: list[Transfer]) -> None:
-        live = self._live[action.stage, _microbatch(action)]
-        backward = action.kind is ActionKind.SEND_B
+        key = (action.stage, _microbatch(action))
+        live = self._live.pop(key, {})
         for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
-            value = live[one.value]
-            if backward or one.value not in stage.kept:
-                del live[one.value]
             for channel, place in route.messages:
-                self._leaving.append(channel.send(value[place].contiguous()))
+                self._leaving.append(channel.send(live[one.value][place].contiguous()))
+        if action.kind is ActionKind.SEND_F:
+            later = stage.kept
+        else:
+            later = set(stage.program.phases["weight"].inputs) if self._splits else set()
+        if kept := {name: value for name, value in live.items() if name in later}:
+            self._live[key] = kept
 
     def _receive_forward(self, stage: _Stage, action: Action) -> None:
         self._receive(action, stage.program.received_up)

@@ -1,0 +1,237 @@
+"""Trainings in a pipeline and in micro-batches: their cases, and the serial run that each must equal."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.capture.builder import Capture, capture
+from meshwright.errors import ScheduleError
+from meshwright.models import UNet, segmentation_loss
+from meshwright.models.losses import IGNORED
+from meshwright.planner.explicit import adapt_plan
+from meshwright.runtime.trainer import Trainer
+from meshwright.schedules.pipeline import build
+from tests.distributed import oracle
+from tests.distributed.oracle import Batch, Comparison, Run, Subject
+
+SIZE = 112
+"""Of the global batch: it divides into 1, 4, 7 and 8 micro-batches, also over two dp ranks."""
+SEQUENCE = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training to be run in parallel and in one process."""
+
+    model: str
+    schedule: str
+    pp: str
+    chunks: str
+    microbatches: str
+    recompute: str
+    mesh: str
+    optimizer: str
+    clipping: str
+    labels: str
+
+    @property
+    def layout(self) -> mw.Layout:
+        return mw.Layout(
+            pp=int(self.pp.removeprefix("pp")),
+            chunks=int(self.chunks.removeprefix("v")),
+            schedule=self.schedule,  # type: ignore[arg-type]
+            microbatches=int(self.microbatches.removeprefix("m")),
+            recompute=self.recompute,  # type: ignore[arg-type]
+            batch_statistics="microbatch" if self.model == "ResNet" else "global",
+            dp=2 if "dp2" in self.mesh else 1,
+            tp=2 if "tp2" in self.mesh else 1,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.layout.num_ranks
+
+    def __str__(self) -> str:
+        return ", ".join(str(getattr(self, one.name)) for one in fields(self))
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def hugging_face_llama(ragged: bool) -> Subject:
+    """Hugging Face's Llama: rotary positions, grouped queries, RMS norm; a head of its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=SEQUENCE, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    batches = []
+    for _ in range(oracle.STEPS):
+        tokens = torch.randint(40, (SIZE, SEQUENCE))
+        batches.append({"input_ids": tokens, "labels": oracle.ragged_ends(tokens) if ragged else tokens.clone()})
+    return Subject(LlamaForCausalLM(config).double(), oracle.own_loss, batches)
+
+
+def unet(ragged: bool) -> Subject:
+    """Skips that cross stages: the encoder's first level is read by the decoder's last."""
+    batches = []
+    for _ in range(oracle.STEPS):
+        label = torch.randint(3, (SIZE, 4, 4))
+        if ragged:
+            label[: SIZE // 3, 1:] = IGNORED
+        batches.append({"image": torch.randn(SIZE, 1, 4, 4, dtype=torch.float64), "label": label})
+    return Subject(UNet(depth=2, width=2, image_channels=1, classes=3).double(), segmentation_loss, batches)
+
+
+MODELS: Mapping[str, Callable[[bool], Subject]] = {
+    "GPT": lambda ragged: oracle.gpt(ragged, layers=4, size=SIZE),
+    "HF Llama": hugging_face_llama,
+    "HF T5": lambda ragged: oracle.hugging_face_t5(ragged, encoder_layers=1, size=SIZE),
+    "ResNet": lambda ragged: oracle.resnet(ragged, depth=14, size=SIZE),
+    "U-Net": unet,
+}
+MOST_STAGES = {"ResNet": 8, "U-Net": 6}
+"""Of models that cannot be cut in twelve."""
+FACTORS: tuple[tuple[str, ...], ...] = (
+    tuple(MODELS),
+    ("gpipe", "1f1b", "interleaved", "zb-h1"),
+    ("pp2", "pp4"),
+    ("v1", "v2", "v3"),
+    ("m1", "m4", "m7", "m8"),
+    ("none", "selective", "full"),
+    ("alone", "dp2", "tp2"),
+)
+SETTINGS = tuple(itertools.product(oracle.OPTIMIZERS, oracle.CLIPPING, oracle.LABELS))
+
+
+def possible(case: Case) -> bool:
+    """Whether the schedule is defined for these counts, and the model has enough places to cut."""
+    layout = case.layout
+    stages = layout.pp * layout.chunks
+    if stages > MOST_STAGES.get(case.model, stages) or (layout.chunks > 1 and layout.schedule != "interleaved"):
+        return False
+    try:
+        build(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+    except ScheduleError:
+        return False
+    return True
+
+
+@cache
+def every_case() -> tuple[Case, ...]:
+    """The full product of what concerns pipelines; optimizer, clipping and labels take turns."""
+    settings = itertools.cycle(SETTINGS)
+    cases = (Case(*values, *setting) for values, setting in zip(itertools.product(*FACTORS), settings, strict=False))
+    return tuple(case for case in cases if possible(case))
+
+
+def pairwise_cases(max_ranks: int) -> list[Case]:
+    """Cases, on at most so many ranks, in which every two values meet that can; greedily, as in ``oracle``."""
+    rest = {case: pairs(case) for case in every_case() if case.num_ranks <= max_ranks}
+    missing = set[tuple[tuple[str, str], ...]]().union(*rest.values())
+    met: Counter[tuple[tuple[str, str], ...]] = Counter()
+    chosen = []
+    while missing:
+        best = max(rest, key=lambda case: (len(missing & rest[case]), -sum(met[pair] for pair in rest[case])))
+        chosen.append(best)
+        missing -= rest[best]
+        met.update(rest[best])
+    return chosen
+
+
+def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
+    """The pairs of (factor, value) that meet in a case."""
+    return set(itertools.combinations(((one.name, getattr(case, one.name)) for one in fields(case)), 2))
+
+
+# --- both sides ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def captured(model: str) -> Capture:
+    """The model's graph, which all cases of a rank's process share: making it is most of their time."""
+    subject = subject_of(model, "full")
+    return capture(subject.model, subject.loss_fn, subject.batches[0])
+
+
+def subject_of(model: str, labels: str) -> Subject:
+    """The model and its batches, the same on every rank."""
+    torch.manual_seed(7)
+    return MODELS[model](oracle.LABELS[labels])
+
+
+def in_microbatches(
+    subject: Subject,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    max_grad_norm: float | None,
+    layout: mw.Layout,
+) -> Run:
+    """Plain eager training on one micro-batch after the other: losses over the batch's count of labels, gradients
+    accumulated, statistics those of the micro-batch (of all dp ranks)."""
+    model, run = subject.model.train(), Run()
+    stepper = optimizer(model.parameters())
+    for batch in subject.batches:
+        stepper.zero_grad()
+        total = int((batch["label"] != IGNORED).sum())
+        loss, correct = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+        for part in parts(batch, layout.dp, layout.microbatches):
+            count = int((part["label"] != IGNORED).sum())
+            mean, metrics = subject.loss_fn(model, part)
+            if count:
+                (mean * count / total).backward()
+                loss += mean.detach() * count / total
+            correct += metrics["correct"]
+        found: dict[str, Tensor] = {"correct": correct}
+        if max_grad_norm is not None:
+            found["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        stepper.step()
+        run.note(loss, found)
+    run.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return run
+
+
+def parts(batch: Batch, dp: int, microbatches: int) -> list[Batch]:
+    """The micro-batches of a global batch: each has a part of every dp rank's part."""
+    shards = list(oracle.shards(batch, dp))
+    split = [list(oracle.shards(shard, microbatches)) for shard in shards]
+    return [
+        {name: torch.cat([shard[index][name] for shard in split]) for name in batch} for index in range(microbatches)
+    ]
+
+
+def compare(case: Case) -> tuple[dict[str, list[float]], Comparison | None]:
+    """The losses and metrics that this rank saw, by step; on rank 0 also the comparison with one process."""
+    layout, settings = case.layout, (oracle.OPTIMIZERS[case.optimizer], oracle.CLIPPING[case.clipping])
+    with oracle.WiderCasts() if case.model.startswith("HF") else nullcontext():
+        graph = captured(case.model)
+
+        def parallelize(model: nn.Module, loss_fn: oracle.LossFunction, _: Batch, **options: Any) -> mw.Trainer:
+            plan = mw.plan(graph.graph, devices=layout.num_ranks, layout=options.pop("plan"))
+            cpu = torch.device("cpu")
+            return Trainer(model, loss_fn, graph, plan, **options, seed=0, device=cpu, replan=adapt_plan)
+
+        subject = subject_of(case.model, case.labels)
+        found, trainer = oracle.in_parallel(subject, layout, *settings, parallelize)
+        seen = {
+            name: [float(one) for one in values] for name, values in {"loss": found.losses, **found.metrics}.items()
+        }
+        if trainer.rank != 0:
+            return seen, None
+        serial = subject_of(case.model, case.labels)
+        before = {name: value.clone() for name, value in serial.model.state_dict().items()}
+        if case.model == "ResNet":
+            expected = in_microbatches(serial, *settings, layout)
+        else:
+            expected = oracle.in_one_process(serial, *settings)
+    return seen, oracle.compared(before, expected, found, trainer)

@@ -1,0 +1,259 @@
+"""Pipelines at work: what is executed and kept, and what the trainer promises also holds with stages."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.errors import NonFiniteLossError
+from meshwright.runtime.executor import Executor
+from meshwright.runtime.steps import PipelineStep, schedule_of
+from meshwright.schedules.check import check
+from tests.distributed import oracle
+from tests.distributed.oracle import TOLERANCE, Batch, Subject, error_of, largest_error
+from tests.distributed.pool import Ranks
+
+PIPELINE = mw.Layout(pp=2, microbatches=4)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def twins(layers: int = 2, dropout: float = 0.0) -> tuple[Subject, Subject]:
+    """The same GPT twice: for the trainer, and for eager PyTorch."""
+    torch.manual_seed(3)
+    mine = oracle.gpt(True, layers=layers, dropout=dropout)
+    return mine, copy.deepcopy(mine)
+
+
+def trainer_of(subject: Subject, layout: mw.Layout, **options: Any) -> mw.Trainer:
+    options.setdefault("optimizer", sgd)
+    return mw.parallelize(subject.model, subject.loss_fn, subject.batches[0], plan=layout, **options)
+
+
+def eager_step(subject: Subject, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    optimizer.zero_grad()
+    loss, metrics = subject.loss_fn(subject.model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach(), metrics
+
+
+# --- what is executed, and kept --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank did in a step, and the most (stage, micro-batch) pairs that it kept values of."""
+
+    actions: list[str]
+    in_order: bool
+    live: int
+
+
+def executor_of(trainer: mw.Trainer) -> Executor:
+    step = trainer._last
+    assert isinstance(step, PipelineStep)
+    return step.executor
+
+
+def work_of(layout: mw.Layout) -> tuple[Work, list[list[str]], list[int]]:
+    """What this rank did, and what every rank should have done."""
+    subject, _ = twins(layers=3)
+    trainer = trainer_of(subject, layout)
+    for batch in subject.batches[:2]:
+        trainer.step(batch)
+    spans = trainer.trace().spans
+    in_order = all(one.start_s <= one.end_s for one in spans) and all(
+        one.end_s <= other.start_s for one, other in itertools.pairwise(spans)
+    )
+    schedule = schedule_of(trainer.plan)
+    wanted = [[str(action) for action in actions] for actions in schedule.ranks]
+    done = Work([span.what for span in spans], in_order, executor_of(trainer).live_activations)
+    return done, wanted, [rank.live_activations for rank in check(schedule).ranks]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        mw.Layout(pp=2, microbatches=4, schedule="gpipe"),
+        mw.Layout(pp=2, microbatches=4, schedule="1f1b"),
+        mw.Layout(pp=2, microbatches=4, schedule="interleaved", chunks=2),
+        mw.Layout(pp=2, microbatches=4, schedule="zb-h1"),
+        mw.Layout(microbatches=4),
+    ],
+    ids=lambda layout: f"{layout.schedule}-{layout.pp}",
+)
+def test_executed_actions_and_live_values_are_the_schedules(ranks: Ranks, layout: mw.Layout) -> None:
+    for rank, (done, wanted, live) in enumerate(ranks(layout.pp, work_of, layout)):
+        assert done.actions == wanted[rank]
+        assert done.in_order
+        assert done.live == live[rank]
+
+
+def losses_with_dropout(layout: mw.Layout) -> tuple[list[Tensor], dict[str, Tensor]]:
+    subject, _ = twins(layers=3, dropout=0.3)
+    trainer = trainer_of(subject, layout, seed=5)
+    losses = [trainer.step(batch) for batch in subject.batches[:3]]
+    return losses, trainer.full_state_dict()
+
+
+def test_recomputation_in_a_pipeline_changes_no_bit(ranks: Ranks) -> None:
+    kinds = ("none", "selective", "full")
+    runs = [ranks(2, losses_with_dropout, mw.Layout(pp=2, microbatches=4, recompute=kind)) for kind in kinds]  # type: ignore[arg-type]
+    (losses, state), _ = runs[0]
+    assert len({float(loss) for loss in losses}) == 3
+    for other in runs[1:]:
+        for found, _ in other:
+            assert all(torch.equal(one, two) for one, two in zip(found, losses, strict=True))
+        again = other[0][1]
+        assert again.keys() == state.keys() != set()
+        assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluate_between_steps(layout: mw.Layout) -> list[float]:
+    """Batches of 8, and a ragged one of 5 samples, which no number of micro-batches divides."""
+    mine, plain = twins(layers=3)
+    trainer, optimizer = trainer_of(mine, layout), sgd(plain.model.parameters())
+    errors = []
+    for batch in mine.batches[:2]:
+        loss, _ = eager_step(plain, optimizer, batch)
+        errors.append(error_of(trainer.step(batch), loss))
+        for part in (batch, {name: value[:5] for name, value in batch.items()}):
+            plain.model.eval()
+            with torch.no_grad():
+                expected, metrics = plain.loss_fn(plain.model, part)
+            plain.model.train()
+            errors.append(error_of(trainer.evaluate(part), expected))
+            errors.append(largest_error(trainer.metrics, {"loss": expected, **metrics}))
+    return errors
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        mw.Layout(pp=2, microbatches=4, recompute="full"),
+        mw.Layout(pp=2, microbatches=4, schedule="interleaved", chunks=2),
+        mw.Layout(pp=2, dp=2, microbatches=2, schedule="zb-h1"),
+    ],
+    ids=["1f1b", "interleaved", "zb-h1 x dp2"],
+)
+def test_evaluation_in_a_pipeline_equals_eval_mode(ranks: Ranks, layout: mw.Layout) -> None:
+    for errors in ranks(layout.num_ranks, evaluate_between_steps, layout):
+        assert max(errors) <= TOLERANCE, errors
+
+
+# --- what every trainer promises -------------------------------------------------------------------------------------
+
+
+def states_after_a_step(all_ranks: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    mine, plain = twins()
+    trainer = trainer_of(mine, PIPELINE)
+    trainer.step(mine.batches[0])
+    eager_step(plain, sgd(plain.model.parameters()), plain.batches[0])
+    state = trainer.full_state_dict(all_ranks=all_ranks)
+    if state:
+        plain.model.load_state_dict(state)  # by name, all of them
+    elsewhere = any(parameter.is_meta for parameter in mine.model.parameters())
+    return state, dict(plain.model.state_dict()), elsewhere
+
+
+def test_the_full_state_dict_is_whole_on_rank_0_or_everywhere(ranks: Ranks) -> None:
+    one, every = (ranks(2, states_after_a_step, all_ranks) for all_ranks in (False, True))
+    assert not one[1][0]
+    reference = one[0][0]
+    assert "token_embedding.weight" in reference
+    assert torch.equal(reference["head.weight"], reference["token_embedding.weight"])
+    for state, expected, elsewhere in [one[0], *every]:
+        assert elsewhere, "each rank holds its stages only"
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[name], reference[name]) for name in reference)
+
+
+def metrics_seen() -> list[tuple[list[str], list[float], list[float]]]:
+    mine, plain = twins()
+    trainer = trainer_of(mine, PIPELINE, max_grad_norm=0.1)
+    optimizer = sgd(plain.model.parameters())
+    seen = []
+    for batch in mine.batches[:3]:
+        trainer.step(batch)
+        optimizer.zero_grad()
+        loss, metrics = plain.loss_fn(plain.model, batch)
+        loss.backward()
+        metrics = {"loss": loss, **metrics, "grad_norm": torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)}
+        optimizer.step()
+        names = sorted(trainer.metrics)
+        found = [error_of(trainer.metrics[name], metrics[name].detach()) for name in sorted(metrics)]
+        seen.append((names, found, [float(trainer.metrics[name]) for name in names]))
+    return seen
+
+
+def test_metrics_are_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks(2, metrics_seen)
+    assert [names for names, _, _ in first] == [["grad_norm", "loss", "tokens"]] * 3
+    assert max(max(errors) for seen in (first, second) for _, errors, _ in seen) <= TOLERANCE
+    assert [values for _, _, values in first] == [values for _, _, values in second]
+
+
+def freeze_and_train(names: list[str], late: bool) -> list[float]:
+    """Parameters frozen before parallelize, or after the first step; a whole stage among them."""
+    mine, plain = twins()
+    losses = []
+
+    def freeze(subject: Subject) -> None:
+        for name, parameter in subject.model.named_parameters():
+            if any(name.startswith(one) for one in names):
+                parameter.requires_grad_(False)
+
+    if not late:
+        freeze(mine)
+    freeze(plain)
+    trainer, optimizer = trainer_of(mine, PIPELINE), sgd([one for one in plain.model.parameters() if one.requires_grad])
+    if late:
+        freeze(mine)
+    for batch in mine.batches[:3]:
+        loss, _ = eager_step(plain, optimizer, batch)
+        losses.append(error_of(trainer.step(batch), loss))
+    return [*losses, largest_error(trainer.full_state_dict(all_ranks=True), plain.model.state_dict())]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after parallelize"])
+@pytest.mark.parametrize(
+    "names",
+    [["blocks.0"], ["blocks.1.mlp", "final_norm"], ["token_embedding", "position_embedding", "blocks.0"]],
+    ids=["a block of the first stage", "of the last", "the whole first stage"],
+)
+def test_frozen_parameters_in_a_pipeline(ranks: Ranks, names: list[str], late: bool) -> None:
+    for errors in ranks(2, freeze_and_train, names, late):
+        assert max(errors) <= TOLERANCE, errors
+
+
+def step_into_nan() -> tuple[str, bool, float]:
+    mine, _ = twins()
+    trainer = trainer_of(mine, PIPELINE)
+    trainer.step(mine.batches[0])
+    before = {name: value.detach().clone() for name, value in trainer.parameters.trainable.items()}
+    batch = {**mine.batches[1], "targets": torch.full_like(mine.batches[1]["targets"], -100)}
+    with pytest.raises(NonFiniteLossError) as caught:
+        trainer.step(batch)
+    same = all(torch.equal(value, before[name]) for name, value in trainer.parameters.trainable.items())
+    return str(caught.value), same, float(trainer.step(mine.batches[2]))
+
+
+def test_a_loss_that_is_no_number_stops_every_rank_and_leaves_the_parameters(ranks: Ranks) -> None:
+    for message, same, after in ranks(2, step_into_nan):
+        assert message.startswith("step 2: the loss became nan at step 2")
+        assert same
+        assert math.isfinite(after), "the trainer goes on"
