@@ -132,7 +132,8 @@ def possible(case: Case) -> bool:
 def every_case() -> tuple[Case, ...]:
     """The full product of what concerns pipelines; optimizer, clipping and labels take turns."""
     settings = itertools.cycle(SETTINGS)
-    cases = (Case(*values, *setting) for values, setting in zip(itertools.product(*FACTORS), settings, strict=False))
+    products = zip(itertools.product(*FACTORS), settings, strict=False)
+    cases = (Case(*(*values, *setting)) for values, setting in products)
     return tuple(case for case in cases if possible(case))
 
 

@@ -80,6 +80,8 @@ def test_samples_that_meet_others_of_the_batch(loss_fn: Callable[..., Any], prob
 class Averaging(nn.Module):
     """Remembers a mean over the batch."""
 
+    memory: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 4)

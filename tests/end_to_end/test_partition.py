@@ -106,10 +106,10 @@ def run_alone(model: str, plan: mw.Plan, stage: int, schedule: str) -> tuple[Ste
     ):
         for one in transfers:
             ends.append(Neighbour(len(ends)))
-            route = Route(((ends[-1], tuple(slice(0, size) for size in one.shape)),))
+            route = Route(((len(ends) - 1, tuple(slice(0, size) for size in one.shape)),))
             routes.setdefault((stage, kind), []).append(route)
     actions = add_reduction(add_communication(build(schedule, NUM_STAGES, MICROBATCHES)))
-    executor = Executor({stage: program}, actions, stage, routes, CPU)
+    executor = Executor({stage: program}, actions, stage, routes, dict(enumerate(ends)), CPU)
     result = executor.run(
         {name: value.detach() for name, value in subject.model.named_parameters()},
         dict(subject.model.named_buffers()),
@@ -195,7 +195,9 @@ def test_full_recomputation_keeps_what_enters_a_block(stage: int) -> None:
     for name in inside:
         readers = [one for output in named(graph, name).outputs for one in graph.consumers()[output]]
         assert any(block_of(one.module) != block_of(named(graph, name).module) for one, _ in readers), name
-    assert sum(full[name] for name in inside) < sum(size for name, size in everything.items() if in_block(graph, name)) / 3
+    assert (
+        sum(full[name] for name in inside) < sum(size for name, size in everything.items() if in_block(graph, name)) / 3
+    )
 
 
 def named(graph: Graph, name: str) -> Any:

@@ -1,6 +1,6 @@
 """Process groups of a mesh, by name: the one place that resolves a name to a group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -67,14 +67,16 @@ def exchange(group: dist.ProcessGroup) -> Exchange:
     return _EXCHANGES[group]
 
 
-def channel(peer: int) -> Channel:
-    """Messages to and from another rank of the world, which must ask for it too."""
+def channels(peers: Iterable[int]) -> dict[int, Channel]:
+    """Messages to and from other ranks of the world, by rank; each of them must ask for this rank's in its own call."""
     world = dist.group.WORLD
     assert world is not None
-    known = _CHANNELS.setdefault(world, {})
-    if peer not in known:
-        known[peer] = _connected(world, "channel", peer)
-    return known[peer]
+    rank, known = world.rank(), _CHANNELS.setdefault(world, {})
+    wanted = set(peers)
+    for peer in sorted(wanted, key=lambda peer: sorted((rank, peer))):  # else ranks in a circle wait for each other
+        if peer not in known:
+            known[peer] = _connected(world, "channel", peer)
+    return {peer: known[peer] for peer in wanted}
 
 
 def _connected(group: dist.ProcessGroup, name: str, peer: int) -> SharedMemory | PointToPoint:

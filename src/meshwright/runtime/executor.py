@@ -33,12 +33,18 @@ Place = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """By which messages a tensor crosses a border, seen from one end: each is a box of this rank's part. What arrives
-    may be completed among ranks that hold the same part: each sends the others the box ``mine``, and gets theirs."""
+    """By which messages a tensor crosses a border, seen from one end: each goes to or comes from a rank, and is a box
+    of this rank's part. What arrives may be completed among ranks that hold the same part: each sends the others the
+    box ``mine``, and gets theirs."""
 
-    messages: tuple[tuple[Channel, Place], ...]
+    messages: tuple[tuple[int, Place], ...]
     mine: Place | None = None
-    others: tuple[tuple[Channel, Place | None], ...] = ()
+    others: tuple[tuple[int, Place | None], ...] = ()
+
+    @property
+    def peers(self) -> set[int]:
+        """The ranks at the other ends."""
+        return {peer for peer, _ in (*self.messages, *self.others)}
 
 
 @dataclass
@@ -75,7 +81,8 @@ class _Stage:
 
 
 class Executor:
-    """Runs one schedule again and again. ``routes`` are by stage and kind of action, one for each transfer.
+    """Runs one schedule again and again. ``routes`` are by stage and kind of action, one for each transfer; they lead
+    through ``channels``, by rank.
 
     ``live_activations`` is the most (stage, micro-batch) pairs that values were kept of at once, in the last run.
     """
@@ -86,13 +93,14 @@ class Executor:
         schedule: Schedule,
         pipeline_rank: int,
         routes: Mapping[tuple[int, ActionKind], list[Route]],
+        channels: Mapping[int, Channel],
         device: torch.device,
     ) -> None:
         self.stages = {stage: _Stage(program, device) for stage, program in programs.items()}
         self.schedule, self.device = schedule, device
         self._actions = schedule.ranks[pipeline_rank].actions
         self._splits = any(action.kind is ActionKind.W for action in self._actions)
-        self._routes = routes
+        self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
         self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[_Arrival]]]] = {}
         self._leaving: list[Work] = []
@@ -261,8 +269,8 @@ class Executor:
         key = (action.stage, _microbatch(action))
         live = self._live.pop(key, {})
         for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
-            for channel, place in route.messages:
-                self._leaving.append(channel.send(live[one.value][place].contiguous()))
+            for peer, place in route.messages:
+                self._leaving.append(self._channels[peer].send(live[one.value][place].contiguous()))
         if action.kind is ActionKind.SEND_F:
             later = stage.kept
         else:
@@ -280,7 +288,7 @@ class Executor:
         found = []
         for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             whole = torch.empty(one.shape, dtype=one.dtype, device=self.device)
-            arrivals = [_post(channel, whole, place, _label(action)) for channel, place in route.messages]
+            arrivals = [self._post(peer, whole, place, action) for peer, place in route.messages]
             found.append((one.value, whole, route, arrivals))
         self._coming[action.stage, _microbatch(action), action.kind] = found
 
@@ -293,12 +301,18 @@ class Executor:
                 arrival.wait()
             if route.mine is not None:
                 mine = whole[route.mine].contiguous()
-                self._leaving += [channel.send(mine) for channel, _ in route.others]
-            theirs = [_post(channel, whole, box, _label(action)) for channel, box in route.others if box is not None]
+                self._leaving += [self._channels[peer].send(mine) for peer, _ in route.others]
+            theirs = [self._post(peer, whole, box, action) for peer, box in route.others if box is not None]
             for arrival in theirs:
                 arrival.wait()
             live[name] = whole
         return live
+
+    def _post(self, peer: int, whole: Tensor, place: Place, action: Action) -> "_Arrival":
+        box = whole[place]
+        got = box if box.is_contiguous() else torch.empty_like(box, memory_format=torch.contiguous_format)
+        label = f"stage {action.stage}, micro-batch {action.microbatch}, {action}"
+        return _Arrival(self._channels[peer].receive(got, label), got, box)
 
     def _reduce(self, stage: _Stage, action: Action) -> None:
         stage.step.update(stage.buckets)
@@ -317,16 +331,6 @@ class _Arrival:
         self.work.wait()
         if self.got is not self.box:
             self.box.copy_(self.got)
-
-
-def _post(channel: Channel, whole: Tensor, place: Place, label: str) -> _Arrival:
-    box = whole[place]
-    got = box if box.is_contiguous() else torch.empty_like(box, memory_format=torch.contiguous_format)
-    return _Arrival(channel.receive(got, label), got, box)
-
-
-def _label(action: Action) -> str:
-    return f"stage {action.stage}, micro-batch {action.microbatch}, {action}"
 
 
 def _microbatch(action: Action) -> int:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.capture.builder import Capture
-from meshwright.comm.groups import axis_groups, broadcast_along, channel
-from meshwright.comm.transport.base import Channel
+from meshwright.comm.groups import axis_groups, broadcast_along, channels
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
@@ -123,9 +122,7 @@ class PipelineStep:
             if name in divided.terms
         }
         self._shared = {name: owners for name, owners in self._shared.items() if len(owners) > 1 and index in owners}
-        others = {one for some in self._shared.values() for one in some}
-        self._channels: dict[int, Channel] = {one: channel(ranks[one]) for one in sorted(others - {index})}
-        self._index, self._rank = index, rank
+        self._index, self._rank, self._ranks = index, rank, ranks
         routes = {
             (stage, kind): [self._route(stage, kind, one) for one in transfers]
             for stage, program in programs.items()
@@ -136,13 +133,10 @@ class PipelineStep:
                 (ActionKind.RECV_B, program.received_down),
             )
         }
-        self.executor = Executor(
-            programs,
-            schedule_of(plan, backward=bool(graph.gradients)),
-            index,
-            routes,
-            device,
-        )
+        peers = {ranks[one] for owners in self._shared.values() for one in owners if one != index}
+        self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)))
+        schedule = schedule_of(plan, backward=bool(graph.gradients))
+        self.executor = Executor(programs, schedule, index, routes, self._channels, device)
 
     def run(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], keys: Keys
@@ -169,23 +163,23 @@ class PipelineStep:
         mine, first, here = self._rank % each, near % self._count * each, stage % self._count * each
         if not self._plan.uneven:
             whole = tuple(slice(0, size) for size in one.shape)
-            return Route(((channel(first + mine), whole),))
+            return Route(((first + mine, whole),))
         ends = [(batch_border(self._graph, one.tensor, self._plan.sizes(each)), each) for each in (stage, near)]
         sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
         (source, at), (target, to) = ends if sends else reversed(ends)
         crossing = transfer(one.whole, source, _axes(self._plan, at), target, _axes(self._plan, to))
         if sends:
             found = [(first + piece.target, piece.source_box) for piece in crossing.pieces if piece.source == mine]
-            return Route(tuple((channel(peer), _place(box)) for peer, box in found))
+            return Route(tuple((peer, _place(box)) for peer, box in found))
         found = [(first + piece.source, piece.target_box) for piece in crossing.pieces if piece.target == mine]
-        messages = tuple((channel(peer), _place(box)) for peer, box in found)
+        messages = tuple((peer, _place(box)) for peer, box in found)
         gather = next((gather for gather in crossing.gathers if mine in gather.ranks), None)
         if gather is None:
             return Route(messages)
         boxes = {
             rank: _place(box) if box is not None else None for rank, box in zip(gather.ranks, gather.boxes, strict=True)
         }
-        others = tuple((channel(here + rank), box) for rank, box in boxes.items() if rank != mine)
+        others = tuple((here + rank, box) for rank, box in boxes.items() if rank != mine)
         return Route(messages, boxes[mine], others)
 
     def trace(self, rank: int) -> Trace:
@@ -199,8 +193,9 @@ class PipelineStep:
         for one in owners:
             if one != self._index:
                 terms[one] = torch.empty_like(terms[self._index])
-                works.append(self._channels[one].send(terms[self._index]))
-                works.append(self._channels[one].receive(terms[one], "gradient of a tied parameter"))
+                other = self._channels[self._ranks[one]]
+                works.append(other.send(terms[self._index]))
+                works.append(other.receive(terms[one], "gradient of a tied parameter"))
         for work in works:
             work.wait()
         total = terms[owners[0]]
