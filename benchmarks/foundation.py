@@ -167,8 +167,12 @@ def parity(console: Console) -> Result:
     """The pairwise cases of the tests; ``make matrix`` runs the full product."""
     cases = oracle.pairwise_cases()
     with Ranks() as ranks, console.status("parity"):
-        rows = matrix.run(ranks, cases)
-        plain = matrix.run(ranks, [case for case in cases if case.model.startswith("HF")], widen_casts=False)
+        rows = [matrix.run(ranks, case, matrix.compare, oracle.TOLERANCE) for case in cases]
+        plain = [
+            matrix.run(ranks, case, matrix.compare_with_casts_as_they_come, matrix.PLAIN_TOLERANCE)
+            for case in cases
+            if case.model.startswith("HF")
+        ]
     return Result(
         target=f"parity with one process: within {oracle.TOLERANCE:.0e} in float64, "
         f"{matrix.PLAIN_TOLERANCE:.0e} with casts to float32",

@@ -1,23 +1,26 @@
 """Does every combination of model, layout, optimizer, clipping and labels equal one process?
 
-Run as ``make matrix``; writes results/matrix.md. The exit code is 1 if a combination does not.
+Run as ``make matrix``; writes results/matrix.md and results/matrix-pipelines.md. The exit code is 1 if a combination
+does not. ``python -m benchmarks.matrix pipelines`` runs that part only.
 """
 
 from __future__ import annotations
 
+import itertools
 import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from tests.distributed import oracle
+from tests.distributed import oracle, pipelines
 from tests.distributed.oracle import Case, Comparison
 from tests.distributed.pool import Ranks, RanksFailedError
 
@@ -25,13 +28,16 @@ RESULTS = Path(__file__).parent / "results"
 COMMAND = "make matrix"
 PLAIN_TOLERANCE = 1e-5
 """Of models that cast to float32 inside, when their casts are left as they are."""
+TIMEOUT_S = 600.0
+MAX_RANKS = 4
+"""Of a pipeline: with eight ranks on two cores the product would take hours."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One combination: its largest error over ranks, losses, metrics, parameters and buffers, or how it failed."""
 
-    case: Case
+    case: Case | pipelines.Case
     error: float
     tolerance: float
     failure: str = ""
@@ -55,20 +61,18 @@ def compare_with_casts_as_they_come(case: Case) -> Comparison:
     return oracle.compare(case, widen_casts=False)
 
 
-def run(ranks: Ranks, cases: Iterable[Case], *, widen_casts: bool = True) -> list[Row]:
-    """Every case both ways, on the pool of ranks."""
-    function: Callable[[Case], Comparison] = compare if widen_casts else compare_with_casts_as_they_come
-    tolerance = oracle.TOLERANCE if widen_casts else PLAIN_TOLERANCE
-    rows = []
-    for case in cases:
-        try:
-            found = ranks(case.num_ranks, function, case)
-        except RanksFailedError as error:
-            last = next(iter(error.failures.values())).strip().splitlines()[-1]
-            rows.append(Row(case, float("inf"), tolerance, last))
-            continue
-        rows.append(Row(case, max(one.error for one in found), tolerance))
-    return rows
+def compare_pipeline(case: pipelines.Case) -> Comparison | None:
+    return pipelines.compare(case)[1]
+
+
+def run(ranks: Ranks, case: Any, function: Callable[[Any], Comparison | None], tolerance: float) -> Row:
+    """A case both ways, on the pool of ranks."""
+    try:
+        found = ranks(case.num_ranks, function, case, timeout=TIMEOUT_S)
+    except RanksFailedError as error:
+        last = next(iter(error.failures.values())).strip().splitlines()[-1]
+        return Row(case, float("inf"), tolerance, last)
+    return Row(case, max(one.error for one in found if one is not None), tolerance)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -85,40 +89,87 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Run the full product and write the table."""
+def pipeline_table(rows: Sequence[Row]) -> str:
+    """Markdown: a line for each model, schedule and mesh, a column for each micro-batch count and recomputation."""
+    columns = list(itertools.product(*(pipelines.FACTORS[index] for index in (4, 5))))
+    found: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        assert isinstance(row.case, pipelines.Case)
+        line = (row.case.model, row.case.schedule, row.case.pp, row.case.chunks, row.case.mesh)
+        found.setdefault(line, {})[row.case.microbatches, row.case.recompute] = row
+    titles = ("model", "schedule", "stages", "chunks", "beside", *(f"{m}, {recompute}" for m, recompute in columns))
+    lines = [f"| {' | '.join(titles)} |", "|" + " --- |" * len(titles)]
+    for names, cells in found.items():
+        texts = [cells[m, recompute].text if (m, recompute) in cells else "" for m, recompute in columns]
+        lines.append(f"| {' | '.join((*names, *texts))} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the full product and write the tables."""
+    parts = list(sys.argv[1:] if arguments is None else arguments) or ["layouts", "pipelines"]
     warnings.simplefilter("ignore")  # of the models' libraries
-    cases = oracle.every_case()
-    casting = [case for case in cases if case.model.startswith("HF")]
     start = time.monotonic()
     console = Console()
-    with Ranks() as ranks:
-        rows = [row for case in track(cases, "against one process", console=console) for row in run(ranks, [case])]
-        plain = [
-            row
-            for case in track(casting, "with casts to float32", console=console)
-            for row in run(ranks, [case], widen_casts=False)
-        ]
-    every = [*rows, *plain]
-    failed = [row for row in every if not row.passed]
-    summary = f"{len(every) - len(failed)} of {len(every)} combinations passed"
+    every: list[Row] = []
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "matrix.md").write_text(_report(rows, plain, summary), encoding="utf-8")
-    for row in failed:
-        console.print(f"fail  {row.case}: {row.text} (at most {row.tolerance:.0e})", highlight=False, markup=False)
+    with Ranks() as ranks:
+
+        def rows_of(what: str, cases: Sequence[Any], function: Callable[[Any], Any], tolerance: float) -> list[Row]:
+            found = [run(ranks, case, function, tolerance) for case in track(cases, what, console=console)]
+            every.extend(found)
+            return found
+
+        if "layouts" in parts:
+            cases = oracle.every_case()
+            casting = [case for case in cases if case.model.startswith("HF")]
+            rows = rows_of("layouts", cases, compare, oracle.TOLERANCE)
+            plain = rows_of("with casts to float32", casting, compare_with_casts_as_they_come, PLAIN_TOLERANCE)
+            (RESULTS / "matrix.md").write_text(_report(rows, plain), encoding="utf-8")
+        if "pipelines" in parts:
+            small = [case for case in pipelines.every_case() if case.num_ranks <= MAX_RANKS]
+            rows = rows_of("pipelines", small, compare_pipeline, oracle.TOLERANCE)
+            (RESULTS / "matrix-pipelines.md").write_text(_pipeline_report(rows), encoding="utf-8")
+    for row in every:
+        if not row.passed:
+            text = f"fail  {row.case}: {row.text} (at most {row.tolerance:.0e})"
+            console.print(text, highlight=False, markup=False)
     console.print(
-        f"{summary} in {time.monotonic() - start:.0f} s; written to benchmarks/results/matrix.md", highlight=False
+        f"{_summary(every)} in {time.monotonic() - start:.0f} s; written to benchmarks/results", highlight=False
     )
-    return 1 if failed else 0
+    return 1 if any(not row.passed for row in every) else 0
 
 
-def _report(rows: Sequence[Row], plain: Sequence[Row], summary: str) -> str:
+def _summary(rows: Sequence[Row]) -> str:
+    return f"{sum(row.passed for row in rows)} of {len(rows)} combinations passed"
+
+
+def _versions() -> str:
     import transformers
 
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+
+
+def _pipeline_report(rows: Sequence[Row]) -> str:
+    return f"""# Pipelines equal one process: every combination
+
+{_summary(rows)}. Made by `{COMMAND}` with {_versions()}.
+
+Each cell is the largest error of {oracle.STEPS} training steps against one process of eager PyTorch in float64, as in
+matrix.md. Columns: micro-batches and what is recomputed. *beside*: data or tensor parallel of 2 beside the pipeline;
+at most {MAX_RANKS} ranks. Empty: the schedule has no such number of micro-batches, or the model not so many places to
+cut. Global batch {pipelines.SIZE}; optimizer, clipping and ragged labels take turns. Hugging Face models with random
+weights, their casts to float32 widened on both sides. ResNet with batch_statistics="microbatch", against one process
+that works through the same micro-batches.
+
+{pipeline_table(rows)}
+"""
+
+
+def _report(rows: Sequence[Row], plain: Sequence[Row]) -> str:
     return f"""# Parallel equals serial: every combination
 
-{summary}. Made by `{COMMAND}` with {versions}.
+{_summary([*rows, *plain])}. Made by `{COMMAND}` with {_versions()}.
 
 Each cell is the largest error of {oracle.STEPS} training steps against one process of eager PyTorch in float64: over
 all ranks, of losses, metrics, gradient norms, and of all parameters and buffers afterwards; |a - b| / max(1, max|b|)

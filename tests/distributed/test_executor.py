@@ -6,14 +6,17 @@ import copy
 import itertools
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.errors import NonFiniteLossError
+from meshwright.comm.transport.point_to_point import PointToPoint
+from meshwright.errors import LostRankError, NonFiniteLossError
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.steps import PipelineStep, schedule_of
 from meshwright.schedules.check import check
@@ -238,6 +241,34 @@ def freeze_and_train(names: list[str], late: bool) -> list[float]:
 def test_frozen_parameters_in_a_pipeline(ranks: Ranks, names: list[str], late: bool) -> None:
     for errors in ranks(2, freeze_and_train, names, late):
         assert max(errors) <= TOLERANCE, errors
+
+
+def wait_in_vain(transport: str) -> str:
+    """Rank 1 makes the first step only; rank 0 waits for the first gradient of the second."""
+    mine, _ = twins()
+    trainer = trainer_of(mine, PIPELINE)
+    trainer.step(mine.batches[0])
+    message, channels = "", executor_of(trainer)._channels
+    if transport == "point to point":
+        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        channels[1 - trainer.rank] = PointToPoint(group, 1 - trainer.rank)  # type: ignore[index]
+    else:
+        channels[1 - trainer.rank]._timeout_s = 0.5  # type: ignore[attr-defined]
+    dist.barrier()
+    if trainer.rank == 0:
+        with pytest.raises(LostRankError) as caught:
+            trainer.step(mine.batches[1])
+        message = str(caught.value)
+    dist.barrier()
+    return message
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "point to point"])
+def test_a_peer_that_stops_answering_is_named_with_stage_and_microbatch(ranks: Ranks, transport: str) -> None:
+    message = ranks(2, wait_in_vain, transport)[0]
+    assert message.startswith("rank 1: it has sent nothing"), message
+    assert "stage 0, micro-batch 0, 0RECV_B0 is due" in message
+    assert "MESHWRIGHT_TIMEOUT_S" in message
 
 
 def step_into_nan() -> tuple[str, bool, float]:

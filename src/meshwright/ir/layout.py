@@ -1,7 +1,7 @@
 """What a user asks for by hand; the rest is planned."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import msgspec
 
@@ -42,9 +42,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
-                raise LayoutError(
-                    f"{field.name} is {value!r}", where="layout", remedy=str(error).replace("`", "")
-                ) from None
+                choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+                remedy = f"use {' or '.join(map(repr, choices))}" if choices else str(error).replace("`", "")
+                raise LayoutError(f"{field.name} is {value!r}", where="layout", remedy=remedy) from None
 
     @property
     def num_ranks(self) -> int:
