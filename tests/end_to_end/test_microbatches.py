@@ -31,6 +31,19 @@ def refusal(graph: Graph, layout: mw.Layout) -> MeshwrightError:
     return caught.value
 
 
+def regularized(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A term of the parameters alone is counted once, whatever the number of micro-batches."""
+    weights = torch.stack([value.pow(2).sum() for value in model.parameters()])
+    return F.cross_entropy(model(batch["inputs"]), batch["label"]) + 0.1 * weights.sum()
+
+
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_micro_batches_without_a_pipeline_equal_the_whole_batch(microbatches: int) -> None:
+    model = MLP((6, 8, 4)).double()
+    batch = {"inputs": torch.randn(8, 6, dtype=torch.float64), "label": torch.randint(4, (8,))}
+    assert all(one.ok for one in mw.verify(model, regularized, batch, mw.Layout(microbatches=microbatches)))
+
+
 # --- what would have to communicate over time ------------------------------------------------------------------------
 
 

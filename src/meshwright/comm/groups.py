@@ -69,10 +69,12 @@ def exchange(group: dist.ProcessGroup) -> Exchange:
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:
     """Messages to and from other ranks of the world, by rank; each of them must ask for this rank's in its own call."""
+    wanted = set(peers)
+    if not wanted:
+        return {}
     world = dist.group.WORLD
     assert world is not None
     rank, known = world.rank(), _CHANNELS.setdefault(world, {})
-    wanted = set(peers)
     for peer in sorted(wanted, key=lambda peer: sorted((rank, peer))):  # else ranks in a circle wait for each other
         if peer not in known:
             known[peer] = _connected(world, "channel", peer)
