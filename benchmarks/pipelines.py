@@ -33,8 +33,9 @@ from benchmarks.report import Result, judged
 from benchmarks.side_by_side import alternate, ratio
 from meshwright.ir.schedule import Action, ActionKind
 from meshwright.models import GPT, GPTConfig, language_model_loss
-from meshwright.runtime.steps import PipelineStep, schedule_of
+from meshwright.runtime.steps import PipelineStep
 from meshwright.schedules.check import check
+from meshwright.schedules.pipeline import schedule_of
 from tests.distributed.pool import Ranks
 
 COMMAND = "make bench-pipelines"

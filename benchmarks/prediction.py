@@ -30,7 +30,7 @@ from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import MOMENTUM
 from meshwright.ir.cluster import Cluster
 from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, gpt_s, language_model_loss
-from meshwright.runtime.steps import schedule_of
+from meshwright.schedules.pipeline import schedule_of
 from tests.distributed.pool import Ranks
 
 COMMAND = "make bench-prediction"

@@ -26,6 +26,7 @@ from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run, TextData
 from meshwright.ops.base import OperatorRule, Target
+from meshwright.planner.auto import plan_auto
 from meshwright.planner.explicit import adapt_plan, plan_layout
 from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import launch, manifest
@@ -65,17 +66,23 @@ def plan(
     *,
     devices: int | None = None,
     layout: Layout | None = None,
+    memory_bytes: float | None = None,
+    progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
-    """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default ``cpu-local``).
+    """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
+    it was calibrated, else ``cpu-local``).
 
-    Without a layout the batch is divided over all ranks.
+    Without a layout the fastest one that fits is searched (``planner.auto``), with ``memory_bytes`` for each rank
+    (default: what a device of the cluster has).
 
     Raises:
-        LayoutError: the layout does not fit the model, the batch or the ranks.
+        LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory.
         ClusterError: the cluster is unknown.
     """
-    known = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or "cpu-local")
-    layout = layout if layout is not None else Layout(dp=-1)
+    known = _known(cluster, torch.device("cpu"))
+    if layout is None:
+        world_size = devices or known.num_devices
+        return plan_auto(graph, world_size, known, memory_bytes=memory_bytes, progress=progress)
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(graph, layout, world_size=world_size, cluster=known)
 
@@ -417,11 +424,14 @@ def _peak_flops_per_s(run: Run, trainer: Trainer, device: torch.device) -> float
 
 
 def _known(cluster: Cluster | str | None, device: torch.device) -> Cluster:
-    """The cluster; where none is given, this machine: ``cpu-local``, or one box of the CUDA device at hand."""
+    """The cluster; where none is given, this machine: as it was calibrated, else ``cpu-local``, or one box of the CUDA
+    device at hand."""
     if isinstance(cluster, Cluster):
         return cluster
-    if cluster is not None or device.type == "cpu":
-        return load_cluster(cluster or "cpu-local")
+    if cluster is not None:
+        return load_cluster(cluster)
+    if device.type == "cpu":
+        return calibrated() or load_cluster("cpu-local")
     found = torch.cuda.get_device_name(device)
     name = next((name for name in device_names() if name.split("-")[0] in found.lower().split()[-1]), None)
     if name is None:
@@ -432,9 +442,10 @@ def _known(cluster: Cluster | str | None, device: torch.device) -> Cluster:
 
 
 def _choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | None, device: torch.device) -> Plan:
-    if isinstance(plan, Layout) or plan == "auto":
-        layout = plan if isinstance(plan, Layout) else Layout(dp=-1)
-        return plan_layout(graph, layout, world_size=world_size, cluster=_known(cluster, device))
+    if isinstance(plan, Layout):
+        return plan_layout(graph, plan, world_size=world_size, cluster=_known(cluster, device))
+    if plan == "auto":
+        return plan_auto(graph, world_size, _known(cluster, device))
     chosen, where = _loaded(plan)
     chosen.check(graph, where)
     if chosen.mesh.world_size != world_size:

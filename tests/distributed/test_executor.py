@@ -18,8 +18,9 @@ import meshwright as mw
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.errors import LostRankError, NonFiniteLossError
 from meshwright.runtime.executor import Executor
-from meshwright.runtime.steps import PipelineStep, schedule_of
+from meshwright.runtime.steps import PipelineStep
 from meshwright.schedules.check import check
+from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import oracle
 from tests.distributed.oracle import TOLERANCE, Batch, Subject, error_of, largest_error
 from tests.distributed.pool import Ranks

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.cost.closed_form import duration_s
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
 from meshwright.errors import ClusterError, LayoutError
@@ -15,7 +16,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from meshwright.simulate.engine import play, simulate
-from meshwright.simulate.network import Fabric, Flow, Links, duration_s
+from meshwright.simulate.network import Fabric, Flow, Links
 
 DEVICE = Device(
     name="x", kind="cpu", memory_bytes=10**9, memory_bandwidth_bytes_per_s=1e9, peak_flops_per_s={"float32": 1e9}

@@ -211,11 +211,13 @@ class _Stage:
     def _after(self) -> tuple[Piece, ...]:
         found = list(self._pieces(self._of(FINISH), "finish"))
         pipeline = self.plan.mesh.size("pp") if "pp" in self.plan.mesh.names else 1
-        if pipeline > 1:
-            for parameter, num_bytes in self.walk.accumulators.items():
-                owners = {stage % pipeline for stage in self.divided.owners.get(parameter, ())}
-                if len(owners) > 1:
-                    found.append(Communicate(f"gradient of {parameter} of all stages", "all_reduce", "pp", num_bytes))
+        if pipeline > 1 and self.stage + pipeline >= self.divided.num_stages:  # once a rank, whatever its chunks
+            for name in self.graph.parameters:
+                owners = sorted({stage % pipeline for stage in self.divided.owners[name]})
+                if name in self.divided.terms and len(owners) > 1 and self.stage % pipeline in owners:
+                    size = self.walk.parts.num_bytes(name, self.plan.storage(name))
+                    what = f"gradient of {name} of all stages"
+                    found.append(Communicate(what, "all_reduce", "pp", size, members=tuple(owners)))
             found.append(Communicate("loss and metrics", "broadcast", "pp", 8 * (1 + len(self.graph.metrics))))
         parameters = [
             self.walk.parts.num_bytes(name, self.plan.storage(name)) for name in self._owned(self.graph.parameters)

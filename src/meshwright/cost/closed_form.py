@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.work import Communicate, Compute, Piece, Wait, Work
+from meshwright.cost.work import Collective, Communicate, Compute, Piece, Wait, Work
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, ActionKind, Schedule
@@ -19,6 +19,11 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     compute_s: float
     communication_s: float
+
+    @property
+    def waiting_s(self) -> float:
+        """Waiting for other ranks."""
+        return max(0.0, self.step_s - self.compute_s - self.communication_s)
 
 
 def predict_step(work: Work, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
@@ -65,24 +70,29 @@ def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:
 
 
 def collective_s(piece: Communicate, mesh: Mesh, network: Network) -> float:
-    """A collective over one axis of the mesh."""
-    group = axis_group(mesh, piece.axis)
-    match piece.collective:
+    """A collective along one axis of the mesh, while all groups of the axis have theirs."""
+    return duration_s(network, piece.collective, piece.bytes, axis_group(mesh, piece.axis, piece.members))
+
+
+def duration_s(network: Network, collective: Collective, num_bytes: float, group: Group) -> float:
+    """A collective of a group."""
+    match collective:
         case "all_reduce":
-            return network.all_reduce_s(piece.bytes, group)
+            return network.all_reduce_s(num_bytes, group)
         case "reduce_scatter":
-            return network.reduce_scatter_s(piece.bytes, group)
+            return network.reduce_scatter_s(num_bytes, group)
         case "all_gather":
-            return network.all_gather_s(piece.bytes, group)
+            return network.all_gather_s(num_bytes, group)
         case "all_to_all":
-            return network.all_to_all_s(piece.bytes, group)
+            return network.all_to_all_s(num_bytes, group)
         case "broadcast":
-            return network.broadcast_s(piece.bytes, group)
+            return network.broadcast_s(num_bytes, group)
 
 
-def axis_group(mesh: Mesh, axis: str) -> Group:
-    """The ranks of an axis: its size, and how far apart they are."""
+def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
+    """The ranks of an axis (or those with coordinates ``members`` on it): how many, and how far apart they are."""
     if axis not in mesh.names:
         return Group(1)
     ranks = mesh.group_ranks(axis, 0)
+    ranks = tuple(ranks[one] for one in members) or ranks
     return Group(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)

@@ -69,13 +69,13 @@ class Network:
         return self.reduce_scatter_s(num_bytes, group)
 
     def broadcast_s(self, num_bytes: float, group: Group) -> float:
-        """Binomial tree: every rank that has the vector sends it on."""
+        """Down a tree, pipelined over its depth."""
         if group.size < 2:
             return 0.0
         if (measured := self._table_s("broadcast", num_bytes, group)) is not None:
             return measured
         _, tree, beta = self._path(group)
-        return self.start_s + tree + math.ceil(math.log2(group.size)) * num_bytes * beta
+        return self.start_s + tree + num_bytes * beta
 
     def all_to_all_s(self, num_bytes: float, group: Group) -> float:
         """Pairwise: each rank sends its part to every other, over the level that joins the two."""

@@ -18,13 +18,15 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="comp
 
 class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="communicate"):
     """A collective along a mesh axis of ``bytes`` (the whole vector, as ``cost.collective.Network`` counts them). It
-    starts when every rank of its group has come to it. ``blocking``: what follows waits for its end; else ``Wait``."""
+    starts when every rank of its group has come to it. ``blocking``: what follows waits for its end; else ``Wait``.
+    ``members``: the coordinates on ``pp`` that take part, rising; all of the axis where it is empty."""
 
     what: str
     collective: Collective
     axis: str
     bytes: int
     blocking: bool = True
+    members: tuple[int, ...] = ()
 
 
 class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):

@@ -44,6 +44,15 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     peak_memory_bytes: int
 
 
+class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A layout that was weighed and not taken, and why."""
+
+    layout: str
+    step_s: float
+    peak_memory_bytes: int
+    why: str
+
+
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A part of the graph and how it is split. ``strategies`` are by operator name, or by the name of a repeated
     block's operator with ``*`` for the index; operators that are not named run replicated. ``first`` is the stage's
@@ -84,6 +93,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     consistency: str = "sync"
     notes: tuple[Note, ...] = ()
     prediction: Prediction | None = None
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def stage(self) -> Stage:
@@ -155,6 +165,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             size = sum(bucket.num_bytes for bucket in buckets) / 2**20
             where = "1 bucket" if len(buckets) == 1 else f"{len(buckets)} buckets"
             lines.append(f"  all-reduce over {axis}: {count} gradients, {size:.2f} MiB in {where}")
+        if self.prediction is not None:
+            lines.append(f"  predicted: {_costs(self.prediction)}")
+        if self.alternatives:
+            lines.append("  weighed, and not taken:")
+            width = max(len(one.layout) for one in self.alternatives)
+            lines += [f"    {one.layout:<{width}}  {_costs(one)}, {one.why}" for one in self.alternatives]
         return "\n".join(lines)
 
     def check(self, graph: Graph, where: str = "plan") -> None:
@@ -323,3 +339,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 def starred(name: str) -> str:
     """A name with its block indices replaced: ``h.3.mlp:mm#0`` -> ``h.*.mlp:mm#0``."""
     return _INDEX.sub("*", name)
+
+
+def _costs(one: Prediction | Alternative) -> str:
+    return f"{one.step_s * 1e3:.4g} ms a step, {one.peak_memory_bytes / 2**30:.3g} GiB a rank"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
-from meshwright.comm.groups import axis_groups, broadcast_along, channel, from_every_rank, meet
+from meshwright.comm.groups import axis_groups, broadcast_along, channels, from_every_rank, meet
 from meshwright.ir.cluster import Calibration, Cluster, CollectiveTiming, Level
 from meshwright.ir.device import Condition, Curve, Device, Kernels
 from meshwright.ir.kind import COMPUTE
@@ -178,7 +178,7 @@ def _between(effort: Effort, ranks: int, rank: int, advance: Advance) -> list[Co
             )
 
     if ranks % 2 == 0:
-        peer = channel(rank ^ 1)
+        peer = channels([rank ^ 1])[rank ^ 1]
         timed("send", "channel", 2, lambda size: _ping_pong(peer, rank % 2 == 0, _buffer(size)), of=0.5)
     groups = [axis_groups(Mesh.of(all=ranks), rank, {"all": "exchange" if ranks == 2 else "native"})["all"]]
     if ranks > 2 and ranks % 2 == 0:

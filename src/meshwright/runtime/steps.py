@@ -11,15 +11,14 @@ from meshwright.comm.groups import axis_groups, broadcast_along, channels
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
-from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import batch_border, cut
 from meshwright.ir.trace import Trace
 from meshwright.lower.pipeline import lower_stage
 from meshwright.lower.program import Transfer
 from meshwright.lower.spmd import Lowered, lower
 from meshwright.runtime.executor import Executor, Place, Route, StepResult
-from meshwright.schedules.passes import add_communication, add_reduction
-from meshwright.schedules.pipeline import build, forwards
+from meshwright.schedules.pipeline import schedule_of
 from meshwright.schedules.reshard import Box, transfer
 
 Keys = Callable[[int], int]
@@ -210,12 +209,3 @@ def _axes(plan: Plan, stage: int) -> dict[str, int]:
 
 def _place(box: Box) -> Place:
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:
-    """The schedule of a plan; of an evaluation, forwards only, for as many micro-batches as it has."""
-    num_ranks = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
-    if not backward:
-        return forwards(num_ranks, plan.microbatches, plan.chunks)
-    schedule = build(plan.schedule, num_ranks, plan.microbatches, plan.chunks)
-    return add_reduction(add_communication(schedule))

@@ -1,10 +1,12 @@
-"""Builders of pipeline schedules: what every rank computes in one step, without communication."""
+"""Builders of pipeline schedules: what every rank computes in one step; and the whole schedule of a plan."""
 
 from collections.abc import Callable, Sequence
 
 from meshwright.errors import ScheduleError
 from meshwright.ir import files
+from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.schedules.passes import add_communication, add_reduction
 
 Ranks = list[list[Action]]
 
@@ -185,3 +187,12 @@ _BUILDERS: dict[str, Callable[[int, int, int], Ranks]] = {
     "zb-h1": _zero_bubble_h1,
 }
 NAMES = tuple(_BUILDERS)
+
+
+def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:
+    """The schedule of a plan; of an evaluation, forwards only, for as many micro-batches as it has."""
+    num_ranks = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
+    if not backward:
+        return forwards(num_ranks, plan.microbatches, plan.chunks)
+    schedule = build(plan.schedule, num_ranks, plan.microbatches, plan.chunks)
+    return add_reduction(add_communication(schedule))

@@ -163,7 +163,7 @@ class _Rank:
         self.place, self.op, self.time_s = 0, -1, 0.0
         self.bytes = program.held_bytes
         self.open: dict[tuple[int, str], _Meeting] = {}
-        self.counts: dict[str, int] = {}
+        self.counts: dict[tuple[str, tuple[int, ...]], int] = {}
         self.noise = faults.noise(rank)
         self.steady = 0.0 if faults.jitter else self.noise.factor()
         self.death_s = faults.deaths_s.get(rank, math.inf)
@@ -287,8 +287,10 @@ class _Engine:
     def _come(self, one: int, rank: _Rank, piece: Meet, now: float) -> None:
         axis = piece.piece.axis
         members = self._folded.groups[axis][one]
-        number = rank.counts.get(axis, 0)
-        rank.counts[axis] = number + 1
+        if piece.piece.members:
+            members = tuple(members[coordinate] for coordinate in piece.piece.members)
+        number = rank.counts.get((axis, members), 0)
+        rank.counts[axis, members] = number + 1
         key = (axis, members, number)
         meeting = self._meetings.get(key)
         if meeting is None:

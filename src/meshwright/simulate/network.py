@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from meshwright.cost.closed_form import collective_s, duration_s
 from meshwright.cost.collective import SHORT_RING, Group, Network
-from meshwright.cost.work import Collective
+from meshwright.cost.work import Collective, Communicate
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.mesh import Mesh
@@ -37,18 +38,17 @@ class Fabric:
             )
         self.cluster, self.mesh = cluster, mesh
         self._network = Network(cluster)
-        self._known: dict[tuple[Collective, str, int], float] = {}
+        self._known: dict[tuple[Collective, str, int, tuple[int, ...]], float] = {}
 
     def size(self, axis: str) -> int:
         """The ranks along an axis; 1 where the mesh has no such axis."""
         return self.mesh.size(axis) if axis in self.mesh.names else 1
 
-    def collective_s(self, collective: Collective, axis: str, num_bytes: int) -> float:
+    def collective_s(self, piece: Communicate) -> float:
         """Seconds of a collective along an axis, while all groups of the axis have theirs."""
-        key = (collective, axis, num_bytes)
+        key = (piece.collective, piece.axis, piece.bytes, piece.members)
         if key not in self._known:
-            group = Group(self.size(axis), self.stride(axis))
-            self._known[key] = duration_s(self._network, collective, num_bytes, group)
+            self._known[key] = collective_s(piece, self.mesh, self._network)
         return self._known[key]
 
     def send_s(self, num_bytes: int, source: int, target: int) -> float:
@@ -61,21 +61,6 @@ class Fabric:
             return 1
         inner = self.mesh.axes[self.mesh.names.index(axis) + 1 :]
         return math.prod(one.size for one in inner)
-
-
-def duration_s(network: Network, collective: Collective, num_bytes: float, group: Group) -> float:
-    """Seconds of a collective by the closed forms of ``cost.collective``."""
-    match collective:
-        case "all_reduce":
-            return network.all_reduce_s(num_bytes, group)
-        case "reduce_scatter":
-            return network.reduce_scatter_s(num_bytes, group)
-        case "all_gather":
-            return network.all_gather_s(num_bytes, group)
-        case "all_to_all":
-            return network.all_to_all_s(num_bytes, group)
-        case "broadcast":
-            return network.broadcast_s(num_bytes, group)
 
 
 class Flow(msgspec.Struct, frozen=True):

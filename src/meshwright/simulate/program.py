@@ -182,7 +182,7 @@ class _Builder:
                         ops.append(one)
                 case Communicate():
                     if (stage, piece.what) not in self.alone:
-                        seconds = self.fabric.collective_s(piece.collective, piece.axis, piece.bytes)
+                        seconds = self.fabric.collective_s(piece)
                         ops.append(Meet(f"{label} {piece.what}".strip(), (stage, piece.what), piece, seconds))
                         if piece.blocking:
                             ops.append(Until((stage, piece.what)))

@@ -1,0 +1,240 @@
+"""The best layout of a captured model: what ranks, batch and memory allow, by closed form; then the best are played."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import msgspec
+
+from meshwright.cost.captured import step_work
+from meshwright.cost.closed_form import Predicted, predict_step
+from meshwright.cost.occupancy import RankMemory, peak_memory
+from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.cost.work import Work
+from meshwright.errors import LayoutError, ScheduleError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Alternative, Plan, Prediction
+from meshwright.planner.explicit import plan_layout
+from meshwright.schedules.pipeline import schedule_of
+from meshwright.simulate.engine import play
+
+PLAYED = 6
+"""Layouts that are simulated, of those that the closed form finds fastest."""
+ALIKE = 0.02
+"""Predictions are not better than this: the simplest of the layouts that are so near to the fastest is taken."""
+SHOWN = 8
+"""Alternatives that a plan tells of."""
+MOST_MICROBATCHES = 32
+MOST_CHUNKS = 3
+
+Progress = Callable[[str], None]
+RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+"""By falling memory: what is computed again only costs time, so the first that fits is taken."""
+
+
+class _Option(msgspec.Struct, frozen=True):
+    """A layout with its plan and costs; of ``saved_s`` and the peak the largest rank's."""
+
+    plan: Plan
+    work: Work
+    predicted: Predicted
+    memory: RankMemory
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @property
+    def name(self) -> str:
+        return layout_text(self.layout)
+
+
+def plan_auto(
+    graph: Graph,
+    world_size: int,
+    cluster: Cluster,
+    *,
+    memory_bytes: float | None = None,
+    optimizer: OptimizerCost = ADAMW,
+    clips: bool = False,
+    progress: Progress = lambda what: None,
+) -> Plan:
+    """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation that fits in memory.
+
+    All layouts are weighed in closed form; the ``PLAYED`` fastest are simulated, and the simplest of those that are
+    within ``ALIKE`` of the fastest is taken. ``gpipe`` is left out, for ``1f1b`` takes as long with less memory;
+    ``batch_statistics`` stays global, for the other choice is another computation. The plan tells of the runners-up
+    and why they lost (``Plan.explain``).
+
+    Args:
+        memory_bytes: the limit of each rank; default: what a device of the cluster has.
+        optimizer: what it keeps and moves; AdamW, which keeps most, where nothing is known.
+
+    Raises:
+        LayoutError: no layout divides the batch, or none fits; names the one that needs least, and what would do.
+    """
+    limit = memory_bytes or cluster.device.memory_bytes
+    fitting: list[_Option] = []
+    too_large: list[_Option] = []
+    refused: list[str] = []
+    weigh = _Scales(graph, world_size, cluster, optimizer, clips)
+    for layout in candidates(graph.batch_size, world_size):
+        progress(layout_text(layout))
+        try:
+            option = weigh.lightest_that_fits(layout, limit)
+        except (LayoutError, ScheduleError) as error:
+            refused.append(f"{layout_text(layout)}: {error.problem}")
+            continue
+        (fitting if option.memory.peak_bytes <= limit else too_large).append(option)
+    if not fitting:
+        raise _nothing_fits(graph, too_large, refused, world_size, limit)
+    fitting.sort(key=lambda one: (one.predicted.step_s, _complexity(one.layout)))
+    step_s: dict[str, float] = {}
+    for option in fitting[:PLAYED]:
+        progress(f"simulating {option.name}")
+        step_s[option.name] = play(schedule_of(option.plan), option.work, option.plan.mesh, cluster).step_s
+    near = (1 + ALIKE) * min(step_s.values())
+    best = min(
+        (one for one in fitting[:PLAYED] if step_s[one.name] <= near),
+        key=lambda one: (_complexity(one.layout), step_s[one.name]),
+    )
+    others = sorted(
+        (one for one in fitting if one is not best), key=lambda one: step_s.get(one.name, one.predicted.step_s)
+    )
+    told = [_alternative(one, best, step_s) for one in others[:SHOWN]]
+    told += [_too_large(one, limit) for one in sorted(too_large, key=lambda one: one.predicted.step_s)[: SHOWN // 2]]
+    return msgspec.structs.replace(
+        best.plan,
+        alternatives=tuple(told),
+        prediction=Prediction(step_s=step_s[best.name], peak_memory_bytes=best.memory.peak_bytes),
+    )
+
+
+def candidates(batch_size: int, world_size: int) -> Iterator[Layout]:
+    """All layouts that could be meant for so many ranks; simple ones first."""
+    for pp in _divisors(world_size):
+        for tp in _divisors(world_size // pp):
+            dp = world_size // pp // tp
+            if batch_size % dp:
+                continue
+            for m in _divisors(batch_size // dp):
+                if m > MOST_MICROBATCHES:
+                    break
+                yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m)
+                if pp > 1 and m >= pp:
+                    yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="zb-h1")
+                    for chunks in range(2, MOST_CHUNKS + 1):
+                        if m % pp == 0:
+                            yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="interleaved", chunks=chunks)
+
+
+class _Scales:
+    """Weighs layouts. Work does not depend on the schedule, so that schedules of one cut share it."""
+
+    def __init__(self, graph: Graph, world_size: int, cluster: Cluster, optimizer: OptimizerCost, clips: bool) -> None:
+        self.graph, self.world_size, self.cluster = graph, world_size, cluster
+        self.optimizer, self.clips = optimizer, clips
+        self._works: dict[tuple[int | str, ...], Work] = {}
+
+    def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
+        """With as little recomputation as the limit allows; with the most, where nothing fits."""
+        option = self._weigh(layout)
+        for recompute in RECOMPUTE[1:]:
+            if option.memory.peak_bytes <= limit:
+                break
+            again = self._weigh(msgspec.structs.replace(layout, recompute=recompute))
+            if any(stage.recompute for stage in again.plan.stages):  # else the model has nothing of the kind
+                option = again
+        return option
+
+    def _weigh(self, layout: Layout) -> _Option:
+        plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster)
+        key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.recompute)
+        if key not in self._works:
+            self._works[key] = step_work(self.graph, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
+        work, schedule = self._works[key], schedule_of(plan)
+        peaks = peak_memory(work, schedule)
+        predicted = predict_step(work, schedule, plan.mesh, self.cluster)
+        return _Option(plan, work, predicted, max(peaks, key=lambda one: one.peak_bytes))
+
+
+def layout_text(layout: Layout) -> str:
+    """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
+    axes = " x ".join(f"{name}{size}" for name in ("dp", "tp", "pp") if (size := getattr(layout, name)) > 1)
+    words = [axes or "one rank"]
+    if layout.microbatches > 1:
+        words.append(f"{layout.microbatches} micro-batches")
+    if layout.pp > 1:
+        words.append(layout.schedule)
+    if layout.chunks > 1:
+        words.append(f"{layout.chunks} chunks")
+    if layout.recompute != "none":
+        words.append(f"recompute {layout.recompute}")
+    return ", ".join(words)
+
+
+def _complexity(layout: Layout) -> tuple[int, int, int, int]:
+    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
+    return (axes, layout.chunks, layout.microbatches, RECOMPUTE.index(layout.recompute))
+
+
+def _alternative(one: _Option, best: _Option, step_s: dict[str, float]) -> Alternative:
+    """Why it lost: the part of the step in which it differs most."""
+    mine, winner = one.predicted, best.predicted
+    parts = {
+        "computing": mine.compute_s - winner.compute_s,
+        "communication": mine.communication_s - winner.communication_s,
+        "waiting for other stages": mine.waiting_s - winner.waiting_s,
+    }
+    what, more = max(parts.items(), key=lambda item: item[1])
+    seconds = step_s.get(one.name, mine.step_s)
+    slower = seconds / step_s[best.name] - 1
+    if slower <= ALIKE:
+        why = f"{slower:+.1%}, which is within what can be foretold, and less simple"
+    else:
+        why = f"{slower:.1%} slower"
+        if more > 0:
+            why += f": {more * 1e3:.3g} ms more of {what}"
+    return Alternative(layout=one.name, step_s=seconds, peak_memory_bytes=one.memory.peak_bytes, why=why)
+
+
+def _too_large(one: _Option, limit: float) -> Alternative:
+    why = f"needs {one.memory.peak_bytes / 2**30:.3g} GiB at {one.memory.action or 'its peak'}, of {limit / 2**30:.3g}"
+    return Alternative(layout=one.name, step_s=one.predicted.step_s, peak_memory_bytes=one.memory.peak_bytes, why=why)
+
+
+def _nothing_fits(
+    graph: Graph, too_large: list[_Option], refused: list[str], world_size: int, limit: float
+) -> LayoutError:
+    if not too_large:
+        return LayoutError(
+            f"no layout of {world_size} ranks divides the model and its batch of {graph.batch_size}: {refused[0]}"
+            if refused
+            else f"no layout of {world_size} ranks divides a global batch of {graph.batch_size}",
+            where="plan",
+            remedy=f"use a global batch that {world_size} divides, or other numbers of ranks",
+        )
+    least = min(too_large, key=lambda one: one.memory.peak_bytes)
+    memory = least.memory
+    per_sample = (memory.saved_bytes + memory.workspace_bytes) / graph.batch_size
+    fewer = math.floor((limit - memory.held_bytes) / per_sample) if per_sample else 0
+    changes = [f"give every rank {_gib(memory.peak_bytes)} GiB"]
+    if fewer >= 1:
+        changes.append(f"use a global batch of {fewer}")
+    else:
+        changes.append(f"use more ranks: {_gib(memory.held_bytes)} GiB are parameters, gradients and optimizer state")
+    return LayoutError(
+        f"no layout fits in {_gib(limit)} GiB; the smallest, {least.name}, needs {_gib(memory.peak_bytes)} GiB a rank",
+        where="memory",
+        remedy=", or ".join(changes),
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]

@@ -1,0 +1,107 @@
+"""The layout that is chosen by itself: the best by the cost model, within memory; and what is said of others."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import cache
+
+import msgspec
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.cost.captured import step_work
+from meshwright.cost.occupancy import peak_memory
+from meshwright.cost.optimizer import ADAMW
+from meshwright.errors import LayoutError, MeshwrightError
+from meshwright.ir.graph import Graph
+from meshwright.models import ResNet, classification_loss
+from meshwright.planner import auto
+from meshwright.planner.explicit import plan_layout
+from meshwright.schedules.pipeline import schedule_of
+from meshwright.simulate.engine import play
+from tests.distributed import oracle
+
+CLUSTER = mw.Cluster.load("cpu-local")
+
+
+@cache
+def gpt(size: int = 8) -> Graph:
+    subject = oracle.gpt(False, layers=4, size=size)
+    return mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+
+
+def every_layout(graph: Graph, world_size: int) -> dict[str, tuple[float, int]]:
+    """Simulated seconds and peak bytes of everything, with every kind of recomputation."""
+    found = {}
+    for layout, recompute in itertools.product(auto.candidates(graph.batch_size, world_size), auto.RECOMPUTE):
+        try:
+            one = msgspec.structs.replace(layout, recompute=recompute)
+            plan = plan_layout(graph, one, world_size=world_size, cluster=CLUSTER)
+        except MeshwrightError:
+            continue
+        work, schedule = step_work(graph, plan, CLUSTER, optimizer=ADAMW), schedule_of(plan)
+        peak = max(rank.peak_bytes for rank in peak_memory(work, schedule))
+        found[auto.layout_text(one)] = (play(schedule, work, plan.mesh, CLUSTER).step_s, peak)
+    return found
+
+
+@pytest.mark.parametrize("part_of_memory", [None, 0.8, 0.55])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | None) -> None:
+    graph = gpt()
+    every = every_layout(graph, world_size)
+    largest = max(peak for _, peak in every.values())
+    limit = largest * part_of_memory if part_of_memory else float(CLUSTER.device.memory_bytes)
+    plan = mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=limit)
+    step_s, peak = every[auto.layout_text(plan.layout)]
+    assert plan.prediction is not None
+    assert (plan.prediction.step_s, plan.prediction.peak_memory_bytes) == (pytest.approx(step_s), peak)
+    assert peak <= limit
+    fastest = min(seconds for seconds, needed in every.values() if needed <= limit)
+    assert step_s <= (1 + auto.ALIKE) * fastest
+
+
+def test_a_plan_tells_why_the_others_lost() -> None:
+    plan = mw.plan(gpt(), CLUSTER, devices=2, memory_bytes=1e9)
+    text = plan.explain()
+    assert plan.prediction is not None
+    assert f"predicted: {plan.prediction.step_s * 1e3:.4g} ms a step" in text
+    assert "weighed, and not taken:" in text
+    assert len(plan.alternatives) == auto.SHOWN
+    for one in plan.alternatives:
+        assert one.layout != auto.layout_text(plan.layout)
+        assert re.search(rf"    {re.escape(one.layout)} +{one.step_s * 1e3:.4g} ms a step, .* GiB a rank, ", text)
+        assert re.search(r"less simple|\d% slower: .* ms more of (computing|communication|waiting)", one.why), one.why
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    graph = gpt()
+    with pytest.raises(LayoutError) as caught:
+        mw.plan(graph, CLUSTER, devices=2, memory_bytes=2e5)
+    assert caught.value.where == "memory"
+    found = re.fullmatch(
+        r"no layout fits in [\d.e-]+ GiB; the smallest, (.*), needs ([\d.e-]+) GiB a rank", caught.value.problem
+    )
+    assert found is not None, caught.value.problem
+    needed = min(peak for _, peak in every_layout(graph, 2).values())
+    assert float(found[2]) * 2**30 == pytest.approx(needed, rel=0.01)
+    assert f"give every rank {found[2]} GiB" in caught.value.remedy
+    plan = mw.plan(graph, CLUSTER, devices=2, memory_bytes=float(found[2]) * 2**30 * 1.01)
+    assert auto.layout_text(plan.layout) == found[1], "the remedy works"
+
+
+def test_a_smaller_batch_that_would_fit_is_named() -> None:
+    least = min(found for _, found in every_layout(gpt(64), 1).values())
+    with pytest.raises(LayoutError) as caught:
+        mw.plan(gpt(64), CLUSTER, devices=1, memory_bytes=least * 0.999)
+    assert "use a global batch of" in caught.value.remedy
+
+
+def test_batch_norm_keeps_the_batch_whole() -> None:
+    images = {"image": torch.zeros(8, 1, 8, 8), "label": torch.zeros(8, dtype=torch.int64)}
+    graph = mw.capture(ResNet(depth=8, width=4, image_channels=1), classification_loss, images)
+    plan = mw.plan(graph, CLUSTER, devices=2)
+    assert plan.microbatches == 1
+    assert plan.layout.batch_statistics == "global"
