@@ -6,7 +6,8 @@ import pytest
 
 import meshwright as mw
 from benchmarks import foundation, kills, matrix
-from benchmarks.side_by_side import WARMUP_STEPS, alternate, ratio
+from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.ir.statistics import ratio
 from meshwright.models import GPT, GPTConfig
 from tests.distributed.oracle import Case
 from tests.distributed.pool import Ranks
