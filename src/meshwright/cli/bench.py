@@ -75,7 +75,10 @@ def scaling(
     output: Path | None = OUTPUT,
 ) -> None:
     """Time the training of a model on 1 to N ranks of this machine: speed-up, efficiency, and their spread."""
-    run = run_of(target, None, None, context.args)
+    arguments = list(context.args)
+    if target.startswith("--"):  # an option of the run, and no target was given
+        target, arguments = "gpt", [target, *arguments]
+    run = run_of(target, None, None, arguments)
     from meshwright import api
     from meshwright.bench.scaling import scaling as measure_scaling
 
@@ -84,10 +87,14 @@ def scaling(
     for name, value in (("turns", turns), ("repetitions", repetitions), ("steps", steps), ("threads", threads)):
         command += [f"--{name}", str(value)]
     bars = display.Bars(display.console())
-    result = measure_scaling(
-        run, kind, counts, turns=turns, repetitions=repetitions, steps=steps, threads=threads, grow=grow, progress=bars,
-        command=shlex.join([*command, *(["--grow", grow] if grow else []), *context.args]),
-    )  # fmt: skip
+    try:
+        result = measure_scaling(
+            run, kind, counts, turns=turns, repetitions=repetitions, steps=steps, threads=threads, grow=grow,
+            command=shlex.join([*command, *(["--grow", grow] if grow else []), *arguments]), progress=bars,
+        )  # fmt: skip
+    finally:
+        bars.end()
+        display.restore_cursor()
     _deliver(result, as_json, output)
 
 
@@ -187,7 +194,8 @@ def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
             terminal.print(f"\n{finding.target}: {finding.measured}; {sides}")
     shown = [finding for finding in result.findings if isinstance(finding, Utilization)]
     if shown:
-        terminal.print("\n", _fractions(shown))
+        terminal.print()
+        terminal.print(_fractions(shown))
         terminal.print(f"\n100 %: {shown[0].peak.flops_per_s / 1e9:.1f} GFLOP/s, {shown[0].peak.found}")
         for text, flops_per_s in shown[0].notes["other_peaks"].items():
             terminal.print(f"also:  {flops_per_s / 1e9:.1f} GFLOP/s, {text}")
@@ -228,14 +236,19 @@ def _fractions(shown: list[Utilization]) -> Table:
     return table
 
 
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 def add_to(app: typer.Typer) -> None:
     """Make it a command with three of its own."""
     group = typer.Typer(
         name="bench",
         help="Measure scaling and utilization on this machine, and refuse results that mislead.",
-        no_args_is_help=True,
         rich_markup_mode="rich",
     )
+    group.callback(invoke_without_command=True)(_help)
     group.command(context_settings=EXTRA, epilog=SCALING_EPILOG)(scaling)
     group.command(epilog=UTILIZATION_EPILOG)(utilization)
     group.command(epilog=LINT_EPILOG)(lint)
