@@ -14,12 +14,14 @@ from meshwright import config
 from meshwright.bench import machine
 from meshwright.bench.lint import lint
 from meshwright.bench.scaling import EAGER, OURS, Measured, findings, grown
+from meshwright.bench.utilization import utilization
 from meshwright.cli import run as cli
 from meshwright.cli.bench import counts_of
-from meshwright.errors import FileFormatError
+from meshwright.errors import ClusterError, FileFormatError
 from meshwright.ir import files
 from meshwright.ir.result import Comparison, Result, Scaling, Utilization
 from meshwright.ir.run import Run
+from meshwright.models import GPTConfig
 from meshwright.runtime import launch
 
 SMALL = [
@@ -63,8 +65,18 @@ def test_utilization_is_a_result_that_names_its_peak(
     assert result.command == f"meshwright bench utilization {asked.replace('--threads 1', '').strip()} --threads 1"
     assert re.search(r"^naive step .* \d+\.\d% +\d+\.\d% to \d+\.\d%$", text, re.MULTILINE)
     assert f"100 %: {step.peak.flops_per_s / 1e9:.1f} GFLOP/s, {step.peak.found}" in text
-    assert cli(["bench", "utilization", *asked.split(), "--peak", "1e6"]) == 2
-    assert "--peak: 1e+06 FLOP/s is no peak" in capsys.readouterr().err
+
+
+def test_a_given_peak_that_is_passed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SIZES", (64,))
+    monkeypatch.setattr(machine, "LEAST_S", 0.0)
+    tiny = GPTConfig(layers=1, width=8, heads=1, vocabulary=16, sequence_length=4)
+    with pytest.raises(ClusterError, match=r"--peak: 1e\+06 FLOP/s is no peak"):
+        utilization(size=32, config=tiny, batch_size=1, repetitions=5, threads=1, peak_flops_per_s=1e6)
+    found = utilization(size=32, config=tiny, batch_size=1, repetitions=5, threads=1, peak_flops_per_s=1e15)
+    first = found.findings[0]
+    assert isinstance(first, Utilization)
+    assert (first.peak.flops_per_s, first.peak.found) == (1e15, "given with --peak")
 
 
 def test_the_nominal_peak_is_clock_times_width_times_cores() -> None:

@@ -25,7 +25,7 @@ SCALING_EPILOG = """[bold]Examples[/bold]
 
   meshwright bench scaling gpt --kind batch --ranks 2 --json
 
-  meshwright bench scaling RUN.toml --kind strong --ranks 1,2,4 --layout.tp 2 --output scaling.json
+  meshwright bench scaling RUN.toml --kind strong --ranks 1,2,4 --layout.dp 1 --layout.tp -1 -o scaling.json
 
   meshwright bench scaling gpt --kind model --grow layers
 
@@ -41,7 +41,7 @@ UTILIZATION_EPILOG = """[bold]Examples[/bold]
   meshwright bench utilization --peak 224e9
 
 The peak is the larger of what the fastest matrix product reaches here and of clock x vector width x cores, as far as
-Linux tells them; --peak takes that of a data sheet.
+Linux tells them (a virtual machine often tells the base clock); --peak takes that of a data sheet.
 """
 LINT_EPILOG = """[bold]Examples[/bold]
 
@@ -120,7 +120,7 @@ def utilization(
 
 
 def lint(
-    result_files: list[Path] = typer.Argument(None, metavar="[RESULT.json]...", help="Result files."),
+    result_files: list[Path] = typer.Argument(None, metavar="RESULT.json", help="Result files."),
     rules: bool = typer.Option(False, "--rules", help="List the rules, and stop."),
     as_json: bool = typer.Option(False, "--json", help="Print what is refused as JSON."),
 ) -> int:
