@@ -30,6 +30,7 @@ REFUSED = {
     "best-instead-of-median": ("median", f"{FIRST}.series.ours.statistic", "show the median"),
     "best-called-median": ("ratio", f"{FIRST}.series.ours.value_s", "compute it from the numbers of the file"),
     "a-time-in-a-check": ("hidden-times", f"{FIRST}.notes.step_s", 'make it a finding of kind "duration"'),
+    "a-speed-in-words": ("hidden-times", f"{FIRST}.measured", 'make it a finding of kind "duration"'),
     "no-baseline": ("baseline", f"{FIRST}.baseline", "name one of series"),
     "scaling-over-what": ("baseline", f"{FIRST}.base", "say whether it is one rank of the same program"),
     "the-slower-peer": ("best-peer", f"{FIRST}.baseline", "compare with 'DDP', the best of the peers"),

@@ -1,6 +1,7 @@
 """The rules of what a result claims. Each yields (key, problem, remedy) of everything in the result that breaks it."""
 
 import math
+import re
 import statistics
 from collections.abc import Iterator
 from itertools import pairwise
@@ -24,6 +25,8 @@ TOLERANCE = 1e-3
 KINDS = ("strong", "batch", "model")
 OF_TIMES = ("_s", "_ms", "seconds", "_per_s", "speedup")
 """How the names of figures end that are times or rates."""
+IN_WORDS = re.compile(r"\b(faster|slower|speed-?up|throughput)\b|\d\s?(s|ms|µs|us|tok/s|samples/s|[GT]?FLOP/s)(?!\w)")
+"""Speed in words."""
 
 Found = Iterator[tuple[str, str, str]]
 
@@ -52,13 +55,16 @@ def median(result: Result) -> Found:
 
 
 def hidden_times(result: Result) -> Found:
-    """Times in the notes of a check escape the rules."""
+    """Times in the notes or the words of a check escape the rules."""
+    remedy = 'make it a finding of kind "duration" or "comparison", with all repetitions'
     for key, finding in result.keyed():
         if isinstance(finding, Check):
             for name in finding.notes:
                 if name.endswith(OF_TIMES):
-                    remedy = 'make it a finding of kind "duration" or "comparison", with all repetitions'
                     yield f"{key}.notes.{name}", "a time or rate stands in a check, where no rule sees it", remedy
+            for name in ("target", "measured"):
+                if found := IN_WORDS.search(getattr(finding, name)):
+                    yield f"{key}.{name}", f"{found[0]!r} stands in a check, where no rule sees it", remedy
 
 
 # --- what is compared ------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def utilization(
     as_json: bool = JSON,
     output: Path | None = OUTPUT,
 ) -> None:
-    """Measure a large matrix product and a naive training step as percent of this machine's peak, in float32."""
+    """Measure a large matrix product and a naive training step as percent of this CPU's peak, in float32."""
     from meshwright.bench.utilization import utilization as measure_utilization
 
     command = f"meshwright bench utilization --size {size} --batch {batch} --repetitions {repetitions}"
