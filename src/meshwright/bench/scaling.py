@@ -3,7 +3,8 @@
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from meshwright import api, build
 from meshwright.bench.machine import this_machine, versions
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
-from meshwright.errors import FileFormatError, LaunchError, LayoutError
+from meshwright.errors import FileFormatError, LaunchError, LayoutError, MeshwrightError
 from meshwright.ir.result import Comparison, Finding, Point, Result, Scalar, Scaling, Series, Settings
 from meshwright.ir.run import FactoryModel, GPTModel, Run, RunLayout
 from meshwright.ir.statistics import ratio
@@ -83,10 +84,9 @@ def scaling(
     try:
         for turn in range(turns):
             for count in [*counts[turn % len(counts) :], *counts[: turn % len(counts)]]:
-                directory = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
                 arguments = (runs[count], repetitions, steps, threads)
-                found[count].append(api.run_ranks(measure, *arguments, num_ranks=count, directory=directory))
-                shutil.rmtree(directory)  # after an error it stays: it holds the ranks' output
+                with _scratch() as directory:
+                    found[count].append(api.run_ranks(measure, *arguments, num_ranks=count, directory=directory))
                 progress.advance()
     finally:
         progress.end()
@@ -142,6 +142,20 @@ def grown(run: Run, kind: str, factor: int, grow: str = "") -> Run:
         )
     larger = {name: value * factor}
     return replace(run, model=replace(run.model, **({"arguments": values | larger} if inside else larger)))
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory for the ranks' output; it stays after their errors, which name it."""
+    directory = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
+    try:
+        yield directory
+    except MeshwrightError:
+        raise
+    except BaseException:
+        shutil.rmtree(directory)
+        raise
+    shutil.rmtree(directory)
 
 
 def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Progress) -> dict[int, Run]:

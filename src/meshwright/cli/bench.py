@@ -204,7 +204,7 @@ def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
 def _points(result: Result, finding: Scaling) -> Table:
     table = Table(box=None, pad_edge=False)
     unit = "GFLOP/s" if finding.work_unit == "FLOP" else f"{finding.work_unit}/s"
-    for title in ("ranks", "batch", "parameters", "time/step", "least", "most", unit, "speed-up", "95 %", "efficiency"):
+    for title in ("ranks", "batch", "parameters", "ms/step", "least", "most", unit, "speed-up", "95 %", "efficiency"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for point in finding.points:
@@ -213,7 +213,7 @@ def _points(result: Result, finding: Scaling) -> Table:
         count = result.settings_of(point.series).ranks
         low, high = point.interval or (point.speedup, point.speedup)
         table.add_row(
-            f"{count}", f"{point.batch}", f"{point.parameters:,}", f"{point.series.value_s * 1e3:.4g} ms",
+            f"{count}", f"{point.batch}", f"{point.parameters:,}", f"{point.series.value_s * 1e3:.4g}",
             f"{min(seconds) * 1e3:.4g}", f"{max(seconds) * 1e3:.4g}",
             f"{rate / 1e9:.4g}" if finding.work_unit == "FLOP" else f"{rate:,.0f}", f"{point.speedup:.2f}",
             f"{low:.2f} to {high:.2f}" if point.speedup != 1 else "", f"{point.efficiency:.0%}",
@@ -224,12 +224,12 @@ def _points(result: Result, finding: Scaling) -> Table:
 
 def _fractions(shown: list[Utilization]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for title in ("", "time", "least", "most", "GFLOP/s", "of the peak", "95 %"):
+    for title in ("", "ms", "least", "most", "GFLOP/s", "of the peak", "95 %"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for one in shown:
         seconds, (low, high) = one.series.seconds, one.interval or (one.fraction, one.fraction)
         table.add_row(
-            one.series.settings, f"{one.series.value_s * 1e3:.4g} ms", f"{min(seconds) * 1e3:.4g}",
+            one.series.settings, f"{one.series.value_s * 1e3:.4g}", f"{min(seconds) * 1e3:.4g}",
             f"{max(seconds) * 1e3:.4g}", f"{one.flops / one.series.value_s / 1e9:.4g}", f"{one.fraction:.1%}",
             f"{low:.1%} to {high:.1%}",
         )  # fmt: skip
