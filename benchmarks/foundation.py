@@ -3,7 +3,7 @@
 Run as ``make bench-foundation``. ``--slow`` also times ``make demo`` and ``make test``. The exit code is 1 if a target
 is missed. What is timed is a whole training step in float32 with one thread a rank: zero_grad, forward, loss, backward,
 SGD with momentum 0.9, no clipping. All sides of a comparison start from the same weights, see the same batches, and
-alternate in the same processes (benchmarks/side_by_side.py). Where a peer can be set up in several ways, all of them
+alternate in the same processes (meshwright/bench/repeat.py). Where a peer can be set up in several ways, all of them
 run, and the fastest is the one that counts.
 """
 
@@ -15,18 +15,20 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 import meshwright as mw
 from benchmarks import matrix, peers, report
-from benchmarks.report import Result, judged
-from benchmarks.side_by_side import alternate
+from benchmarks.report import judged
+from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.ir.result import Check, Duration, Finding, Series, Settings
 from meshwright.models import GPT, demo_gpt, gpt_s, language_model_loss
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
@@ -143,7 +145,7 @@ def _over(step: Callable[[Any], torch.Tensor], batches: Batches) -> Callable[[],
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 
-def speed(comparison: Comparison, rounds: int, steps: int) -> Result:
+def speed(comparison: Comparison, rounds: int, steps: int) -> Finding:
     """Measure one comparison in fresh processes and judge it."""
     with Ranks() as ranks:
         measured = ranks(comparison.num_ranks, measure, comparison, rounds, steps, timeout=1800.0)
@@ -154,16 +156,18 @@ def speed(comparison: Comparison, rounds: int, steps: int) -> Result:
         seconds,
         OURS,
         comparison.limit,
+        settings=comparison.name,
         num_ranks=comparison.num_ranks,
-        figures={"first_losses": losses, "steps_a_round": steps},
+        steps=steps,
+        losses=losses,
     )
     if spread > LOSS_SPREAD:
         text = f"{result.measured}; the sides do not compute the same: their losses differ by {spread:.1e}"
-        return replace(result, verdict="fail", measured=text)
+        return msgspec.structs.replace(result, verdict="fail", measured=text)
     return result
 
 
-def parity(console: Console) -> Result:
+def parity(console: Console) -> Finding:
     """The pairwise cases of the tests; ``make matrix`` runs the full product."""
     cases = oracle.pairwise_cases()
     with Ranks() as ranks, console.status("parity"):
@@ -173,38 +177,57 @@ def parity(console: Console) -> Result:
             for case in cases
             if case.model.startswith("HF")
         ]
-    return Result(
+    every = (*rows, *plain)
+    return Check(
         target=f"parity with one process: within {oracle.TOLERANCE:.0e} in float64, "
         f"{matrix.PLAIN_TOLERANCE:.0e} with casts to float32",
-        verdict="pass" if all(row.passed for row in (*rows, *plain)) else "fail",
+        verdict="pass" if all(row.passed for row in every) else "fail",
         measured=f"{sum(row.passed for row in rows)} of {len(rows)} pairwise cases, largest error "
         f"{max(row.error for row in rows):.0e}; with casts {sum(row.passed for row in plain)} of {len(plain)}, "
         f"{max(row.error for row in plain):.0e}",
-        figures={f"{row.case}, at most {row.tolerance:.0e}": row.failure or row.error for row in (*rows, *plain)},
+        passed=sum(row.passed for row in every),
+        total=len(every),
+        notes={f"{row.case}, at most {row.tolerance:.0e}": row.failure or row.error for row in every},
     )
 
 
-def duration(command: str, slow: bool) -> Result:
-    """How long a make target takes; run only when asked, for it takes minutes."""
+def duration(command: str, slow: bool) -> Finding:
+    """How long a make target takes. It takes minutes, so it is run only when asked, and once: it can fail, not pass."""
     target = f"{command}: under {LIMITS_S[command] / 60:g} minutes"
     if not slow:
-        return Result(target, "reported", f"not run: `time {command}`, or this benchmark with --slow")
+        return Check(
+            target=target, verdict="reported", measured=f"not run: `time {command}`, or this benchmark with --slow"
+        )
     start = time.monotonic()
     code = subprocess.run(
         command.split(), cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL, check=False
     ).returncode
     seconds = time.monotonic() - start
-    passed = code == 0 and seconds < LIMITS_S[command]
-    text = f"{seconds:.0f} s" + (f", exit code {code}" if code else "")
-    return Result(target, "pass" if passed else "fail", text, {"seconds": seconds, "exit_code": code})
+    if code:
+        return Check(target=target, verdict="fail", measured=f"exit code {code}", total=1)
+    return Duration(
+        target=target,
+        verdict="reported" if seconds < LIMITS_S[command] else "fail",
+        measured=f"{seconds:.0f} s, once",
+        series=Series.of([seconds], settings=command, run=report.new_run()),
+        limit_s=LIMITS_S[command],
+    )
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
 
 
-def write(results: Sequence[Result], rounds: int, steps: int) -> None:
+def settings() -> dict[str, Settings]:
+    """By comparison and command: precision, ranks, threads and sizes."""
+    found = {command: Settings(sizes={"command": command}) for command in LIMITS_S}
+    for one in COMPARISONS:
+        sizes = asdict(one.model().config) | {"batch": BATCH}
+        found[one.name] = Settings(dtype="float32", ranks=one.num_ranks, threads=1, sizes=sizes)
+    return found
+
+
+def write(results: Sequence[Finding], rounds: int, steps: int) -> None:
     """``results/foundation.json`` and ``.md``."""
-    sizes = {name: asdict(make().config) | {"batch": BATCH} for name, make in MODELS.items()}
     described = "; ".join(
         f"{name}: {config.layers} layers, {config.width} wide, {config.heads} heads, vocabulary {config.vocabulary}, "
         f"batch {BATCH} x {config.sequence_length}"
@@ -214,8 +237,16 @@ def write(results: Sequence[Result], rounds: int, steps: int) -> None:
 processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad, forward,
 loss, backward and SGD with momentum 0.9, in float32, without clipping. Of a peer's several settings the fastest counts.
 Sizes: {described}."""
-    how = {"rounds": rounds, "steps_a_round": steps, "sizes": sizes}
-    report.write("foundation", "The foundation's targets", COMMAND, how, results, text)
+    report.write("foundation", "The foundation's targets", COMMAND, timed(rounds, steps), settings(), results, text)
+
+
+def timed(rounds: int, steps: int) -> str:
+    """What is timed, and how it is repeated."""
+    return (
+        "A training step: zero_grad, forward, loss, backward, SGD with momentum 0.9, float32, no clipping; gloo. All "
+        f"sides by turns in the same processes: {rounds} rounds of {steps} steps each after {WARMUP_STEPS} of warm-up, "
+        "from when all ranks have met until the slowest is done."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("a median needs at least 5 rounds")
     warnings.simplefilter("ignore")  # of the peers' libraries
     console = Console(highlight=False, soft_wrap=True)
-    planned: list[tuple[str, Callable[[], Result]]] = [("parity", lambda: parity(console))]
+    planned: list[tuple[str, Callable[[], Finding]]] = [("parity", lambda: parity(console))]
     for one in COMPARISONS:
         planned.append((one.name, lambda one=one: speed(one, options.rounds, options.steps)))  # type: ignore[misc]
     for command in LIMITS_S:

@@ -11,10 +11,11 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,10 +30,13 @@ from torch.distributed.pipelining import (
 
 import meshwright as mw
 from benchmarks import kills, report
-from benchmarks.report import Result, judged
-from benchmarks.side_by_side import alternate, ratio
+from benchmarks.report import judged
+from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.ir.result import Check, Finding, Point, Scaling, Series, Settings
 from meshwright.ir.schedule import Action, ActionKind
+from meshwright.ir.statistics import ratio
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.runtime.launch import num_cores
 from meshwright.runtime.steps import PipelineStep
 from meshwright.schedules.check import check
 from meshwright.schedules.pipeline import schedule_of
@@ -208,7 +212,7 @@ def _status(key: str) -> int:
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 
-def speed(case: Case, rounds: int, steps: int) -> Result:
+def speed(case: Case, rounds: int, steps: int) -> Finding:
     """Step time beside torch.distributed.pipelining."""
     with Ranks() as ranks:
         measured = ranks(2, measure, case, rounds, steps, timeout=1800.0)
@@ -216,54 +220,70 @@ def speed(case: Case, rounds: int, steps: int) -> Result:
     ours, theirs = measured[1][1]
     result = judged(
         f"{case}: step time at most {LIMIT} x {PEER}", seconds, OURS, LIMIT, num_ranks=2,
-        figures={"first_losses": {OURS: ours, PEER: theirs}},
+        settings=str(case), steps=steps, losses={OURS: ours, PEER: theirs},
     )  # fmt: skip
     spread = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
     if spread > 1e-4:
         text = f"{result.measured}; the sides do not compute the same: losses differ by {spread:.1e}"
-        return Result(result.target, "fail", text, result.figures)
+        return msgspec.structs.replace(result, verdict="fail", measured=text)
     return result
 
 
-def throughput(rounds: int, steps: int) -> Result:
+def throughput(rounds: int, steps: int) -> Finding:
     """Two ranks against one process, at equal micro-batches."""
     case = Case("1f1b", 16)
     with Ranks() as ranks:
         two = ranks(2, measure, case, rounds, steps, timeout=1800.0)[0][0][OURS]
         one = ranks(1, measure_alone, case, rounds, steps, timeout=1800.0)[0]
     found = ratio(one, two)
-    return Result(
-        f"{case}: throughput of 2 ranks at least {THROUGHPUT} x one process",
-        "pass" if found.value >= THROUGHPUT else "fail",
-        f"{found}; not alternating: one process and two ranks run one after the other",
-        {"limit": THROUGHPUT, "ratio": found.value, "one_s": one, "two_s": two},
+    enough = found.value >= THROUGHPUT
+    run, batch = report.new_run(), SEQUENCES * case.microbatches
+    parameters = sum(value.numel() for value in _model(case.config).parameters())
+    points = [
+        Point(
+            series=Series.of(seconds, steps=steps, settings=name, run=run), batch=batch, parameters=parameters,
+            work=float(batch), speedup=speedup, efficiency=speedup / count, interval=interval,
+        )
+        for count, name, seconds, speedup, interval in (
+            (1, f"{case}, one process", one, 1.0, None), (2, str(case), two, found.value, found.interval),
+        )
+    ]  # fmt: skip
+    return Scaling(
+        target=f"{case}: throughput of 2 ranks at least {THROUGHPUT} x one process",
+        verdict="reported" if num_cores() < 2 else "pass" if enough else "fail",
+        measured=f"{found}; not alternating: one process and two ranks run one after the other",
+        scaling="strong",
+        base="one process of Meshwright that accumulates gradients over the same micro-batches",
+        work_unit="samples",
+        points=tuple(points),
+        limit=THROUGHPUT,
     )
 
 
-def memory() -> list[Result]:
+def memory() -> list[Finding]:
     """Peaks of both sides, and of 1F1B against GPipe."""
     peaks: dict[tuple[str, str], list[int]] = {}
     for name in ("gpipe", "1f1b"):
         for side in (OURS, PEER):
             with Ranks() as ranks:  # fresh processes: memory is not given back
                 peaks[name, side] = ranks(2, peak_bytes, Case(name, 16, config=LARGE), side, timeout=1800.0)
-    results = []
+    results: list[Finding] = []
     for name in ("gpipe", "1f1b"):
         ours, theirs = max(peaks[name, OURS]), max(peaks[name, PEER])
         text = f"{ours / theirs:.3f}: {ours / 2**30:.2f} GiB against {theirs / 2**30:.2f} GiB"
         results.append(
-            Result(
+            _check(
                 f"{name}, m = 16: peak memory at most {MEMORY_LIMIT:.1f} x {PEER}",
-                "pass" if ours <= theirs * MEMORY_LIMIT else "fail",
                 text,
                 {"peaks_bytes": {side: peaks[name, side] for side in (OURS, PEER)}},
+                passed=ours <= theirs * MEMORY_LIMIT,
             )
         )
     results.append(_live(peaks))
     return results
 
 
-def _live(peaks: dict[tuple[str, str], list[int]]) -> Result:
+def _live(peaks: dict[tuple[str, str], list[int]]) -> Finding:
     """By the validator rank 0 keeps 16 micro-batches under GPipe and 2 under 1F1B: memory must fall accordingly."""
     case = Case("1f1b", 16, config=LARGE)
     graph = mw.capture(_model(LARGE), language_model_loss, _batch(case))
@@ -276,25 +296,41 @@ def _live(peaks: dict[tuple[str, str], list[int]]) -> Result:
     fewer = live["gpipe"][0] - live["1f1b"][0]
     expected, measured = kept[0] * fewer, peaks["gpipe", OURS][0] - peaks["1f1b", OURS][0]
     off = measured / expected - 1
-    return Result(
+    return _check(
         f"1f1b against gpipe, m = 16: peak falls as the validator says, within {LIVE:.0%}",
-        "pass" if abs(off) <= LIVE else "fail",
         f"{off:+.1%}: rank 0 falls by {measured / 2**20:.0f} MiB, foretold {expected / 2**20:.0f} MiB "
         f"({live['gpipe'][0]} -> {live['1f1b'][0]} live micro-batches of {kept[0] / 2**20:.1f} MiB)",
         {"live": live, "kept_bytes": kept, "peaks_bytes": {name: peaks[name, OURS] for name in ("gpipe", "1f1b")}},
+        passed=abs(off) <= LIVE,
     )
 
 
-def survival(num_kills: int) -> Result:
+def _check(target: str, measured: str, notes: dict[str, Any], *, passed: int, total: int = 1) -> Finding:
+    verdict: Any = "pass" if passed == total else "fail"
+    return Check(target=target, verdict=verdict, measured=measured, passed=passed, total=total, notes=notes)
+
+
+def survival(num_kills: int) -> Finding:
     """Random kills of ranks: the run goes on, and its losses are those of an uninterrupted run."""
     rows = kills.run(num_kills)
     good = sum(row.passed for row in rows)
-    return Result(
+    return _check(
         f"{num_kills} random kills: losses bit for bit those of an uninterrupted run",
-        "pass" if good == len(rows) else "fail",
         f"{good} of {len(rows)}",
         {"rows": [str(row) for row in rows]},
+        passed=good,
+        total=len(rows),
     )
+
+
+def settings() -> dict[str, Settings]:
+    """By case: precision, ranks, threads and sizes."""
+    found = {}
+    for case in CASES:
+        sizes = asdict(case.config) | {"batch": SEQUENCES * case.microbatches, "microbatches": case.microbatches}
+        for count, name in ((2, str(case)), (1, f"{case}, one process")):
+            found[name] = Settings(dtype="float32", ranks=count, threads=1, sizes=sizes)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -306,14 +342,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="run only what contains this in its name; writes no file")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
-    planned: list[tuple[str, Callable[[], list[Result]]]] = [
+    planned: list[tuple[str, Callable[[], list[Finding]]]] = [
         (f"speed {case}", lambda case=case: [speed(case, options.rounds, options.steps)])  # type: ignore[misc]
         for case in CASES
     ]
     planned.append(("throughput", lambda: [throughput(options.rounds, options.steps)]))
     planned.append(("memory", memory))
     planned.append(("kills", lambda: [survival(options.kills)]))
-    results: list[Result] = []
+    results: list[Finding] = []
     for name, run in planned:
         if options.only in name:
             for result in run():
@@ -325,7 +361,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"over {options.rounds} alternating rounds of {options.steps} steps. Memory: 4 layers, 512 wide, sequence "
             "512; the larger rank's peak over two steps, minus what was resident before."
         )
-        report.write("pipelines", "The targets of pipelines", COMMAND, {"rounds": options.rounds}, results, text)
+        timed = (
+            "A training step: zero_grad, forward, loss, backward, SGD with momentum 0.9, float32; by turns, "
+            f"{options.rounds} rounds of {options.steps} steps each after {WARMUP_STEPS} of warm-up, from when all "
+            "ranks have met until the slowest is done."
+        )
+        report.write("pipelines", "The targets of pipelines", COMMAND, timed, settings(), results, text)
         console.print("written to benchmarks/results/pipelines.md and .json")
     return 1 if any(result.verdict == "fail" for result in results) else 0
 

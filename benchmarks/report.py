@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import statistics
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from benchmarks.side_by_side import machine, num_cores, ratio
+from meshwright.bench.lint import lint
+from meshwright.bench.machine import this_machine, versions
+from meshwright.ir import files
+from meshwright.ir.result import Comparison, Finding, Result, Series, Settings, Verdict
+from meshwright.ir.statistics import ratio
+from meshwright.runtime.launch import num_cores
 
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Result:
-    """A target, what was measured, and the verdict: ``pass``, ``fail`` or ``reported`` (not judged)."""
-
-    target: str
-    verdict: str
-    measured: str
-    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def judged(
@@ -31,48 +23,83 @@ def judged(
     ours: str,
     limit: float,
     *,
+    settings: str,
     num_ranks: int,
-    figures: Mapping[str, Any],
-) -> Result:
+    steps: int,
+    losses: Mapping[str, Sequence[float]],
+) -> Comparison:
     """Our seconds over the fastest peer's, which must be at most ``limit``; more ranks than cores are only reported."""
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    run = new_run()
+    series = {
+        name: Series.of(list(values), steps=steps, settings=settings, run=run, losses=tuple(losses[name]))
+        for name, values in seconds.items()
+    }
     peers = [name for name in seconds if name != ours]
-    fastest = min(peers, key=medians.__getitem__)
+    fastest = min(peers, key=lambda name: series[name].value_s)
     found = ratio(seconds[ours], seconds[fastest])
-    verdict = "reported" if num_ranks > num_cores() else "pass" if found.value <= limit else "fail"
-    return Result(
+    verdict: Verdict = "reported" if num_ranks > num_cores() else "pass" if found.value <= limit else "fail"
+    return Comparison(
         target=target,
         verdict=verdict,
-        measured=f"{found}: {ms(medians[ours])} against {ms(medians[fastest])} ({fastest})",
-        figures={
-            "limit": limit,
-            "ratio": found.value,
-            "ratio_95_percent": [found.low, found.high],
-            "against": fastest,
-            "ratios": {name: ratio(seconds[ours], seconds[name]).value for name in peers},
-            "median_s": medians,
-            "seconds_a_step": {name: list(values) for name, values in seconds.items()},
-            **figures,
-        },
+        measured=f"{found}: {ms(series[ours].value_s)} against {ms(series[fastest].value_s)} ({fastest})",
+        series=series,
+        ours=ours,
+        baseline=fastest,
+        ratio=found.value,
+        interval=found.interval,
+        limit=limit,
+        notes={"ratios": {name: ratio(seconds[ours], seconds[name]).value for name in peers}},
     )
 
 
-def write(name: str, title: str, command: str, how: Mapping[str, Any], results: Sequence[Result], text: str) -> None:
-    """``results/NAME.json`` and ``.md``; ``text`` says how it was measured."""
-    RESULTS.mkdir(exist_ok=True)
-    found = {"command": command, "machine": machine(), **how, "results": [asdict(result) for result in results]}
-    (RESULTS / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    here = machine()
-    lines = [f"| {result.target} | {result.verdict} | {result.measured} |" for result in results]
-    detail = []
-    for result in results:
-        heading = result.target.split(":")[0]
-        for side, seconds in result.figures.get("seconds_a_step", {}).items():
-            times = " | ".join(ms(value) for value in (statistics.median(seconds), min(seconds), max(seconds)))
-            detail.append(f"| {heading} | {side} | {times} |")
-    page = f"""# {title}
+def new_run() -> str:
+    """A name for what is measured together, in one tree of processes."""
+    return uuid.uuid4().hex[:12]
 
-Made by `{command}` on {here["cores"]} cores ({here["cpu"]}), torch {here["torch"]}, Python {here["python"]}.
+
+def write(
+    name: str,
+    title: str,
+    command: str,
+    timed: str,
+    settings: Mapping[str, Settings],
+    findings: Sequence[Finding],
+    text: str,
+) -> None:
+    """``results/NAME.json`` and ``.md``; ``text`` says on the page how it was measured.
+
+    Args:
+        timed: what lies between the start and the end of a measurement.
+
+    Raises:
+        ValueError: ``meshwright bench lint`` would refuse the result.
+    """
+    found = Result(
+        name=name, command=command, machine=this_machine(), versions=versions(), timed=timed, settings=dict(settings),
+        findings=tuple(findings),
+    )  # fmt: skip
+    if refusals := lint(found):
+        raise ValueError("\n".join(map(str, refusals)))
+    RESULTS.mkdir(exist_ok=True)
+    files.save(found, RESULTS / f"{name}.json")
+    (RESULTS / f"{name}.md").write_text(page(found, title, text), encoding="utf-8")
+
+
+def page(found: Result, title: str, text: str) -> str:
+    """A result for people."""
+    lines = [f"| {one.target} | {one.verdict} | {one.measured} |" for one in found.findings]
+    detail = []
+    for finding in found.findings:
+        heading = finding.target.split(":")[0]
+        if isinstance(finding, Comparison):
+            for side, series in finding.series.items():
+                seconds = series.seconds
+                times = " | ".join(ms(value) for value in (statistics.median(seconds), min(seconds), max(seconds)))
+                detail.append(f"| {heading} | {side} | {times} |")
+    return f"""# {title}
+
+Made by `{found.command}` on {found.machine.cores} cores ({found.machine.cpu}), torch {found.versions["torch"]}, \
+Python {found.versions["python"]}.
 
 | target | verdict | measured |
 | --- | --- | --- |
@@ -84,7 +111,6 @@ Made by `{command}` on {here["cores"]} cores ({here["cpu"]}), torch {here["torch
 | --- | --- | ---: | ---: | ---: |
 {chr(10).join(detail)}
 """
-    (RESULTS / f"{name}.md").write_text(page, encoding="utf-8")
 
 
 def ms(seconds: float) -> str:

@@ -12,7 +12,9 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import typer
 
+from meshwright.bench.lint import RULES
 from meshwright.cli import app
+from meshwright.ir.result import Finding, Machine, Peak, Point, Result, Series, Settings
 from meshwright.ir.run import Run
 from meshwright.prediction import COLUMNS, OPTIONAL, Validation, family_names, validate
 
@@ -92,9 +94,17 @@ def plain(docstring: str) -> str:
     return " ".join(docstring.replace("``", "`").split()).replace("|", "\\|")
 
 
+def commands() -> dict[str, Any]:
+    """Every command by the words that call it; of a group, its own commands."""
+    found: dict[str, Any] = {}
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        below = getattr(command, "commands", None)
+        found |= {f"{name} {one}": inner for one, inner in below.items()} if below else {name: command}
+    return found
+
+
 def command_page() -> str:
     """Every command with its arguments, options and examples, as its ``--help`` says."""
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     lines = [
         "# Command line",
         "",
@@ -103,7 +113,7 @@ def command_page() -> str:
         "Exit codes: 0, 1 (a check failed, or a defect), 2 (a mistake in what was given), 130 (stopped by Ctrl-C).",
         "`--SECTION.KEY VALUE` is any key of a [run file](run-file.md); `demo`, `train`, `plan` and `verify` take it.",
     ]
-    for name, command in commands.items():
+    for name, command in commands().items():
         examples = inspect.cleandoc(command.epilog).replace("[bold]Examples[/bold]", "").strip().split("\n\n")
         code = [example.strip() for example in examples if example.strip().startswith(("meshwright", "torchrun"))]
         notes = [example.strip() for example in examples if example.strip() not in code]
@@ -140,6 +150,44 @@ def cases_page() -> str:
         "",
         f"Families: {', '.join(f'`{name}`' for name in family_names())}.",
     ]
+    return "\n".join(lines) + "\n"
+
+
+def result_page() -> str:
+    """The format of result files, and the rules that refuse misleading ones."""
+    lines = [
+        "# Result files",
+        "",
+        GENERATED.format(source="src/meshwright/ir/result.py and src/meshwright/bench/lint.py"),
+        "",
+        "`meshwright bench scaling` and `utilization` print a result file with `--json`, and the files in",
+        "[benchmarks/results](../../benchmarks/results) are some. `meshwright bench lint RESULT.json` refuses those",
+        "that mislead, and names the rule, the key and the remedy. What a file does not say cannot be found: a lint",
+        "keeps one from forgetting, not from lying.",
+        "",
+        "## Rules",
+        "",
+        "| rule | asks for | source |",
+        "|---|---|---|",
+        *(f"| `{rule.name}` | {rule.asks} | {rule.source} |" for rule in RULES),
+        "",
+        '*tell N*: rule N of T. Hoefler and R. Belli, "Scientific Benchmarking of Parallel Computing Systems: Twelve',
+        "Ways to Tell the Masses when Reporting Performance Results\", SC'15,",
+        "[doi:10.1145/2807591.2807644](https://doi.org/10.1145/2807591.2807644).",
+        '*fool N*: way N of T. Hoefler, "[Twelve ways to fool the masses when reporting performance of deep learning',
+        'workloads](https://htor.inf.ethz.ch/blog/index.php/2018/11/)", 2018.',
+        "",
+        "## The file",
+        "",
+        "JSON. Times are seconds, rates are per second.",
+        "",
+        *table(Result),
+    ]
+    parts: list[tuple[str, Any]] = [("settings.NAME: Settings", Settings), ("machine: Machine", Machine)]
+    parts += [(f'findings[]: kind "{one.__struct_config__.tag}"', one) for one in get_args(Finding)]
+    parts += [("series: Series", Series), ("points[]: Point", Point), ("peak: Peak", Peak)]
+    for title, struct in parts:
+        lines += ["", f"### {title}", "", plain(inspect.getdoc(struct) or ""), "", *table(struct)]
     return "\n".join(lines) + "\n"
 
 
@@ -255,6 +303,7 @@ PAGES = {
     HERE / "reference" / "cli.md": command_page,
     HERE / "reference" / "run-file.md": run_file_page,
     HERE / "reference" / "cases.md": cases_page,
+    HERE / "reference" / "result-file.md": result_page,
     HERE / "reference" / "validation.md": validation_page,
     HERE / "reference" / "validation.svg": validation_picture,
     README: readme,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import meshwright as mw
-from benchmarks import foundation, kills, matrix
-from benchmarks.side_by_side import WARMUP_STEPS, alternate, ratio
+from benchmarks import foundation, kills, matrix, pipelines, report
+from meshwright.bench.lint import lint
+from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.ir import files
+from meshwright.ir.result import Result
+from meshwright.ir.statistics import ratio
 from meshwright.models import GPT, GPTConfig
 from tests.distributed.oracle import Case
 from tests.distributed.pool import Ranks
@@ -52,6 +60,59 @@ def test_peers_train_the_same_model(ranks: Ranks, layout: mw.Layout, peers: dict
         for found in losses.values():
             assert found == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
         assert len(set(losses[foundation.OURS])) == foundation.NUM_BATCHES, "it trains"
+
+
+class Canned:
+    """In place of the pool of ranks: what they would return."""
+
+    def __enter__(self) -> Canned:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __call__(self, count: int, function: Any, case: Any, *_: Any, **__: Any) -> list[Any]:
+        seconds = [0.30, 0.31, 0.29, 0.32, 0.30]
+        if function is pipelines.measure_alone:
+            return [[2 * value for value in seconds]]
+        if function is pipelines.measure:
+            sides = {pipelines.OURS: seconds, pipelines.PEER: [value + 0.05 for value in seconds]}
+            return [(sides, [[2.0], [2.0]])] * 2
+        names = [foundation.OURS, *case.peers]
+        sides = {name: [value + 0.01 * k for value in seconds] for k, name in enumerate(names)}
+        return [(sides, {name: [2.0] for name in names})] * count
+
+
+def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in (foundation, pipelines):
+        monkeypatch.setattr(module, "Ranks", Canned)
+    for module in (report, pipelines):
+        monkeypatch.setattr(module, "num_cores", lambda: 2)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    found = [foundation.speed(one, 5, 1) for one in foundation.COMPARISONS]
+    found += [foundation.duration(command, slow=False) for command in foundation.LIMITS_S]
+    foundation.write(found, 5, 1)
+    found = [pipelines.speed(pipelines.CASES[0], 5, 1), pipelines.throughput(5, 1)]
+    report.write("pipelines", "Pipelines", "make bench-pipelines", "a step", pipelines.settings(), found, "text")
+    for name in ("foundation", "pipelines"):
+        written = files.load(tmp_path / f"{name}.json", Result)
+        assert lint(written) == ()
+        assert [finding.verdict for finding in written.findings][:2] == ["pass", "pass"]
+    assert "| meshwright | 300.0 ms | 290.0 ms | 320.0 ms |" in (tmp_path / "foundation.md").read_text()
+    with pytest.raises(ValueError, match=r"timed: nothing says what is timed"):
+        report.write("none", "None", "make none", "", pipelines.settings(), found, "text")
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_a_duration_of_one_run_can_fail_but_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdict(code: int, limit_s: float) -> str:
+        monkeypatch.setitem(foundation.LIMITS_S, "make demo", limit_s)
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code))
+        return foundation.duration("make demo", slow=True).verdict
+
+    assert verdict(0, 300.0) == "reported"
+    assert verdict(0, 1e-12) == "fail"
+    assert verdict(2, 300.0) == "fail"
 
 
 def test_matrix_table_shows_failures() -> None:

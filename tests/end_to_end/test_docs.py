@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from docs.generate import PAGES as PAGES_OF_CODE
+from docs.generate import commands
 from meshwright import config
 from meshwright.api import capture, plan
 from meshwright.capture import builder
-from meshwright.cli import app
 from meshwright.cli.overrides import keys
 from meshwright.comm.groups import AxisGroup
 from meshwright.ir import files
@@ -156,7 +155,7 @@ def shell_lines(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if shell_lines(page)], ids=lambda page: page.name)
 def test_commands_on_a_page_exist(page: Path) -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = commands()
     dotted = {f"--{name}" for name, _, _ in keys()}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in shell_lines(page):
@@ -164,7 +163,8 @@ def test_commands_on_a_page_exist(page: Path) -> None:
         if program == "make":
             assert set(words) <= targets, line
         if program == "meshwright":
-            options = {"--help", *(option for one in commands[words[0]].params for option in one.opts)}
+            name = words[0] if words[0] in known else " ".join(words[:2])
+            options = {"--help", *(option for one in known[name].params for option in one.opts)}
             given = {word.partition("=")[0] for word in words if word.startswith("--")}
             assert given <= options | dotted, line
 

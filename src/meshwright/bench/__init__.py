@@ -1,0 +1,1 @@
+"""``meshwright bench``: measures scaling and utilization of a machine, and refuses results that mislead."""

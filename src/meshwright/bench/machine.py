@@ -1,0 +1,100 @@
+"""The machine that is measured: its name, its versions, and the peak that its cores have in float32."""
+
+import platform
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from meshwright import __version__
+from meshwright.ir.result import Machine, Peak
+from meshwright.runtime import launch
+from meshwright.runtime.loop import Progress
+
+SIZES = (256, 512, 1024, 2048)
+"""Of the square matrices whose products show the peak: from what a core's cache holds to what no cache does."""
+LEAST_S = 0.3
+"""How long each size is tried, at least; and five times."""
+WIDTHS = {"avx512f": 64, "fma": 32, "asimd": 16}
+"""By a processor's flag: float32 operations a cycle and core, with two fused multiply-adds of the vector's width."""
+
+
+def this_machine(accelerators: Sequence[str] = ()) -> Machine:
+    """The machine of this process."""
+    info = _text(Path("/proc/cpuinfo"))
+    return Machine(
+        cpu=_field(info, "model name") or platform.processor() or platform.machine(),
+        cores=launch.num_cores(),
+        accelerators=tuple(accelerators),
+        system=platform.system(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of Python, torch and Meshwright."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "meshwright": __version__}
+
+
+def measured_peak(threads: int, progress: Progress) -> Peak:
+    """The best rate of any product of square float32 matrices, on ``threads`` threads, in any repetition.
+
+    No program was seen to compute faster, but it is a lower bound of what the processor can do.
+    """
+    best_flops_per_s, best_size = 0.0, 0
+    for size in SIZES:
+        left, right, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
+        begin, count = time.perf_counter(), 0
+        while count < 5 or time.perf_counter() - begin < LEAST_S:
+            start = time.perf_counter()
+            torch.mm(left, right, out=out)
+            rate = 2 * size**3 / (time.perf_counter() - start)
+            count += 1
+            if rate > best_flops_per_s:
+                best_flops_per_s, best_size = rate, size
+        progress.advance()
+    sizes = ", ".join(map(str, SIZES))
+    return Peak(
+        flops_per_s=best_flops_per_s,
+        dtype="float32",
+        found=f"measured: the fastest product of square matrices ({best_size}; of {sizes}) on {threads} threads, "
+        "a lower bound",
+    )
+
+
+def nominal_peak(threads: int) -> Peak | None:
+    """The clock times what a core computes in a cycle, times ``threads`` cores; None where Linux does not tell."""
+    info = _text(Path("/proc/cpuinfo"))
+    most_khz = _text(Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")).strip()
+    return peak_of(info, int(most_khz) * 1e3 if most_khz.isdecimal() else 0.0, threads)
+
+
+def peak_of(info: str, most_hz: float, threads: int) -> Peak | None:
+    """As ``nominal_peak``, of the text of /proc/cpuinfo and the highest clock (0: not known, then the one in the text).
+
+    Virtual machines often tell only the base clock, and a processor with one unit for AVX-512 has half of this.
+    """
+    flags = (_field(info, "flags") or _field(info, "Features")).split()
+    flag = next((name for name in WIDTHS if name in flags), "")
+    told_hz = max(
+        (float(text) * 1e6 for text in re.findall(r"^cpu MHz\s*: *([\d.]+)", info, re.MULTILINE)), default=0.0
+    )
+    clock_hz = most_hz or told_hz
+    if not flag or not clock_hz:
+        return None
+    source = "highest clock" if most_hz else "clock in /proc/cpuinfo"
+    return Peak(
+        flops_per_s=clock_hz * WIDTHS[flag] * threads,
+        dtype="float32",
+        found=f"nominal: {source} {clock_hz / 1e9:.2f} GHz x {WIDTHS[flag]} FLOP a cycle ({flag}) x {threads} cores",
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _field(info: str, name: str) -> str:
+    found = re.search(rf"^{name}\s*: *(.*)$", info, re.MULTILINE)
+    return found[1].strip() if found else ""

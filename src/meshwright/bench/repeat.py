@@ -1,0 +1,51 @@
+"""Times programs side by side: alternating in the same processes, one figure a round, of the slowest rank."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from meshwright.comm.groups import from_every_rank
+from meshwright.runtime.loop import Progress, Silent
+
+WARMUP_STEPS = 5
+
+Step = Callable[[], object]
+
+
+def alternate(
+    sides: Mapping[str, Step],
+    *,
+    rounds: int,
+    steps: int,
+    warmup_steps: int = WARMUP_STEPS,
+    progress: Progress | None = None,
+) -> dict[str, list[float]]:
+    """Seconds a step of every side, one figure a round: the mean over a block of ``steps``, of the slowest rank.
+
+    In each round every side runs one block; the order turns from round to round, so that a drift of the machine falls
+    on all of them. All ranks of the process group call this, with the same sides; they meet before each block.
+    """
+    progress = progress or Silent()
+    for step in sides.values():
+        for _ in range(warmup_steps):
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            _settle()
+            from_every_rank(None)
+            start = time.perf_counter()
+            for _ in range(steps):
+                sides[name]()
+            _settle()
+            seconds[name].append(max(from_every_rank(time.perf_counter() - start)) / steps)
+        progress.advance()
+    return seconds
+
+
+def _settle() -> None:
+    """Wait for what was only started: kernels of a GPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,321 @@
+"""How a model's training scales over the ranks of this machine: strong, with the batch, or with the model."""
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from meshwright import api, build
+from meshwright.bench.machine import this_machine, versions
+from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.errors import FileFormatError, LaunchError, LayoutError, MeshwrightError
+from meshwright.ir.result import Comparison, Finding, Point, Result, Scalar, Scaling, Series, Settings
+from meshwright.ir.run import FactoryModel, GPTModel, Run, RunLayout
+from meshwright.ir.statistics import ratio
+from meshwright.runtime import launch
+from meshwright.runtime.loop import Progress, Silent
+
+KINDS = {"strong": "nothing", "batch": "the batch", "model": "the model"}
+"""What grows with the ranks, by kind."""
+OURS, EAGER = "meshwright", "eager PyTorch"
+NUM_BATCHES = 4
+TIMED = (
+    "A training step of {model}: zero_grad, forward, loss, backward, {optimizer}, in {dtype}, on {threads} a rank. "
+    "Every number of ranks is started {turns}, and after {warmup} steps of warm-up measured {repetitions} "
+    "times over {steps} each, from when all ranks have met until the slowest is done. "
+    "Intervals of 95 % by resampling."
+)
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What one launch found: by program, seconds a step of each repetition, and the first losses."""
+
+    seconds: dict[str, list[float]]
+    losses: dict[str, list[float]]
+    parameters: int
+    flops: float
+    items: int
+    unit: str
+
+
+def scaling(
+    run: Run,
+    kind: str,
+    counts: Sequence[int],
+    *,
+    turns: int = 3,
+    repetitions: int = 5,
+    steps: int = 3,
+    threads: int = 1,
+    grow: str = "",
+    command: str = "",
+    progress: Progress | None = None,
+) -> Result:
+    """Measure ``run`` on each number of ranks in ``counts``, started by our own launcher.
+
+    Args:
+        kind: ``strong``: the run as it is; ``batch``: its batch grows with the ranks; ``model``: its key ``grow`` does.
+        counts: rising; the first is what the others are compared with.
+        turns: how often all numbers of ranks are started.
+        repetitions: of each start.
+        steps: of each repetition.
+        threads: of each rank.
+        grow: a key of ``[model]`` (``layers``, ``arguments.depth``); empty: the layers of a GPT.
+
+    Raises:
+        LayoutError: kind or counts are no such; the layout or the batch cannot be divided over one of them.
+        FileFormatError: the model has no such key.
+        LaunchError: this process is a rank itself.
+    """
+    progress = progress or Silent()
+    if launch.launched():
+        raise LaunchError("it starts its ranks itself", where="bench scaling", remedy="call it without torchrun")
+    runs = _planned(run, kind, counts, grow, progress)
+    found: dict[int, list[Measured]] = {count: [] for count in counts}
+    before = torch.get_num_threads()
+    progress.begin(f"measuring {' '.join(map(str, counts))} ranks", turns * len(counts))
+    try:
+        for turn in range(turns):
+            for count in [*counts[turn % len(counts) :], *counts[: turn % len(counts)]]:
+                arguments = (runs[count], repetitions, steps, threads)
+                with _scratch() as directory:
+                    found[count].append(api.run_ranks(measure, *arguments, num_ranks=count, directory=directory))
+                progress.advance()
+    finally:
+        progress.end()
+        torch.set_num_threads(before)
+    accelerators = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    return Result(
+        name=f"scaling-{kind}",
+        command=command,
+        machine=this_machine(accelerators),
+        versions=versions(),
+        timed=TIMED.format(
+            model=_name(run),
+            optimizer=type(run.optimizer).__name__,
+            dtype=run.train.dtype,
+            turns="once" if turns == 1 else f"{turns} times, by turns",
+            threads="one thread" if threads == 1 else f"{threads} threads",
+            warmup=WARMUP_STEPS,
+            repetitions=repetitions,
+            steps=steps,
+        ),
+        settings={name_of(count): _settings(runs[count], count, threads) for count in counts},
+        findings=findings(kind, {count: runs[count].data.batch_size for count in counts}, found, steps),
+    )
+
+
+def grown(run: Run, kind: str, factor: int, grow: str = "") -> Run:
+    """The run for ``factor`` times as many ranks.
+
+    Raises:
+        FileFormatError: ``grow`` is no key of the model, or no whole number.
+    """
+    replace = msgspec.structs.replace
+    if kind == "batch":
+        return replace(run, data=replace(run.data, batch_size=run.data.batch_size * factor))
+    if kind != "model":
+        return run
+    plain = RunLayout(**{name: getattr(run.layout, name) for name in ("cluster", "microbatches")})
+    if run.layout == plain:  # no sizes were asked for: what grows with the ranks is divided over them
+        run = replace(run, layout=replace(run.layout, dp=1, tp=-1))
+    key = grow or ("layers" if isinstance(run.model, GPTModel) else "")
+    if not key:
+        raise FileFormatError(
+            f"nothing says what grows in a model {_name(run)!r}", where="--grow",
+            remedy="name a whole number of [model], such as arguments.depth of a factory",
+        )  # fmt: skip
+    table, _, name = key.rpartition(".")
+    inside = table == "arguments" and isinstance(run.model, FactoryModel)
+    values = run.model.arguments if inside and isinstance(run.model, FactoryModel) else msgspec.to_builtins(run.model)
+    value = values.get(name) if inside or not table else None
+    if isinstance(value, bool) or not isinstance(value, int) or not value:
+        raise FileFormatError(
+            f"model.{key} is {value!r}", where="--grow", remedy="name a whole number that the file gives in [model]"
+        )
+    larger = {name: value * factor}
+    return replace(run, model=replace(run.model, **({"arguments": values | larger} if inside else larger)))
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory for the ranks' output; it stays after their errors, which name it."""
+    directory = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
+    try:
+        yield directory
+    except MeshwrightError:
+        raise
+    except BaseException:
+        shutil.rmtree(directory)
+        raise
+    shutil.rmtree(directory)
+
+
+def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Progress) -> dict[int, Run]:
+    """The runs by number of ranks, each planned once, so that what cannot be is said before anything is measured."""
+    if kind not in KINDS:
+        raise LayoutError(f"unknown kind {kind!r}", where="--kind", remedy=f"write {', '.join(KINDS)}")
+    if len(counts) < 2 or list(counts) != sorted(set(counts)) or counts[0] < 1:
+        raise LayoutError(
+            f"{list(counts)} are not at least two rising numbers of ranks", where="--ranks",
+            remedy="give the most, as in 4, or several, as in 1,2,4",
+        )  # fmt: skip
+    if run.layout.plan:
+        raise LayoutError(
+            "a plan is for one number of ranks", where="layout.plan", remedy="give sizes, such as dp = -1, instead"
+        )
+    progress.begin("planning", len(counts))
+    runs = {}
+    for count in counts:
+        factor, rest = divmod(count, counts[0])
+        if rest and kind != "strong":
+            raise LayoutError(
+                f"{count} ranks are no multiple of {counts[0]}", where="--ranks",
+                remedy="what grows must grow by whole numbers: begin with 1",
+            )  # fmt: skip
+        runs[count] = grown(run, kind, factor, grow)
+        api.plan_run(runs[count], count)
+        progress.advance()
+    return runs
+
+
+# --- on every rank ---------------------------------------------------------------------------------------------------
+
+
+def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
+    """Time the training step on the ranks that are there; on one, plain eager PyTorch beside it, by turns."""
+    torch.set_num_threads(threads)
+    source = build.Source(run)
+    batches = list(islice(source.training(), NUM_BATCHES))
+    trainer = api.parallelize(
+        build.model(run), build.loss_function(run), batches[0], plan=run.layout.chosen(), seed=run.train.seed,
+        optimizer=build.optimizer(run), max_grad_norm=run.train.max_grad_norm or None,
+        cluster=run.layout.cluster or None,
+    )  # fmt: skip
+    sides: dict[str, Callable[[], object]] = {OURS: _over(trainer.step, batches)}
+    if trainer.plan.mesh.world_size == 1:
+        sides[EAGER] = _over(_eager(run, trainer.device), batches)
+    items, unit = source.items_per_step
+    return Measured(
+        losses={name: [_loss(step()) for _ in range(2)] for name, step in sides.items()},
+        seconds=alternate(sides, rounds=repetitions, steps=steps),
+        parameters=sum(value.numel() for value in build.model(run).parameters()),
+        flops=trainer.graph.flops(),
+        items=items,
+        unit=unit,
+    )
+
+
+def _eager(run: Run, device: torch.device) -> Callable[[Any], object]:
+    """The same step in plain eager PyTorch."""
+    model, loss_fn = build.model(run).to(device).train(), build.loss_function(run)
+    optimizer = build.optimizer(run)(list(model.named_parameters()))
+
+    def step(batch: Any) -> torch.Tensor:
+        batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        loss.backward()
+        if run.train.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), run.train.max_grad_norm)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _over(step: Callable[[Any], object], batches: Sequence[Any]) -> Callable[[], object]:
+    turn = cycle(batches)
+    return lambda: step(next(turn))
+
+
+def _loss(value: object) -> float:
+    assert isinstance(value, torch.Tensor)
+    return float(value)
+
+
+# --- what was found --------------------------------------------------------------------------------------------------
+
+
+def name_of(count: int) -> str:
+    """What the settings of so many ranks are called."""
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def findings(
+    kind: str, batches: Mapping[int, int], found: Mapping[int, Sequence[Measured]], steps: int
+) -> tuple[Finding, ...]:
+    """The scaling, and one rank beside eager PyTorch where it was measured."""
+    run = uuid.uuid4().hex[:12]
+    series = {
+        (count, side): Series.of(
+            [value for one in several for value in one.seconds[side]],
+            steps=steps, settings=name_of(count), run=run, losses=tuple(several[0].losses[side]),
+        )
+        for count, several in found.items()
+        for side in several[0].seconds
+    }  # fmt: skip
+    counts = list(found)
+    first = counts[0]
+    points = []
+    for count in counts:
+        one = found[count][0]
+        work, base = (float(what.flops if kind == "model" else what.items) for what in (one, found[first][0]))
+        speedup = ratio(series[first, OURS].seconds, series[count, OURS].seconds).times(work / base)
+        points.append(
+            Point(
+                series=series[count, OURS], batch=batches[count], parameters=one.parameters, work=work,
+                speedup=speedup.value, interval=speedup.interval, efficiency=speedup.value * first / count,
+            )
+        )  # fmt: skip
+    last = points[-1]
+    low, high = last.interval or (0.0, 0.0)
+    what = "the same step" if kind == "strong" else f"{KINDS[kind]} grows with the ranks"
+    scaled = Scaling(
+        target=f"{kind} scaling to {name_of(counts[-1])}: {what}",
+        verdict="reported",
+        measured=f"speed-up {last.speedup:.2f} (95 %: {low:.2f} to {high:.2f}), efficiency {last.efficiency:.0%}",
+        scaling=kind,
+        base=f"{name_of(first)} of the same program",
+        work_unit="FLOP" if kind == "model" else found[first][0].unit,
+        points=tuple(points),
+    )
+    if (first, EAGER) not in series:
+        return (scaled,)
+    sides = {OURS: series[first, OURS], EAGER: series[first, EAGER]}
+    over = ratio(sides[OURS].seconds, sides[EAGER].seconds)
+    beside = Comparison(
+        target="the base case: one rank over eager PyTorch",
+        verdict="reported",
+        measured=str(over),
+        series=sides,
+        ours=OURS,
+        baseline=EAGER,
+        ratio=over.value,
+        interval=over.interval,
+    )
+    return scaled, beside
+
+
+def _settings(run: Run, count: int, threads: int) -> Settings:
+    layout = run.layout.chosen().resolved(count)
+    sections = {"model": run.model, "data": run.data}
+    sizes: dict[str, Scalar] = {
+        f"{name}.{key}": value if isinstance(value, Scalar) else str(value)
+        for name, section in sections.items()
+        for key, value in msgspec.to_builtins(section).items()
+    }
+    sizes["layout"] = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp"))
+    return Settings(dtype=run.train.dtype, ranks=count, threads=threads, sizes=sizes)
+
+
+def _name(run: Run) -> str:
+    return run.model.factory if isinstance(run.model, FactoryModel) else str(run.model.__struct_config__.tag)

@@ -1,0 +1,142 @@
+"""What part of this machine's peak a large matrix product and a naive training step reach."""
+
+import uuid
+from collections.abc import Callable
+
+import torch
+
+from meshwright import api
+from meshwright.bench.machine import measured_peak, nominal_peak, this_machine, versions
+from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.errors import ClusterError
+from meshwright.ir.result import Peak, Result, Series, Settings, Utilization
+from meshwright.ir.statistics import median
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.runtime import launch
+from meshwright.runtime.loop import Progress, Silent
+
+PRODUCT, STEP = "matrix product", "naive step"
+TIMED = (
+    "matrix product: torch.mm of two square float32 matrices into a third. Naive step: a training step of a GPT in "
+    "plain eager PyTorch, one process, float32: zero_grad, forward, loss, backward, SGD with momentum. Both by turns, "
+    "{rounds} rounds after {warmup} of warm-up, on {threads} threads; 95 % intervals by resampling. 100 % is the "
+    "larger of the measured and the nominal peak, or the one that was given."
+)
+
+
+def utilization(
+    *,
+    size: int = 2048,
+    config: GPTConfig | None = None,
+    batch_size: int = 8,
+    repetitions: int = 15,
+    threads: int = 0,
+    peak_flops_per_s: float = 0.0,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Result:
+    """Measure both on the CPU, as fractions of the peak of ``threads`` cores (0: all), in float32.
+
+    Args:
+        size: rows and columns of the matrices.
+        config: sizes of the GPT; default: GPT-S.
+        batch_size: sequences of the GPT's batch.
+        peak_flops_per_s: of a data sheet, in place of the larger of the measured and the nominal peak.
+
+    Raises:
+        ClusterError: the given peak is less than what was reached.
+    """
+    progress = progress or Silent()
+    config = config or GPTConfig()
+    threads = threads or launch.num_cores()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        progress.begin("measuring the peak", 4)
+        measured = measured_peak(threads, progress)
+        step, step_flops = naive_step(config, batch_size)
+        product, product_flops = _product(size)
+        progress.begin("measuring a matrix product and a naive step", repetitions)
+        seconds = alternate({PRODUCT: product, STEP: step}, rounds=repetitions, steps=1, progress=progress)
+    finally:
+        progress.end()
+        torch.set_num_threads(before)
+    peaks = _peaks(peak_flops_per_s, measured, nominal_peak(threads), product_flops / min(seconds[PRODUCT]), threads)
+    run = uuid.uuid4().hex[:12]
+    settings = {
+        PRODUCT: Settings(dtype="float32", ranks=1, threads=threads, sizes={"rows": size, "columns": size}),
+        STEP: Settings(dtype="float32", ranks=1, threads=threads, sizes=sizes_of(config, batch_size)),
+    }
+    flops = {PRODUCT: product_flops, STEP: step_flops}
+    return Result(
+        name="utilization",
+        command=command,
+        machine=this_machine(),
+        versions=versions(),
+        timed=TIMED.format(rounds=repetitions, warmup=WARMUP_STEPS, threads=threads),
+        settings=settings,
+        findings=tuple(_finding(name, seconds[name], flops[name], peaks, run) for name in settings),
+    )
+
+
+def naive_step(config: GPTConfig, batch_size: int) -> tuple[Callable[[], object], float]:
+    """A training step of a GPT in plain eager PyTorch on random tokens, and its FLOPs by the captured graph."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    tokens = torch.randint(config.vocabulary, (batch_size, config.sequence_length + 1))
+    batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    flops = api.capture(model, language_model_loss, batch).flops()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss, _ = language_model_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step, flops
+
+
+def sizes_of(config: GPTConfig, batch_size: int) -> dict[str, int | str | float | bool]:
+    """The sizes that decide the time of a GPT's step."""
+    names = ("layers", "width", "heads", "vocabulary", "sequence_length")
+    return {name: getattr(config, name) for name in names} | {"batch": batch_size}
+
+
+def _product(size: int) -> tuple[Callable[[], object], float]:
+    left, right, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
+    return (lambda: torch.mm(left, right, out=out)), 2.0 * size**3
+
+
+def _peaks(given: float, measured: Peak, nominal: Peak | None, product: float, threads: int) -> list[Peak]:
+    """What is 100 % first, then the others."""
+    if product > measured.flops_per_s:
+        found = f"measured: the fastest of the matrix products that are shown, on {threads} threads, a lower bound"
+        measured = Peak(flops_per_s=product, dtype="float32", found=found)
+    found_here = sorted([measured, *([nominal] if nominal else [])], key=lambda peak: -peak.flops_per_s)
+    if not given:
+        return found_here
+    if given < measured.flops_per_s:
+        raise ClusterError(
+            f"{given:g} FLOP/s is no peak: {measured.flops_per_s:.3g} were measured",
+            where="--peak",
+            remedy="give the peak of all cores that are used in float32, in FLOP/s, or leave it out",
+        )
+    return [Peak(flops_per_s=given, dtype="float32", found="given with --peak"), *found_here]
+
+
+def _finding(name: str, seconds: list[float], flops: float, peaks: list[Peak], run: str) -> Utilization:
+    peak = peaks[0]
+    fraction = median(seconds).inverse().times(flops / peak.flops_per_s)
+    return Utilization(
+        target=f"{name}: part of the peak",
+        verdict="reported",
+        measured=f"{fraction.value:.1%} (95 %: {fraction.low:.1%} to {fraction.high:.1%})",
+        series=Series.of(seconds, settings=name, run=run),
+        flops=flops,
+        peak=peak,
+        fraction=fraction.value,
+        interval=fraction.interval,
+        notes={"other_peaks": {other.found: other.flops_per_s for other in peaks[1:]}},
+    )

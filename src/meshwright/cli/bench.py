@@ -1,0 +1,255 @@
+"""``meshwright bench``: measures this machine and models on it, and refuses results that mislead."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+from rich.table import Table
+
+from meshwright import config
+from meshwright.cli import display
+from meshwright.cli.plan import run_of
+from meshwright.cli.train import EXTRA
+from meshwright.errors import LayoutError
+from meshwright.ir import files
+from meshwright.ir.result import Comparison, Result, Scaling, Utilization
+
+if TYPE_CHECKING:
+    from meshwright.bench.lint import Refusal
+
+SCALING_EPILOG = """[bold]Examples[/bold]
+
+  meshwright bench scaling
+
+  meshwright bench scaling gpt --kind batch --ranks 2 --json
+
+  meshwright bench scaling RUN.toml --kind strong --ranks 1,2,4 --layout.dp 1 --layout.tp -1 -o scaling.json
+
+  meshwright bench scaling gpt --kind model --grow layers
+
+In strong scaling model and batch stay; otherwise the batch or the model grows with the ranks. What grows with the model
+is divided by tensor parallelism where the layout says nothing. More ranks than cores are measured and marked.
+"""
+UTILIZATION_EPILOG = """[bold]Examples[/bold]
+
+  meshwright bench utilization
+
+  meshwright bench utilization --size 4096 --threads 1 --json
+
+  meshwright bench utilization --peak 224e9
+
+The peak is the larger of what the fastest matrix product reaches here and of clock x vector width x cores, as far as
+Linux tells them (a virtual machine often tells the base clock); --peak takes that of a data sheet.
+"""
+LINT_EPILOG = """[bold]Examples[/bold]
+
+  meshwright bench lint RESULT.json
+
+  meshwright bench lint benchmarks/results/foundation.json --json
+
+  meshwright bench lint --rules
+
+The exit code is 1 where something is refused. The format is explained in docs/reference/result-file.md.
+"""
+TARGET = typer.Argument(
+    "gpt", metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
+)
+JSON = typer.Option(False, "--json", help="Print the result file.")
+OUTPUT = typer.Option(None, "--output", "-o", help="Write the result file.")
+THREADS = "Threads of each rank."
+
+
+def scaling(
+    context: typer.Context,
+    target: str = TARGET,
+    kind: str = typer.Option("strong", help="What grows with the ranks: strong (nothing), batch, model."),
+    ranks: str = typer.Option("", help="The most ranks (1, 2, 4, ... up to it), or several: 1,2,3; empty: the cores."),
+    grow: str = typer.Option("", help="With --kind model, the key of [model] that grows; empty: the layers of a GPT."),
+    turns: int = typer.Option(3, min=1, help="How often each number of ranks is started, by turns."),
+    repetitions: int = typer.Option(5, min=5, help="Measurements of each start."),
+    steps: int = typer.Option(3, min=1, help="Training steps of a measurement."),
+    threads: int = typer.Option(1, min=1, help=THREADS),
+    as_json: bool = JSON,
+    output: Path | None = OUTPUT,
+) -> None:
+    """Time the training of a model on 1 to N ranks of this machine: speed-up, efficiency, and their spread."""
+    arguments = list(context.args)
+    if target.startswith("--"):  # an option of the run, and no target was given
+        target, arguments = "gpt", [target, *arguments]
+    run = run_of(target, None, None, arguments)
+    from meshwright import api
+    from meshwright.bench.scaling import scaling as measure_scaling
+
+    counts = counts_of(ranks, api.num_devices())
+    command = ["meshwright", "bench", "scaling", target, "--kind", kind, "--ranks", ",".join(map(str, counts))]
+    for name, value in (("turns", turns), ("repetitions", repetitions), ("steps", steps), ("threads", threads)):
+        command += [f"--{name}", str(value)]
+    bars = display.Bars(display.console())
+    try:
+        result = measure_scaling(
+            run, kind, counts, turns=turns, repetitions=repetitions, steps=steps, threads=threads, grow=grow,
+            command=shlex.join([*command, *(["--grow", grow] if grow else []), *arguments]), progress=bars,
+        )  # fmt: skip
+    finally:
+        bars.end()
+        display.restore_cursor()
+    _deliver(result, as_json, output)
+
+
+def utilization(
+    size: int = typer.Option(2048, min=1, help="Rows and columns of the matrices."),
+    batch: int = typer.Option(8, min=1, help="Sequences of the step's batch."),
+    repetitions: int = typer.Option(15, min=5, help="Measurements of each."),
+    threads: int = typer.Option(0, min=0, help="Threads (cores) to use; 0: all cores."),
+    peak: float = typer.Option(0.0, min=0.0, help="The peak in float32, FLOP/s; 0: found here."),
+    as_json: bool = JSON,
+    output: Path | None = OUTPUT,
+) -> None:
+    """Measure a large matrix product and a naive training step as percent of this CPU's peak, in float32."""
+    from meshwright.bench.utilization import utilization as measure_utilization
+
+    command = f"meshwright bench utilization --size {size} --batch {batch} --repetitions {repetitions}"
+    result = measure_utilization(
+        size=size, batch_size=batch, repetitions=repetitions, threads=threads, peak_flops_per_s=peak,
+        command=command + (f" --threads {threads}" if threads else "") + (f" --peak {peak:g}" if peak else ""),
+        progress=display.Bars(display.console()),
+    )  # fmt: skip
+    _deliver(result, as_json, output)
+
+
+def lint(
+    result_files: list[Path] = typer.Argument(None, metavar="RESULT.json", help="Result files."),
+    rules: bool = typer.Option(False, "--rules", help="List the rules, and stop."),
+    as_json: bool = typer.Option(False, "--json", help="Print what is refused as JSON."),
+) -> int:
+    """Refuse benchmark results that mislead, by rule, key and remedy."""
+    from meshwright.bench.lint import RULES
+    from meshwright.bench.lint import lint as refusals_of
+
+    if rules:
+        table = Table(box=None, pad_edge=False)
+        for title in ("rule", "asks for", "source"):
+            table.add_column(title, no_wrap=True)
+        for rule in RULES:
+            table.add_row(rule.name, rule.asks, rule.source)
+        display.console().print(table)
+        return 0
+    if not result_files:
+        raise typer.BadParameter("give a file: meshwright bench lint RESULT.json")
+    found = {str(path): refusals_of(files.load(path, Result)) for path in result_files}
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        _print_refusals(found)
+    return 1 if any(found.values()) else 0
+
+
+def counts_of(text: str, cores: int) -> list[int]:
+    """``4`` is 1, 2, 4; ``6`` is 1, 2, 4, 6; ``1,3`` is itself; nothing is all cores.
+
+    Raises:
+        LayoutError: the text is no number.
+    """
+    try:
+        numbers = [int(one) for one in text.split(",")] if text else [cores]
+    except ValueError:
+        raise LayoutError(f"{text!r} are no numbers", where="--ranks", remedy="write 4, or 1,2,4") from None
+    if len(numbers) > 1:
+        return numbers
+    most = numbers[0]
+    return sorted({most, *(2**power for power in range(max(most, 1).bit_length()) if 2**power <= most)})
+
+
+def _print_refusals(found: "dict[str, tuple[Refusal, ...]]") -> None:
+    from meshwright.bench.lint import RULES
+
+    for path, refusals in found.items():
+        for refusal in refusals:
+            typer.echo(f"{path}: {refusal}")
+        count = len(refusals)
+        told = f"{count} refusal{'s' if count > 1 else ''}" if count else f"nothing to refuse by {len(RULES)} rules"
+        typer.echo(f"{path}: {told}")
+
+
+def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
+    if output is not None:
+        files.save(result, output)
+    if as_json:
+        typer.echo(files.encode_json(result).decode(), nl=False)
+        return
+    terminal = display.console()
+    here, python = result.machine, result.versions
+    devices = f"{len(here.accelerators)} x {here.accelerators[0]}" if here.accelerators else f"{here.cores} cores"
+    terminal.print(
+        f"{devices} ({here.cpu}), torch {python.get('torch')}, Python {python.get('python')}\n{result.timed}"
+    )
+    for finding in result.findings:
+        if isinstance(finding, Scaling):
+            terminal.print(f"\n{finding.target}; speed-up over {finding.base}\n")
+            terminal.print(_points(result, finding))
+        elif isinstance(finding, Comparison):
+            sides = ", ".join(f"{name} {series.value_s * 1e3:.4g} ms" for name, series in finding.series.items())
+            terminal.print(f"\n{finding.target}: {finding.measured}; {sides}")
+    shown = [finding for finding in result.findings if isinstance(finding, Utilization)]
+    if shown:
+        terminal.print()
+        terminal.print(_fractions(shown))
+        terminal.print(f"\n100 %: {shown[0].peak.flops_per_s / 1e9:.1f} GFLOP/s, {shown[0].peak.found}")
+        for text, flops_per_s in shown[0].notes["other_peaks"].items():
+            terminal.print(f"also:  {flops_per_s / 1e9:.1f} GFLOP/s, {text}")
+
+
+def _points(result: Result, finding: Scaling) -> Table:
+    table = Table(box=None, pad_edge=False)
+    unit = "GFLOP/s" if finding.work_unit == "FLOP" else f"{finding.work_unit}/s"
+    for title in ("ranks", "batch", "parameters", "ms/step", "least", "most", unit, "speed-up", "95 %", "efficiency"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for point in finding.points:
+        seconds = point.series.seconds
+        rate = point.work / point.series.value_s
+        count = result.settings_of(point.series).ranks
+        low, high = point.interval or (point.speedup, point.speedup)
+        table.add_row(
+            f"{count}", f"{point.batch}", f"{point.parameters:,}", f"{point.series.value_s * 1e3:.4g}",
+            f"{min(seconds) * 1e3:.4g}", f"{max(seconds) * 1e3:.4g}",
+            f"{rate / 1e9:.4g}" if finding.work_unit == "FLOP" else f"{rate:,.0f}", f"{point.speedup:.2f}",
+            f"{low:.2f} to {high:.2f}" if point.speedup != 1 else "", f"{point.efficiency:.0%}",
+            "more ranks than cores: not to be judged" if count > result.machine.num_devices else "",
+        )  # fmt: skip
+    return table
+
+
+def _fractions(shown: list[Utilization]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "ms", "least", "most", "GFLOP/s", "of the peak", "95 %"):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for one in shown:
+        seconds, (low, high) = one.series.seconds, one.interval or (one.fraction, one.fraction)
+        table.add_row(
+            one.series.settings, f"{one.series.value_s * 1e3:.4g}", f"{min(seconds) * 1e3:.4g}",
+            f"{max(seconds) * 1e3:.4g}", f"{one.flops / one.series.value_s / 1e9:.4g}", f"{one.fraction:.1%}",
+            f"{low:.1%} to {high:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command with three of its own."""
+    group = typer.Typer(
+        name="bench",
+        help="Measure scaling and utilization on this machine, and refuse results that mislead.",
+        rich_markup_mode="rich",
+    )
+    group.callback(invoke_without_command=True)(_help)
+    group.command(context_settings=EXTRA, epilog=SCALING_EPILOG)(scaling)
+    group.command(epilog=UTILIZATION_EPILOG)(utilization)
+    group.command(epilog=LINT_EPILOG)(lint)
+    app.add_typer(group)

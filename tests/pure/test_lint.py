@@ -1,0 +1,193 @@
+"""Results that mislead are refused by rule, key and remedy; honest ones, and all of our own, are not."""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.bench.lint import RULES, lint
+from meshwright.cli import run as cli
+from meshwright.ir import files
+from meshwright.ir.result import Comparison, Machine, Point, Result, Scaling, Series, Settings
+from meshwright.ir.statistics import median, ratio
+
+PLANTED = Path(__file__).parent / "results"
+OURS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
+FIRST = "findings[0]"
+REFUSED = {
+    "no-command": ("command", "command", "give the command that makes it"),
+    "no-versions": ("versions", "versions", "give those of python and of every library"),
+    "no-machine": ("machine", "machine", "give machine.cpu and machine.cores"),
+    "nothing-says-what-is-timed": ("timed", "timed", "say what lies between start and end"),
+    "no-sizes": ("sizes", "settings.2 ranks.sizes", "give the sizes of model, batch or problem"),
+    "one-run": ("repetitions", f"{FIRST}.series.ours.seconds", "repeat it at least 5 times"),
+    "best-instead-of-median": ("median", f"{FIRST}.series.ours.statistic", "show the median"),
+    "best-called-median": ("ratio", f"{FIRST}.series.ours.value_s", "compute it from the numbers of the file"),
+    "a-time-in-a-check": ("hidden-times", f"{FIRST}.notes.step_s", 'make it a finding of kind "duration"'),
+    "a-speed-in-words": ("hidden-times", f"{FIRST}.measured", 'make it a finding of kind "duration"'),
+    "no-baseline": ("baseline", f"{FIRST}.baseline", "name one of series"),
+    "scaling-over-what": ("baseline", f"{FIRST}.base", "say whether it is one rank of the same program"),
+    "the-slower-peer": ("best-peer", f"{FIRST}.baseline", "compare with 'DDP', the best of the peers"),
+    "baseline-of-another-run": ("same-run", f"{FIRST}.series.DDP.run", "measure both sides in one run, by turns"),
+    "baseline-of-another-machine": ("same-run", f"{FIRST}.series.DDP.machine", "measure both on one machine"),
+    "peer-at-another-precision": ("alike", f"{FIRST}.series.DDP.settings", "with the same dtype"),
+    "peer-with-fewer-threads": ("alike", f"{FIRST}.series.DDP.settings", "with the same threads"),
+    "ratio-from-nowhere": ("ratio", f"{FIRST}.ratio", "compute it from the numbers of the file"),
+    "speedup-from-nowhere": ("ratio", f"{FIRST}.points[1].speedup", "compute it from the numbers of the file"),
+    "no-spread": ("spread", f"{FIRST}.interval", "give [low, high] that hold 95 %"),
+    "passes-over-its-limit": ("verdict", f"{FIRST}.verdict", 'say "fail"'),
+    "passes-without-a-limit": ("verdict", f"{FIRST}.verdict", "give the limit"),
+    "more-ranks-than-cores": ("cores", f"{FIRST}.verdict", 'say "reported"'),
+    "scaling-without-a-kind": ("scaling-kind", f"{FIRST}.scaling", "say strong (nothing grows), batch or model"),
+    "weak-shown-as-strong": ("scaling-as-named", f"{FIRST}.points[1].batch", "name the kind that was measured"),
+    "percent-of-an-unnamed-peak": ("peak", f"{FIRST}.peak", "give peak.flops_per_s"),
+    "peak-of-another-precision": ("peak", f"{FIRST}.peak.dtype", "take the peak of the precision"),
+    "more-than-the-peak": ("peak", f"{FIRST}.fraction", "find the right one"),
+    "accuracy-of-other-settings": ("one-setting", "findings[1].settings", "from the same settings"),
+}
+
+
+def planted(name: str) -> Result:
+    return files.load(PLANTED / f"{name}.json", Result)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_misleads_is_refused(name: str) -> None:
+    rule, key, remedy = REFUSED[name]
+    found = lint(planted(name))
+    assert (found[0].rule, found[0].key) == (rule, key)
+    assert remedy in found[0].remedy
+    assert {one.rule for one in found} <= {rule, "spread"}, "one planted fault, one rule"
+
+
+def test_what_is_honest_passes_and_has_every_kind_of_finding() -> None:
+    honest = planted("honest")
+    assert lint(honest) == ()
+    assert len({type(finding) for finding in honest.findings}) == 6
+
+
+def test_every_rule_and_every_file_is_tried() -> None:
+    assert {path.stem for path in PLANTED.glob("*.json")} == {*REFUSED, "honest"}
+    assert {rule for rule, _, _ in REFUSED.values()} == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_our_own_results_pass(path: Path) -> None:
+    assert lint(files.load(path, Result)) == ()
+
+
+def test_there_are_results_of_ours() -> None:
+    assert "foundation" in {path.stem for path in OURS}
+
+
+# --- any numbers -----------------------------------------------------------------------------------------------------
+
+SECONDS = st.lists(st.floats(1e-6, 1e3), min_size=5, max_size=9)
+SETTINGS = {
+    name: Settings(dtype="float32", ranks=ranks, threads=1, sizes={"batch": 8}) for name, ranks in (("1", 1), ("2", 2))
+}
+
+
+def result(*findings: Comparison | Scaling) -> Result:
+    return Result(
+        name="any", command="make any", machine=Machine(cpu="any", cores=2), versions={"python": "3", "torch": "2"},
+        timed="a step", settings=SETTINGS, findings=findings,
+    )  # fmt: skip
+
+
+def comparison(ours: list[float], theirs: list[float]) -> Comparison:
+    found = ratio(ours, theirs)
+    series = {name: Series.of(values, settings="2", run="one") for name, values in (("ours", ours), ("theirs", theirs))}
+    return Comparison(
+        target="any", verdict="pass" if found.value <= 1 else "fail", measured=str(found), series=series, ours="ours",
+        baseline="theirs", ratio=found.value, interval=found.interval, limit=1.0,
+    )  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3)), min_size=5, max_size=9), st.floats(1.01, 3.0))
+def test_a_ratio_of_any_times_passes_and_a_better_one_does_not(
+    pairs: list[tuple[float, float]], flattery: float
+) -> None:
+    honest = comparison([one for one, _ in pairs], [other for _, other in pairs])
+    assert lint(result(honest)) == ()
+    better = msgspec.structs.replace(honest, ratio=honest.ratio / flattery)
+    assert "ratio" in {one.rule for one in lint(result(better))}
+
+
+@given(SECONDS, st.sampled_from(["strong", "batch", "model"]), st.sampled_from(["strong", "batch", "model"]))
+def test_a_kind_of_scaling_passes_under_its_own_name_only(seconds: list[float], kind: str, name: str) -> None:
+    points = []
+    for growth in (1, 2):
+        work = 1.0 if kind == "strong" else float(growth)
+        batch = 8 * (growth if kind == "batch" else 1)
+        points.append(
+            Point(
+                series=Series.of(seconds, settings=str(growth), run="one"), batch=batch,
+                parameters=100 * (growth if kind == "model" else 1), work=work, speedup=work, interval=(work, work),
+                efficiency=work / growth,
+            )
+        )  # fmt: skip
+    scaling = Scaling(
+        target="any",
+        verdict="reported",
+        measured="",
+        scaling=name,
+        base="1 rank",
+        work_unit="tok",
+        points=tuple(points),
+    )
+    assert {one.rule for one in lint(result(scaling))} == (set() if name == kind else {"scaling-as-named"})
+
+
+@given(SECONDS)
+def test_the_interval_holds_the_median(seconds: list[float]) -> None:
+    found = median(seconds)
+    assert found.value == statistics.median(seconds)
+    assert min(seconds) <= found.low <= found.value <= found.high <= max(seconds)
+    rate = found.inverse().times(2.0)
+    assert rate.low <= rate.value == pytest.approx(2 / found.value)
+    assert rate.value <= rate.high
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_names_file_rule_key_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = (str(PLANTED / f"{name}.json") for name in ("honest", "no-command"))
+    assert cli(["bench", "lint", good]) == 0
+    assert capsys.readouterr().out == f"{good}: nothing to refuse by {len(RULES)} rules\n"
+    assert cli(["bench", "lint", good, bad]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"{bad}: command: nothing says how the file is made again  [command]",
+        "  -> give the command that makes it",
+        f"{bad}: 1 refusal",
+    ]
+    assert cli(["bench", "lint", bad, "--json"]) == 1
+    assert [one["rule"] for one in json.loads(capsys.readouterr().out)[bad]] == ["command"]
+
+
+def test_the_command_lists_rules_and_refuses_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["bench", "lint", "--rules"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [rule.name for rule in RULES]
+    assert cli(["bench", "lint"]) == 2
+    assert "give a file" in capsys.readouterr().err
+    path = tmp_path / "other.json"
+    path.write_text('{"name": "x", "finding": []}')
+    assert cli(["bench", "lint", str(path)]) == 2
+    text = capsys.readouterr().err
+    assert "unknown field `finding`" in text
+    assert "did you mean `findings`?" in text
+
+
+def test_lint_does_not_wait_for_torch() -> None:
+    program = (
+        f"import sys; from meshwright.cli import run; run(['bench', 'lint', {str(PLANTED / 'honest.json')!r}]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=False).returncode == 0
