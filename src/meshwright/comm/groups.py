@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from meshwright.comm.record import blocking
 from meshwright.comm.transport.base import Channel, Exchange, timeout_of
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
@@ -69,10 +70,11 @@ def exchange(group: dist.ProcessGroup) -> Exchange:
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:
     """Messages to and from other ranks of the world, by rank; each of them must ask for this rank's in its own call."""
+    if not (wanted := set(peers)):
+        return {}
     world = dist.group.WORLD
     assert world is not None
     rank, known = world.rank(), _CHANNELS.setdefault(world, {})
-    wanted = set(peers)
     for peer in sorted(wanted, key=lambda peer: sorted((rank, peer))):  # else ranks in a circle wait for each other
         if peer not in known:
             known[peer] = _connected(world, "channel", peer)
@@ -88,13 +90,15 @@ def _connected(group: dist.ProcessGroup, name: str, peer: int) -> SharedMemory |
 def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
     """Give all ranks of the group the value of the one at ``index``."""
     ranks = process_group(group.name)
-    dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
+    with blocking("broadcast", group.name, value.nbytes):
+        dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
 
 
 def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     """The sum of a small tensor over the group."""
     value = value.clone()
-    dist.all_reduce(value, group=process_group(group.name))
+    with blocking("all_reduce", group.name, value.nbytes):
+        dist.all_reduce(value, group=process_group(group.name))
     return value
 
 
