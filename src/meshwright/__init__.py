@@ -12,13 +12,13 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from meshwright.api import calibrate, capture, parallelize, plan, verify
+    from meshwright.api import calibrate, capture, parallelize, plan, simulate, verify
     from meshwright.runtime.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "Trainer", "calibrate", "capture", "parallelize",
-    "plan", "verify",
+    "plan", "simulate", "verify",
 ]  # fmt: skip
 
 _TORCH_SIDE = {
@@ -26,6 +26,7 @@ _TORCH_SIDE = {
     "capture": "meshwright.api",
     "parallelize": "meshwright.api",
     "plan": "meshwright.api",
+    "simulate": "meshwright.api",
     "verify": "meshwright.api",
     "Trainer": "meshwright.runtime.trainer",
 }

@@ -123,7 +123,7 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
 def _check(run: Run, raw: dict[str, Any], where: str) -> None:
     """What the types cannot say."""
     given = [key for key in raw.get("layout", {}) if key not in ("plan", "cluster")]
-    if run.layout.plan and given:
+    if run.layout.file and given:
         raise FileFormatError(
             f"both a plan and {given[0]} are given",
             where=f"{where}: layout",

@@ -306,7 +306,7 @@ def findings(
 
 
 def _settings(run: Run, count: int, threads: int) -> Settings:
-    layout = run.layout.chosen().resolved(count)
+    layout = run.layout.sizes().resolved(count)
     sections = {"model": run.model, "data": run.data}
     sizes: dict[str, Scalar] = {
         f"{name}.{key}": value if isinstance(value, Scalar) else str(value)

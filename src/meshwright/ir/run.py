@@ -156,13 +156,28 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     dp: int = -1
     """Data-parallel size; -1: what is left of the ranks."""
     plan: str = ""
-    """A plan file (``meshwright plan --output``), in place of sizes."""
+    """A plan file (``meshwright plan --output``), in place of sizes; ``auto``: the fastest layout that the planner
+    finds, unless sizes are given."""
     cluster: str = ""
     """The cluster that is planned for: a name, or a file; empty: this machine."""
 
-    def chosen(self) -> Layout:
+    @property
+    def searched(self) -> bool:
+        """Whether the planner is to search."""
+        return self.plan == "auto" and self.sizes() == RunLayout().sizes()
+
+    @property
+    def file(self) -> str:
+        """The plan file, if there is one."""
+        return self.plan if self.plan != "auto" else ""
+
+    def sizes(self) -> Layout:
         """The layout without ``plan``."""
         return Layout(**{name: getattr(self, name) for name in Layout.__struct_fields__})
+
+    def chosen(self) -> Layout | str:
+        """What ``parallelize`` takes: ``"auto"``, the path of a plan, or a layout."""
+        return "auto" if self.searched else self.file or self.sizes()
 
 
 class _Optimizer(_Section, frozen=True, kw_only=True, tag_field="name"):
@@ -310,8 +325,8 @@ class Run(_Section, frozen=True, kw_only=True):
 
     def num_ranks(self, num_cores: int) -> int:
         """Processes to start where there are ``num_cores`` cores (or GPUs): as many as layout and batch can use."""
-        if self.layout.plan:
-            return files.load(Path(self.layout.plan), Plan).mesh.world_size
+        if self.layout.file:
+            return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.train.ranks != "auto":
             return self.train.ranks
         sizes = (self.layout.dp, self.layout.tp, self.layout.pp)

@@ -17,8 +17,8 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Alternative, Plan, Prediction
 from meshwright.planner.explicit import plan_layout
+from meshwright.planner.foretell import foretell
 from meshwright.schedules.pipeline import schedule_of
-from meshwright.simulate.engine import play
 
 PLAYED = 6
 """Layouts that are simulated, of those that the closed form finds fastest."""
@@ -94,7 +94,7 @@ def plan_auto(
     step_s: dict[str, float] = {}
     for option in fitting[:PLAYED]:
         progress(f"simulating {option.name}")
-        step_s[option.name] = play(schedule_of(option.plan), option.work, option.plan.mesh, cluster).step_s
+        step_s[option.name] = foretell(graph, option.plan, cluster, work=option.work).played.step_s
     near = (1 + ALIKE) * min(step_s.values())
     best = min(
         (one for one in fitting[:PLAYED] if step_s[one.name] <= near),

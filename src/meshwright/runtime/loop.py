@@ -12,12 +12,16 @@ import torch
 
 from meshwright.comm.groups import from_rank_0
 from meshwright.errors import CheckpointError
+from meshwright.ir.trace import Trace
 from meshwright.runtime.data import Loader
 from meshwright.runtime.failures import Status, lost_peer
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.trainer import Trainer
 
 log = logging.getLogger("meshwright")
+
+TRACED = 7
+"""Steps at the end of a run whose traces are kept."""
 
 
 class Progress(Protocol):
@@ -78,6 +82,8 @@ class Loop:
         loader: of this rank's part of each global batch.
         held_out: the same of the data that is not trained on, one epoch a loop; None: there are none.
         bytes_are_tokens: whether the loss is per byte, so that bits per byte can be told.
+
+    ``traces`` are of this rank's last steps (``TRACED`` of them, where the run has made so many).
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class Loop:
         self.progress = progress
         self.bytes_are_tokens = bytes_are_tokens
         self.evaluations: list[HeldOut] = []
+        self.traces: list[Trace] = []
 
     def resume(self) -> Path | None:
         """Load the latest checkpoint, and say so; None where there is none."""
@@ -114,7 +121,7 @@ class Loop:
         Raises:
             CheckpointError: the last step could not be saved (before it, what the disk refuses is a warning).
         """
-        trainer, steps = self.trainer, self.options.steps
+        trainer, steps, first = self.trainer, self.options.steps, self.trainer.step_number + 1
         if self.held_out is not None and not self.evaluations:
             self.evaluate()
         batches = iter(self.loader)
@@ -125,6 +132,8 @@ class Loop:
                 self.status.set(f"at step {trainer.step_number + 1}")
                 lr = float(schedule.get_last_lr()[0])
                 trainer.step(next(batches), local=True)
+                if trainer.step_number > steps - TRACED and trainer.step_number > first:  # the first one is slower
+                    self.traces.append(trainer.trace())
                 schedule.step()
                 self.meter.note(trainer.step_number, trainer.metrics, lr)
                 self.progress.advance()

@@ -29,8 +29,10 @@ def log_line(
     unit: str,
     flops_fraction: float | None,
     memory_bytes: int,
+    predicted_to_measured: float | None = None,
 ) -> str:
-    """``step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB``; None is left out."""
+    """``step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04``; None is left
+    out."""
     parts = [f"step {step}/{steps}", f"loss {loss:.4f}"]
     if grad_norm is not None:
         parts.append(f"grad_norm {grad_norm:.3g}" if grad_norm < 0.01 else f"grad_norm {grad_norm:.2f}")
@@ -38,6 +40,8 @@ def log_line(
     if flops_fraction is not None:
         parts.append(f"mfu {flops_fraction:.1%}")
     parts.append(f"mem {memory_bytes / 2**30:.2f}GiB")
+    if predicted_to_measured is not None:
+        parts.append(f"pred/meas {predicted_to_measured:.2f}")
     return "  ".join(parts)
 
 
@@ -66,6 +70,7 @@ class Meter:
         items_per_step, unit: what a step works through, such as 4096 and ``tok``.
         flops_per_step: of the whole batch.
         peak_flops_per_s: of all ranks together; 0: not known, and no ``mfu``.
+        predicted_step_s: 0: not known, and no ``pred/meas``.
     """
 
     path: Path | None
@@ -75,6 +80,7 @@ class Meter:
     flops_per_step: float
     peak_flops_per_s: float
     device: torch.device
+    predicted_step_s: float = 0.0
     _pending: list[tuple[Row, Mapping[str, Tensor]]] = field(default_factory=list)
     _unwritten: list[Row] = field(default_factory=list)
     _last: float = 0.0
@@ -112,6 +118,7 @@ class Meter:
             unit=self.unit,
             flops_fraction=self.flops_per_step / step_s / self.peak_flops_per_s if known else None,
             memory_bytes=peak_memory_bytes(self.device),
+            predicted_to_measured=self.predicted_step_s / step_s if self.predicted_step_s > 0 else None,
         )
 
     def write(self, *rows: Row) -> None:

@@ -48,7 +48,7 @@ def _doings(pieces: tuple[Piece, ...], fabric: Fabric) -> tuple[Doing, ...]:
                         where="emulated device",
                         remedy="let it block: stages really meet there",
                     )
-                seconds = fabric.collective_s(piece.collective, piece.axis, piece.bytes)
+                seconds = fabric.collective_s(piece)
                 meets = piece.axis == "pp" and fabric.size("pp") > 1
                 found.append(
                     Doing(piece.what, "meet" if meets else "communicate" if piece.blocking else "start", seconds)

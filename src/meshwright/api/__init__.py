@@ -1,0 +1,20 @@
+"""The public functions: they join the plan side and the run side, and the command line calls only these."""
+
+from meshwright.api.machine import calibrate, calibrated, calibration_file, is_busy, measure_machine
+from meshwright.api.plans import capture, plan, simulate
+from meshwright.api.runs import Trained, plan_run, train, verify_run
+from meshwright.api.trainers import parallelize, verify
+from meshwright.catalog import cluster_names, load_cluster
+from meshwright.ir.cluster import Cluster
+from meshwright.runtime.launch import launched, launched_rank, num_devices
+from meshwright.runtime.loop import HeldOut, Progress
+from meshwright.runtime.ranks import run_ranks
+from meshwright.runtime.restarts import Restarts
+from meshwright.runtime.verify import Comparison
+
+__all__ = [
+    "Cluster", "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "calibrate", "calibrated",
+    "calibration_file", "capture", "cluster_names", "is_busy", "launched", "launched_rank", "load_cluster",
+    "measure_machine", "num_devices", "parallelize", "plan", "plan_run", "run_ranks", "simulate", "train", "verify",
+    "verify_run",
+]  # fmt: skip

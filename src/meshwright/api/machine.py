@@ -1,0 +1,127 @@
+"""This machine and other clusters: what is known of them, and how it is measured."""
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from meshwright.catalog import device_names, load_cluster
+from meshwright.errors import ClusterError, LaunchError, MeshwrightError
+from meshwright.ir import files
+from meshwright.ir.cluster import Calibration, Cluster
+from meshwright.runtime import calibrate as calibration
+from meshwright.runtime import launch
+from meshwright.runtime.loop import Progress, Silent
+from meshwright.runtime.ranks import run_ranks
+
+log = logging.getLogger("meshwright")
+
+
+def calibrate(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    again: bool = True,
+    measured_by: Callable[[], Cluster | None] | None = None,
+) -> Cluster:
+    """Measure this machine's cores and what joins them, without running any model; takes some seconds.
+
+    Args:
+        path: where the cluster file is written; default: this user's cache, where ``calibrated`` finds it.
+        again: measure even if what is there still holds.
+        measured_by: what every rank runs, if it should show progress; a top-level function.
+
+    Raises:
+        LaunchError: the ranks could not be started, or the file cannot be written.
+    """
+    target = Path(path) if path is not None else calibration_file()
+    if not again and path is None and (known := calibrated()) is not None:
+        return known
+    scratch = Path(tempfile.mkdtemp(prefix="meshwright-calibrate-"))
+    found = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
+    shutil.rmtree(scratch)  # after an error it stays: it holds the ranks' output
+    assert found is not None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.save(found, target)
+    except OSError as error:
+        raise LaunchError(
+            f"the cluster file cannot be written: {error.strerror}", where=str(target), remedy="choose another path"
+        ) from None
+    return found
+
+
+def measure_machine(progress: Progress | None = None) -> Cluster | None:
+    """What every rank of a calibration runs; the cluster on rank 0, None elsewhere."""
+    progress = progress or Silent()
+    shown = ""
+
+    def advance(what: str) -> None:
+        nonlocal shown
+        if what != shown:
+            progress.begin(what)
+            shown = what
+
+    found = calibration.measure(calibration.Effort(), advance)
+    progress.end()
+    return found
+
+
+def calibrated() -> Cluster | None:
+    """This machine as it was last calibrated; None where it was not, or where that no longer holds (another machine,
+    another torch, too old)."""
+    path = calibration_file()
+    if not path.exists():
+        return None
+    try:
+        found = files.load(path, Cluster)
+    except MeshwrightError as error:  # of another version of ours, or damaged: it can be measured again
+        log.warning("%s cannot be used: %s", path, error)
+        return None
+    reason = calibration.stale(found, time.time())
+    if reason:
+        log.info("%s is stale: %s", path, reason)
+        return None
+    return found
+
+
+def is_busy(found: Calibration) -> bool:
+    """Whether somebody else used the machine while it was calibrated."""
+    return found.spread > calibration.BUSY_SPREAD
+
+
+def calibration_file() -> Path:
+    """Where ``calibrate`` keeps what it measured of this machine, unless told otherwise."""
+    return launch.cache_directory() / "this-machine.toml"
+
+
+def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks: int = 0) -> Cluster:
+    """The cluster; where none is given, this machine: as it was calibrated, else ``cpu-local``, or one box of the CUDA
+    device at hand.
+
+    ``num_ranks`` may be more than this machine's cores: it is then planned for as if it had as many.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is not None:
+        return load_cluster(cluster)
+    if device.type == "cpu":
+        here = calibrated() or load_cluster("cpu-local")
+        if num_ranks <= here.num_devices:
+            return here
+        units = math.prod(level.fan_out for level in here.levels[1:])
+        inside = msgspec.structs.replace(here.levels[0], fan_out=-(-num_ranks // units))
+        return msgspec.structs.replace(here, levels=(inside, *here.levels[1:]))
+    found = torch.cuda.get_device_name(device)
+    name = next((name for name in device_names() if name.split("-")[0] in found.lower().split()[-1]), None)
+    if name is None:
+        raise ClusterError(
+            f"no cluster is known for {found!r}", where="cluster", remedy="pass cluster= by name or file"
+        )
+    return load_cluster(f"{name}-dgx")

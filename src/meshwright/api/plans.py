@@ -1,0 +1,129 @@
+"""From a model to a plan, and to what the plan will do."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.api.machine import known_cluster
+from meshwright.capture import builder
+from meshwright.capture.tracer import LossFunction
+from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.errors import LayoutError
+from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
+from meshwright.ir.trace import Trace
+from meshwright.ops.base import OperatorRule, Target
+from meshwright.planner.auto import plan_auto
+from meshwright.planner.explicit import adapt_plan, plan_layout
+from meshwright.planner.foretell import foretell
+from meshwright.simulate.faults import Faults
+
+Rules = Mapping[Target, OperatorRule]
+
+
+def capture(model: nn.Module, loss_fn: LossFunction, batch: Any, *, rules: Rules | None = None) -> Graph:
+    """The training step of ``model`` on a global batch, as a graph. Computes nothing; meta models are fine.
+
+    Raises:
+        CaptureError: the step cannot be traced (data-dependent control flow, for one).
+    """
+    return builder.capture(model, loss_fn, batch, rules=rules).graph
+
+
+def plan(
+    graph: Graph,
+    cluster: Cluster | str | None = None,
+    *,
+    devices: int | None = None,
+    layout: Layout | None = None,
+    memory_bytes: float | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Plan:
+    """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
+    it was calibrated, else ``cpu-local``).
+
+    Without a layout the fastest one that fits is searched (``planner.auto``), with ``memory_bytes`` for each rank
+    (default: what a device of the cluster has).
+
+    Raises:
+        LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory.
+        ClusterError: the cluster is unknown.
+    """
+    known = known_cluster(cluster, torch.device("cpu"), devices or 0)
+    if layout is None:
+        world_size = devices or known.num_devices
+        return plan_auto(graph, world_size, known, memory_bytes=memory_bytes, progress=progress)
+    world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
+    return plan_layout(graph, layout, world_size=world_size, cluster=known)
+
+
+def simulate(
+    graph: Graph,
+    cluster: Cluster | str | None,
+    plan: Plan,
+    *,
+    optimizer: OptimizerCost = ADAMW,
+    clips: bool = False,
+    threads: int = 1,
+    contention: bool = False,
+    faults: Faults | None = None,
+) -> Trace:
+    """One training step of ``graph`` under ``plan`` on ``cluster`` (a name, a path or a Cluster; None: this machine),
+    as every rank will spend it.
+
+    Args:
+        optimizer: what it keeps and moves (``cost.optimizer``).
+        clips: whether gradients are clipped.
+        threads: of each rank, on a CPU.
+        contention: whether transfers that share a link share its rate; without it, closed forms say what they take.
+        faults: slow ranks, noise, ranks that die.
+
+    Raises:
+        PlanError: the plan is not of this graph, or its stages have different submeshes.
+        ClusterError: the cluster is unknown, or too small.
+    """
+    plan.check(graph)
+    known = known_cluster(cluster, torch.device("cpu"), plan.mesh.world_size)
+    found = foretell(
+        graph, plan, known, optimizer=optimizer, clips=clips, threads=threads, contention=contention, faults=faults
+    )
+    return found.played.trace()
+
+
+def choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | None, device: torch.device) -> Plan:
+    """The plan that is meant by ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
+    if isinstance(plan, Layout):
+        return plan_layout(graph, plan, world_size=world_size, cluster=known_cluster(cluster, device, world_size))
+    if plan == "auto":
+        return plan_auto(graph, world_size, known_cluster(cluster, device, world_size))
+    chosen, where = loaded(plan)
+    chosen.check(graph, where)
+    if chosen.mesh.world_size != world_size:
+        raise LayoutError(
+            f"the plan is for {chosen.mesh.world_size} ranks, there are {world_size}",
+            where=where,
+            remedy=f"start {chosen.mesh.world_size} ranks, or plan again",
+        )
+    if chosen.batch_size != graph.batch_size:
+        chosen = adapt_plan(chosen, graph)
+    return chosen
+
+
+def loaded(plan: Any) -> tuple[Plan, str]:
+    """A plan or a plan file's, and what to call it in errors."""
+    return (plan, "plan") if isinstance(plan, Plan) else (files.load(Path(plan), Plan), str(plan))
+
+
+def check_plan(plan: Any) -> None:
+    """A LayoutError if it is nothing that a plan can be told by."""
+    if not isinstance(plan, str | os.PathLike | Layout | Plan):
+        raise LayoutError(
+            f"it is {plan!r}", where="plan", remedy='pass "auto", a mw.Layout, a Plan, or the path of a plan file'
+        )

@@ -1,0 +1,166 @@
+"""What a RUN.toml names: planned, verified, trained."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+import torch
+
+from meshwright import build, config
+from meshwright.api.machine import known_cluster
+from meshwright.api.plans import capture, choose
+from meshwright.api.trainers import parallelize, verify
+from meshwright.comm.groups import from_rank_0
+from meshwright.ir import files
+from meshwright.ir.plan import Plan
+from meshwright.ir.run import Run, TextData
+from meshwright.runtime import launch, manifest
+from meshwright.runtime.failures import Status
+from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
+from meshwright.runtime.metrics import Meter
+from meshwright.runtime.trainer import Trainer
+from meshwright.runtime.verify import Comparison
+
+log = logging.getLogger("meshwright")
+
+
+def plan_run(run: Run, ranks: int = 0) -> Plan:
+    """The plan of a RUN.toml for ``ranks`` ranks (0: what its layout asks for, or its cluster has)."""
+    graph = capture(build.model(run), build.loss_function(run), build.example_batch(run))
+    known = known_cluster(run.layout.cluster or None, torch.device("cpu"))
+    world_size = ranks or run.num_ranks(known.num_devices if run.layout.cluster else launch.num_cores())
+    return choose(run.layout.chosen(), graph, world_size, run.layout.cluster or None, torch.device("cpu"))
+
+
+def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ...]:
+    """``verify`` for what a RUN.toml names; every rank must call it."""
+    progress.begin("reading the data")
+    launch.start("cpu")
+    return verify(
+        build.model(run),
+        build.loss_function(run),
+        next(iter(build.Source(run).training())),
+        run.layout.chosen(),
+        optimizer=build.optimizer(run),
+        max_grad_norm=run.train.max_grad_norm or None,
+        steps=steps,
+        seed=run.train.seed,
+        progress=progress,
+    )
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``train`` did. ``text`` is what the model wrote, where the run has a ``[sample]``."""
+
+    directory: str
+    steps: int
+    resumed_from: int
+    checkpoint: str
+    held_out: tuple[HeldOut, ...] = ()
+    text: str = ""
+
+
+def train(run: Run, progress: Progress | None = None) -> Trained:
+    """Train what a RUN.toml names, on the ranks that are there; every rank must call it.
+
+    A run that stopped in the same directory is continued from its latest checkpoint. The directory then holds
+    run.toml, plan.json, metrics.jsonl and checkpoints.
+
+    Raises:
+        MeshwrightError: whatever is wrong with the model, the data, the layout or the checkpoint.
+    """
+    progress = progress or Silent()
+    device = launch.start()
+    directory = Path(run.train.directory or "runs/run")
+    rank = launch.launched_rank()
+    status = Status(directory, rank)
+    status.set("while reading the data")
+    progress.begin("reading the data")
+    source = build.Source(run)
+    status.set("while capturing and planning")
+    progress.begin("capturing and planning")
+    trainer = parallelize(
+        build.model(run),
+        build.loss_function(run),
+        next(iter(source.training())),
+        plan=run.layout.chosen(),
+        optimizer=build.optimizer(run),
+        max_grad_norm=run.train.max_grad_norm or None,
+        seed=run.train.seed,
+        cluster=run.layout.cluster or None,
+    )
+    progress.end()
+    items, unit = source.items_per_step
+    loop = Loop(
+        trainer,
+        source.training(trainer.data_shard),
+        source.held_out(trainer.data_shard),
+        Meter(
+            path=directory / "metrics.jsonl" if rank == 0 else None,
+            steps=run.train.steps,
+            items_per_step=items,
+            unit=unit,
+            flops_per_step=trainer.graph.flops(),
+            peak_flops_per_s=_peak_flops_per_s(run, trainer, device),
+            device=device,
+        ),
+        Options(**{name: getattr(run.train, name) for name in Options.__struct_fields__}),
+        directory,
+        bytes_are_tokens=isinstance(run.data, TextData),
+        progress=progress,
+    )
+    progress.begin("looking for a checkpoint")
+    found = loop.resume()
+    progress.end()
+    first = trainer.step_number
+    from_rank_0(lambda: _note_run(run, trainer, directory, found))
+    factors = [run.schedule.factor(step, run.train.steps) for step in range(run.train.steps)]
+    loop.run(resumed_schedule(trainer, build.hyperparameters(run), factors))
+    text = ""
+    if run.sample is not None and run.sample.length:
+        weights = trainer.full_state_dict()
+        if rank == 0:
+            text = _write(run, weights, progress)
+    saved = manifest.steps_in(directory / "checkpoints")
+    return Trained(
+        directory=str(directory),
+        steps=trainer.step_number,
+        resumed_from=first,
+        checkpoint=str(directory / "checkpoints" / saved[0]) if saved else "",
+        held_out=tuple(loop.evaluations),
+        text=text,
+    )
+
+
+def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -> None:
+    """Write run.toml and plan.json, and say what is continued, and with which changes."""
+    if found is not None:
+        done = "this run is complete" if trainer.step_number >= run.train.steps else "going on"
+        log.info("%s at step %d of %d", done, trainer.step_number, run.train.steps)
+        for change in config.changes(directory / "run.toml", run):
+            log.info("changed since: %s", change)
+    config.save(run, directory / "run.toml")
+    files.save(trainer.plan, directory / "plan.json")
+
+
+def _write(run: Run, weights: dict[str, torch.Tensor], progress: Progress) -> str:
+    """What the trained model writes, on all cores of this machine."""
+    assert run.sample is not None
+    assert isinstance(run.data, TextData)
+    model = build.model(run)
+    model.load_state_dict(weights)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(launch.num_cores())
+    try:
+        return build.write_text(model, run.sample, run.data.sequence_length, run.train.seed, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _peak_flops_per_s(run: Run, trainer: Trainer, device: torch.device) -> float:
+    """The peak of all ranks together; 0 where it is not known for this device and dtype."""
+    known = known_cluster(run.layout.cluster or None, device).device
+    peak = known.peak_flops_per_s.get(run.train.dtype, 0.0)
+    if known.kind == "cpu":  # a device is one core there, and a rank may have several
+        peak *= torch.get_num_threads()
+    return peak * trainer.plan.mesh.world_size if (known.kind == "cpu") == (device.type == "cpu") else 0.0

@@ -1,0 +1,161 @@
+"""Trainers of unmodified models, and their comparison with one process."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.api.plans import Rules, capture, check_plan, choose, loaded
+from meshwright.capture import builder
+from meshwright.capture.tracer import LossFunction
+from meshwright.comm.groups import from_every_rank, from_rank_0
+from meshwright.errors import RankError
+from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
+from meshwright.planner.explicit import adapt_plan
+from meshwright.runtime import launch
+from meshwright.runtime.loop import Progress, Silent
+from meshwright.runtime.optimizer import OptimizerFactory, check_factory
+from meshwright.runtime.trainer import Trainer
+from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
+
+
+def parallelize(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    plan: str | os.PathLike[str] | Layout | Plan = "auto",
+    optimizer: OptimizerFactory | None = None,
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    cluster: Cluster | str | None = None,
+    rules: Rules | None = None,
+) -> Trainer:
+    """Make a trainer of an unmodified model.
+
+    Args:
+        model: any traceable module; rank 0's values are used; it may be on the meta device.
+        loss_fn: ``loss_fn(model, batch)`` gives a scalar, or (scalar, {metric: scalar}). It is captured, not
+            called in every step: numbers that it, or the model, takes from elsewhere (a variable, an attribute) stay as
+            they are then. What changes from step to step must come in the batch.
+        batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch, and of numbers.
+        plan: ``"auto"`` (the batch divided over all ranks), a Layout, a Plan, or the path of a plan file.
+        optimizer: gets a list of (name, parameter), as torch.optim takes it:
+            ``lambda p: torch.optim.AdamW(p, lr=3e-4)``.
+        max_grad_norm: clip gradients to this norm over the whole model.
+        seed: of dropout and of meta models' initial values.
+        device: default: this rank's CUDA device where there is one (experimental), else the CPU.
+        cluster: what the plan is for; default ``cpu-local``.
+        rules: rules for operators of your own, by operator.
+
+    The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``: where a launcher has set
+    its environment, torch.distributed is started here.
+
+    Raises:
+        CaptureError, DataError, LayoutError, PlanError, FileFormatError, OptimizerError, LaunchError, RankError.
+    """
+    check_plan(plan)
+    check_factory(optimizer, max_grad_norm)
+    target = launch.start(device)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    captured = builder.capture(model, loss_fn, batch, rules=rules)
+    graph = captured.graph
+    _agree(graph)
+    made = from_rank_0(lambda: files.encode_json(choose(plan, graph, world_size, cluster, target)))
+    chosen = files.decode(made, Plan, where="plan of rank 0")
+    return Trainer(
+        model,
+        loss_fn,
+        captured,
+        chosen,
+        optimizer=optimizer,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+        device=target,
+        replan=adapt_plan,
+        rules=rules,
+    )
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    plan: str | os.PathLike[str] | Layout | Plan = "auto",
+    *,
+    optimizer: OptimizerFactory | None = None,
+    max_grad_norm: float | None = None,
+    steps: int = 3,
+    seed: int = 0,
+    rules: Rules | None = None,
+    progress: Progress | None = None,
+) -> tuple[Comparison, ...]:
+    """Compare the plan on these ranks with one process of eager PyTorch: forward, backward, and ``steps`` updates.
+
+    Both sides run copies of the model in float64 on the CPU, with dropout off; AdamW where no optimizer is given. Every
+    rank must call it, and gets the same rows. ``rows.ok`` says whether a difference is at most 1e-9 of the largest
+    value (or of 1).
+
+    Raises:
+        CaptureError: the step cannot be traced, or draws random numbers.
+        LayoutError, PlanError, FileFormatError, OptimizerError, RankError: as ``parallelize``.
+    """
+    progress = progress or Silent()
+    check_plan(plan)
+    factory = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    doubled = batch_in_float64(batch)
+    progress.begin("capturing and planning")
+    mine = in_float64(model, seed)
+    if not isinstance(plan, Layout) and plan != "auto":
+        launch.start("cpu")
+        pairs = (model, batch), (mine, doubled)
+        plan = _in_float64(plan, *(capture(one, loss_fn, data, rules=rules) for one, data in pairs))
+    trainer = parallelize(
+        mine, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device="cpu",
+        rules=rules,
+    )  # fmt: skip
+    progress.begin("parallel steps", steps)
+    found = parallel_steps(trainer, doubled, steps, progress)
+
+    def against_eager() -> tuple[Comparison, ...]:
+        progress.begin("one process", steps)
+        twin = in_float64(model, seed)
+        return compare(found, eager_steps(twin, loss_fn, doubled, steps, factory, max_grad_norm, progress))
+
+    rows = from_rank_0(against_eager)
+    progress.end()
+    return rows
+
+
+def _in_float64(plan: Any, graph: Graph, doubled: Graph) -> Plan:
+    """A plan of ``graph`` for the same model in float64, where casts inside the model may come or go."""
+
+    def adapted() -> bytes:
+        loaded, where = loaded(plan)
+        if loaded.graph_fingerprint != doubled.fingerprint:
+            loaded.check(graph, where)
+            loaded = adapt_plan(loaded, doubled)
+        return files.encode_json(loaded)
+
+    return files.decode(from_rank_0(adapted), Plan, where="plan of rank 0")
+
+
+def _agree(graph: Graph) -> None:
+    """Every rank must have captured the same model."""
+    dtypes = sorted({graph.tensors[name].dtype for name in graph.parameters})
+    model = f"{graph.model} ({graph.num_parameters():,} parameters, {' '.join(dtypes)})"
+    every = from_every_rank(f"{model}, batch {graph.batch_size}, fingerprint {graph.fingerprint}")
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            raise RankError(
+                f"rank {rank} has {other}, rank 0 has {every[0]}",
+                where=f"rank {rank}",
+                remedy="build the same model and pass batches of the same shape on every rank",
+            )

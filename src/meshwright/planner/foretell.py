@@ -1,0 +1,64 @@
+"""What a plan of a captured model will do: its schedule played with its work, and the memory of every pipeline rank."""
+
+import msgspec
+
+from meshwright.cost.captured import step_work
+from meshwright.cost.occupancy import RankMemory, peak_memory
+from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.cost.work import Work
+from meshwright.errors import PlanError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.plan import Plan, Prediction
+from meshwright.schedules.pipeline import schedule_of
+from meshwright.simulate.engine import Played, play
+from meshwright.simulate.faults import Faults
+
+
+class Foretold(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan's step before it is run: ``played`` gives its trace, ``memory`` is by pipeline rank."""
+
+    work: Work
+    played: Played
+    memory: tuple[RankMemory, ...]
+
+    @property
+    def peak(self) -> RankMemory:
+        """The largest of all ranks."""
+        return max(self.memory, key=lambda one: one.peak_bytes)
+
+    @property
+    def prediction(self) -> Prediction:
+        """In short."""
+        return Prediction(step_s=self.played.step_s, peak_memory_bytes=self.peak.peak_bytes)
+
+
+def foretell(
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    optimizer: OptimizerCost = ADAMW,
+    clips: bool = False,
+    threads: int = 1,
+    contention: bool = False,
+    faults: Faults | None = None,
+    work: Work | None = None,
+) -> Foretold:
+    """Play one training step of ``graph`` under ``plan`` on ``cluster``, whose devices have ``threads`` threads.
+
+    ``work``: where it is known already, from a plan that differs in its schedule only.
+
+    Raises:
+        PlanError: stages of different submeshes, which are not simulated.
+        ClusterError: the cluster is too small.
+    """
+    if plan.uneven:
+        raise PlanError(
+            "stages of different submeshes are not simulated", where="plan: stages[].axes",
+            remedy="give all stages the same sizes of dp and tp",
+        )  # fmt: skip
+    done = work or step_work(graph, plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
+    schedule = schedule_of(plan)
+    played = play(schedule, done, plan.mesh, cluster, contention=contention, faults=faults)
+    return Foretold(work=done, played=played, memory=peak_memory(done, schedule))
