@@ -8,28 +8,74 @@ import torch
 
 from meshwright import build, config
 from meshwright.api.machine import known_cluster
-from meshwright.api.plans import capture, choose
+from meshwright.api.plans import capture, choose, simulate
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.groups import from_rank_0
+from meshwright.cost import optimizer as cost
+from meshwright.cost.optimizer import OptimizerCost
+from meshwright.errors import MeshwrightError
 from meshwright.ir import files
+from meshwright.ir.graph import Graph
 from meshwright.ir.plan import Plan
-from meshwright.ir.run import Run, TextData
+from meshwright.ir.run import SGD, Adam, AdamW, Optimizer, Run, TextData
+from meshwright.ir.trace import Trace
+from meshwright.planner.foretell import Foretold, foretell
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
 from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Comparison
+from meshwright.simulate.faults import Faults
 
 log = logging.getLogger("meshwright")
 
 
 def plan_run(run: Run, ranks: int = 0) -> Plan:
     """The plan of a RUN.toml for ``ranks`` ranks (0: what its layout asks for, or its cluster has)."""
+    return _planned(run, ranks)[1]
+
+
+def simulate_run(
+    run: Run,
+    ranks: int = 0,
+    *,
+    contention: bool = False,
+    slow: dict[int, float] | None = None,
+    jitter: float = 0.0,
+    seed: int = 0,
+) -> Trace:
+    """One step of a RUN.toml, played; see ``simulate``."""  # fmt: skip
+    graph, made = _planned(run, ranks)
+    return simulate(
+        graph,
+        run.layout.cluster or None,
+        made,
+        optimizer=optimizer_cost(run.optimizer),
+        clips=run.train.max_grad_norm > 0,
+        contention=contention,
+        faults=Faults(slow=slow or {}, jitter=jitter, seed=seed),
+    )
+
+
+def _planned(run: Run, ranks: int) -> tuple[Graph, Plan]:
     graph = capture(build.model(run), build.loss_function(run), build.example_batch(run))
     known = known_cluster(run.layout.cluster or None, torch.device("cpu"))
     world_size = ranks or run.num_ranks(known.num_devices if run.layout.cluster else launch.num_cores())
-    return choose(run.layout.chosen(), graph, world_size, run.layout.cluster or None, torch.device("cpu"))
+    return graph, choose(run.layout.chosen(), graph, world_size, run.layout.cluster or None, torch.device("cpu"))
+
+
+def optimizer_cost(optimizer: Optimizer) -> OptimizerCost:
+    """What an ``[optimizer]`` keeps and moves. RMSprop and Adagrad count as SGD with momentum: one state each."""
+    match optimizer:
+        case SGD(momentum=0.0):
+            return cost.SGD
+        case Adam():
+            return cost.ADAM
+        case AdamW():
+            return cost.ADAMW
+        case _:
+            return cost.MOMENTUM
 
 
 def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ...]:
@@ -89,6 +135,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         seed=run.train.seed,
         cluster=run.layout.cluster or None,
     )
+    foretold = _foretold(run, trainer, device) if rank == 0 else None
     progress.end()
     items, unit = source.items_per_step
     loop = Loop(
@@ -103,6 +150,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
             flops_per_step=trainer.graph.flops(),
             peak_flops_per_s=_peak_flops_per_s(run, trainer, device),
             device=device,
+            predicted_step_s=foretold.played.step_s if foretold is not None else 0.0,
         ),
         Options(**{name: getattr(run.train, name) for name in Options.__struct_fields__}),
         directory,
@@ -130,6 +178,23 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         held_out=tuple(loop.evaluations),
         text=text,
     )
+
+
+def _foretold(run: Run, trainer: Trainer, device: torch.device) -> Foretold | None:
+    """What the plan will do on this machine, or on the cluster that the run names; None (said in the log) where that
+    cannot be told."""
+    try:
+        return foretell(
+            trainer.graph,
+            trainer.plan,
+            known_cluster(run.layout.cluster or None, device, trainer.plan.mesh.world_size),
+            optimizer=optimizer_cost(run.optimizer),
+            clips=run.train.max_grad_norm > 0,
+            threads=torch.get_num_threads() if device.type == "cpu" else 1,
+        )
+    except MeshwrightError as error:
+        log.warning("nothing is predicted: %s", error)
+        return None
 
 
 def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -> None:

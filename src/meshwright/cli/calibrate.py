@@ -43,6 +43,18 @@ def calibrate(
     display.console().print(f"\nwritten to {output or api.calibration_file()}")
 
 
+def calibrate_once() -> None:
+    """Measure this machine where that was not done, or no longer holds."""
+    from meshwright import api
+
+    if api.calibrated() is None:
+        display.console().print("measuring this machine, once (meshwright calibrate)")
+        try:
+            api.calibrate(measured_by=measure_rank)
+        finally:
+            display.restore_cursor()
+
+
 def measure_rank() -> "Cluster | None":
     """What every rank runs."""
     from meshwright import api

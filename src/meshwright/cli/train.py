@@ -8,6 +8,7 @@ import typer
 
 from meshwright import config
 from meshwright.cli import display
+from meshwright.cli.calibrate import calibrate_once
 from meshwright.cli.overrides import keys, overridden
 from meshwright.ir.run import Run
 
@@ -62,6 +63,8 @@ def run_training(run: Run) -> None:
         if api.launched_rank() == 0:
             summarize(run, result)
         return
+    if run.layout.searched and not run.layout.cluster:
+        calibrate_once()
     num_ranks = run.num_ranks(api.num_devices())
     display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} in {run.train.directory}")
     directory = Path(run.train.directory)

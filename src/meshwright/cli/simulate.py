@@ -1,0 +1,85 @@
+"""``meshwright simulate``: what a plan will do, rank by rank, without running it."""
+
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from meshwright.cli import display
+from meshwright.cli.plan import DP, TARGET, TP, run_of
+from meshwright.cli.train import EXTRA
+from meshwright.errors import FileFormatError
+from meshwright.ir import files
+from meshwright.ir.summary import RankTimes, summarize
+from meshwright.ir.trace import Trace
+from meshwright.report.trace_event import trace_events
+
+EPILOG = """[bold]Examples[/bold]
+
+  meshwright simulate gpt --dp 2
+
+  meshwright simulate RUN.toml --layout.pp 4 --layout.microbatches 8 --ranks 4 --slow 2=1.3
+
+  meshwright simulate gpt --tp 2 --trace step.json     for ui.perfetto.dev
+"""
+
+
+def simulate(
+    context: typer.Context,
+    target: str = TARGET,
+    dp: int | None = DP,
+    tp: int | None = TP,
+    ranks: int = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has."),
+    cluster: str = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine."),
+    contention: bool = typer.Option(False, "--contention", help="Transfers that share a link share its rate."),
+    slow: list[str] = typer.Option([], "--slow", help="A slow rank, as RANK=FACTOR: 2=1.3. Several are possible."),
+    jitter: float = typer.Option(0.0, help="Relative standard deviation of every piece of computing."),
+    seed: int = typer.Option(0, help="Of the jitter."),
+    trace: Path | None = typer.Option(None, "--trace", help="Write a trace file that Perfetto opens."),
+    as_json: bool = typer.Option(False, "--json", help="Print the trace as JSON."),
+) -> None:
+    """Play one training step of a model under its plan: computing, communication, waiting and memory of every rank."""
+    run = run_of(target, dp, tp, context.args, cluster=cluster)
+    factors = dict(map(_factor, slow))
+    from meshwright import api
+
+    bars = display.Bars(display.console())
+    bars.begin("capturing, planning and simulating")
+    try:
+        found = api.simulate_run(run, ranks, contention=contention, slow=factors, jitter=jitter, seed=seed)
+    finally:
+        bars.end()
+    if trace is not None:
+        trace.write_bytes(trace_events(found))
+    if as_json:
+        typer.echo(files.encode_json(found).decode(), nl=False)
+        return
+    _print(found, summarize(found))
+    if trace is not None:
+        display.console().print(f"\n{trace}: open it at ui.perfetto.dev")
+
+
+def _factor(text: str) -> tuple[int, float]:
+    rank, _, factor = text.partition("=")
+    try:
+        return int(rank), float(factor)
+    except ValueError:
+        raise FileFormatError(f"{text!r} is not RANK=FACTOR", where="--slow", remedy="write 2=1.3") from None
+
+
+def _print(found: Trace, times: tuple[RankTimes, ...]) -> None:
+    terminal = display.console()
+    terminal.print(f"a step takes {found.duration_s * 1e3:.4g} ms")
+    table = Table(box=None, pad_edge=False)
+    for title in ("rank", "computing", "exposed communication", "hidden", "bubble", "peak memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in times:
+        parts = (one.compute_s, one.exposed_s, one.hidden_s, one.bubble_s)
+        cells = [f"{part * 1e3:.4g} ms" for part in parts]
+        table.add_row(str(one.rank), *cells, f"{one.peak_bytes / 2**30:.3g} GiB")
+    terminal.print(table)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command."""
+    app.command(context_settings=EXTRA, epilog=EPILOG)(simulate)
