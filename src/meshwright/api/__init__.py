@@ -15,6 +15,6 @@ from meshwright.runtime.verify import Comparison
 __all__ = [
     "Cluster", "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "calibrate", "calibrated",
     "calibration_file", "capture", "cluster_names", "is_busy", "launched", "launched_rank", "load_cluster",
-    "measure_machine", "num_devices", "parallelize", "plan", "plan_run", "run_ranks", "simulate", "simulate_run", "train",
-    "verify", "verify_run",
+    "measure_machine", "num_devices", "parallelize", "plan", "plan_run", "run_ranks", "simulate", "simulate_run",
+    "train", "verify", "verify_run",
 ]  # fmt: skip
