@@ -58,6 +58,8 @@ class Resharder:
             if isinstance(wanted, Shard) and now.get(axis) != wanted:
                 node = self._slice(node, axis, wanted, now, shape)
                 now = {**now, axis: wanted}
+        lost = [axis for axis, wanted in want.items() if isinstance(wanted, Partial) and now.get(axis) != wanted]
+        assert not lost, f"{node} is no partial sum over {lost}"  # a whole value would be counted once a rank
         return node
 
     def _regather(self, axis: str, now: Placements, want: Placements) -> bool:
