@@ -10,7 +10,11 @@ from tests.distributed import oracle, pipelines
 from tests.distributed.pipelines import Case
 from tests.distributed.pool import Ranks
 
-PAIRWISE = pipelines.pairwise_cases(max_ranks=4)
+PAIRWISE = [
+    *pipelines.pairwise_cases(max_ranks=4),
+    # The encoder's gradient is a sum of what two stages make, partial over tp, and of what a third one sends.
+    Case("HF T5", "interleaved", "pp2", "v2", "m4", "none", "tp2", "AdamW", "clipped", "ragged"),
+]
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=str)

@@ -285,8 +285,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def _check_partials(self, graph: Graph, strategies: dict[str, Strategy], where: str) -> dict[str, Placements]:
         """That carets stand where Partials arrive; returns the placements of all activations."""
         placements: dict[str, Placements] = {}
+        divided, producers = cut(graph, self.firsts), graph.producers()
         for operator in graph.operators:
             strategy, rule = strategies[operator.name], operator.rule
+            reduced = divided.reduced_inputs(operator, producers)
             for axis, choice in strategy.items():
                 if not is_linear(choice):
                     continue
@@ -302,9 +304,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         where=place, remedy="leave the axis out",
                     )  # fmt: skip
                 for name in group if axis != TIME else ():  # over time, what is whole is made Partial by dividing it
-                    if placements.get(name, {}).get(axis) != Partial("sum"):
+                    if placements.get(name, {}).get(axis) != Partial("sum") or name in reduced:
+                        other = " here: it comes from another stage" if name in reduced else ""
                         raise PlanError(
-                            f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none",
+                            f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none{other}",
                             where=place, remedy=f"leave the axis out, or split what makes {name!r}",
                         )  # fmt: skip
             for index, output in enumerate(operator.outputs):

@@ -56,6 +56,8 @@ def moves(have: Placements, want: Placements, sizes: Mapping[str, int]) -> tuple
         wanted = want.get(axis)
         if isinstance(wanted, Shard) and now.get(axis) != wanted:
             move("slice", axis, wanted)
+    lost = [axis for axis, wanted in want.items() if isinstance(wanted, Partial) and now.get(axis) != wanted]
+    assert not lost, f"no partial sum over {lost} to pass on"  # a whole value would be counted once a rank
     return tuple(found)
 
 

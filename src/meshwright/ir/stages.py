@@ -39,6 +39,12 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     terms: dict[str, dict[int, tuple[str, ...]]]
     owners: dict[str, tuple[int, ...]]
 
+    def reduced_inputs(self, operator: Operator, producers: dict[str, Operator]) -> set[str]:
+        """What the operator reads of another stage: it is reduced over the mesh before it crosses."""
+        here = self.stage_of.get(operator.name)
+        makers = ((name, producers[name].name) for name in operator.inputs if name in producers)
+        return {name for name, maker in makers if here is not None and self.stage_of.get(maker, here) != here}
+
     def received(self, stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What the stage receives from the one before it (forward), and from the one after it (backward)."""
         return (

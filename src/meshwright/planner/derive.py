@@ -22,9 +22,12 @@ _ATTENTION = "meshwright.attention."
 Consumers = dict[str, list[tuple[Operator, int]]]
 
 
-def pass_partials(graph: Graph, strategies: dict[str, Strategy], axes: Iterable[str]) -> dict[str, Placements]:
-    """Let Partials through operators that are linear in them, where that is not dearer than reducing first."""
-    axes, consumers = list(axes), graph.consumers()
+def pass_partials(
+    graph: Graph, divided: Cut, strategies: dict[str, Strategy], axes: Iterable[str]
+) -> dict[str, Placements]:
+    """Let Partials through operators that are linear in them, where that is not dearer than reducing first. What comes
+    from another stage is a Partial over time only."""
+    axes, consumers, producers = list(axes), graph.consumers(), graph.producers()
     placements: dict[str, Placements] = {}
     for operator in graph.operators:
         strategy = strategies[operator.name]
@@ -34,7 +37,9 @@ def pass_partials(graph: Graph, strategies: dict[str, Strategy], axes: Iterable[
             continue
         for axis in axes:
             if axis not in strategy and not (axis == TIME and operator.prologue):
-                group = _linear_group(graph, consumers, operator, axis, placements)
+                reduced = divided.reduced_inputs(operator, producers) if axis != TIME else set()
+                here = {name: placements.get(name, {}) for name in operator.inputs if name not in reduced}
+                group = _linear_group(graph, consumers, operator, axis, here)
                 if group:
                     strategy[axis] = "^" * group
         for index, output in enumerate(operator.outputs):

@@ -117,15 +117,15 @@ class _Planner:
             self._follow_storage("tp")
         if TIME in self.sizes:
             self._split_batch(TIME)
-        placements = pass_partials(self.graph, self.strategies, self.sizes)
+        firsts = self._firsts()
+        divided = cut(self.graph, firsts)
+        placements = pass_partials(self.graph, divided, self.strategies, self.sizes)
         if TIME in self.sizes:
             check_microbatches(self.graph, self.strategies, self.sizes, self.layout)
         storage = self._storage()
         used = {
             name: {a: c for a, c in strategy.items() if a in self.sizes} for name, strategy in self.strategies.items()
         }
-        firsts = self._firsts()
-        divided = cut(self.graph, firsts)
         algorithms = self._algorithms()
         return Plan(
             model=self.graph.model,
