@@ -56,6 +56,13 @@ class Network:
         """Ring; the mirror image of the reduce-scatter."""
         return self.reduce_scatter_s(num_bytes, group)
 
+    def broadcast_s(self, num_bytes: float, group: Group) -> float:
+        """Down a tree, pipelined over its depth."""
+        if group.size < 2:
+            return 0.0
+        _, tree, beta = self._path(group)
+        return self.start_s + tree + num_bytes * beta
+
     def all_to_all_s(self, num_bytes: float, group: Group) -> float:
         """Pairwise: each rank sends its part to every other, over the level that joins the two."""
         if group.size < 2:

@@ -1,0 +1,66 @@
+"""How long simulating takes: 1,024 ranks x 64 micro-batches in several layouts. `python -m benchmarks.simulation`."""
+
+import statistics
+import sys
+import time
+
+from meshwright.catalog import load_cluster
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.ir.mesh import Mesh
+from meshwright.schedules.passes import add_communication, add_reduction
+from meshwright.schedules.pipeline import build
+from meshwright.simulate.engine import play
+
+TARGET_S = 2.0
+MICROBATCHES = 64
+LAYOUTS = ((1, 64, 16, "none", 1), (8, 16, 8, "1f1b", 1), (16, 8, 8, "1f1b", 1), (16, 8, 8, "gpipe", 1),
+           (16, 8, 8, "zb-h1", 1), (16, 8, 8, "interleaved", 4), (64, 4, 4, "1f1b", 1))  # fmt: skip
+
+
+def example_work(num_stages: int) -> Work:
+    """Stages of a transformer in tensor parallel: two all-reduces in a forward, two in a backward."""
+
+    def layer(seconds: float) -> tuple[Piece, ...]:
+        first, second = (Communicate(name, "all_reduce", "tp", 2**25) for name in ("attention", "mlp"))
+        return Compute("attention", seconds), first, Compute("mlp", seconds), second
+
+    pieces = {"F": layer(1e-3), "B": layer(2e-3), "I": layer(1e-3), "W": (Compute("weights", 2e-3),)}
+    pieces["REDUCE_GRAD"] = (Communicate("gradients", "all_reduce", "dp", 2**28, blocking=False),)
+    stage = StageWork(
+        pieces=pieces,
+        after=(Wait("gradients"), Communicate("norm", "all_reduce", "pp", 8), Compute("optimizer", 1e-3)),
+        sent_up_bytes=2**24,
+        sent_down_bytes=2**24,
+        saved_bytes=2**28,
+        held_bytes=2**33,
+        workspace_bytes=2**28,
+    )
+    return Work((stage,) * num_stages)
+
+
+def main() -> int:
+    """Print every layout's seconds (medians of 5) without and with the spans of all ranks; 1 if one misses."""
+    cluster, slowest = load_cluster("a100-80gb-dgx-hdr200x8", 1024), 0.0
+    print("pp x dp x tp   schedule      played  play      with spans of all ranks")
+    for pp, dp, tp, name, chunks in LAYOUTS:
+        schedule = add_reduction(add_communication(build(name, pp, MICROBATCHES, chunks)))
+        work, mesh = example_work(pp * chunks), Mesh.of(pp=pp, dp=dp, tp=tp)
+        alone, whole = [], []
+        ranks = spans = 0
+        for _ in range(5):
+            start = time.perf_counter()
+            played = play(schedule, work, mesh, cluster)
+            alone.append(time.perf_counter() - start)
+            spans, ranks = len(played.trace().spans), len(played.timelines)
+            whole.append(time.perf_counter() - start)
+        slowest = max(slowest, statistics.median(alone))
+        print(
+            f"{pp:4} x {dp:2} x {tp:2}   {name:11} {ranks:4} ranks {statistics.median(alone):5.2f} s   "
+            f"{statistics.median(whole):5.2f} s  ({spans:,} spans)"
+        )
+    print(f"1,024 ranks x {MICROBATCHES} micro-batches in {slowest:.2f} s at most (target: {TARGET_S:g} s)")
+    return int(slowest > TARGET_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,359 @@
+"""The engine: every rank plays its program on a stream for compute and one for communication; the result is a Trace."""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from operator import itemgetter
+
+from meshwright.cost.work import Communicate, Work
+from meshwright.errors import ScheduleError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.schedule import Action, Schedule
+from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.simulate.faults import Faults
+from meshwright.simulate.fold import Classes, classes
+from meshwright.simulate.network import Fabric, Links
+from meshwright.simulate.program import Busy, Entry, Meet, Message, Post, Program, Until, programs
+
+COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
+"""Streams: computing, what is under way between ranks, and how long computing stood still for that."""
+
+
+def simulate(
+    schedule: Schedule,
+    work: Work,
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    contention: bool = False,
+    faults: Faults | None = None,
+    ranks: Iterable[int] | None = None,
+) -> Trace:
+    """One step of ``schedule`` with the costs of ``work`` on the ranks of ``mesh``; see :func:`play`.
+
+    ``ranks``: of which to tell (default: all). The clock starts at 0 s.
+    """
+    return play(schedule, work, mesh, cluster, contention=contention, faults=faults).trace(ranks)
+
+
+def play(
+    schedule: Schedule,
+    work: Work,
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    contention: bool = False,
+    faults: Faults | None = None,
+    fold: bool = True,
+) -> "Played":
+    """Play one step. A rank works through its actions in order. As in the executor, sends do not wait; a receive is
+    posted, and the forward or backward that needs it waits; a collective starts when all of its group have come, and
+    blocks, or goes on beside the computing until it is waited for.
+
+    Collectives and messages take what ``cost.collective`` says, which is for all groups of an axis at once, and do not
+    slow each other. With ``contention`` they share the links of the cluster's levels (``network.Links``).
+
+    Ranks that nothing tells apart (replicas on dp and tp, where none is slow) are played once (``fold.classes``, which
+    says why that is exact); not with ``contention``, where each is played.
+
+    Raises:
+        ScheduleError: the ranks come to a halt (a deadlock, collectives that do not match, a wait for what was never
+            started), or schedule and work do not belong together.
+        LayoutError: mesh, schedule and faults do not belong together.
+        ClusterError: the cluster is too small, or has unlike units and ``contention`` is asked for.
+    """
+    faults = faults or Faults()
+    faults.check(mesh.world_size)
+    fabric = Fabric(cluster, mesh)
+    played = programs(schedule, work, fabric)
+    colors: list[tuple[float, ...]] = faults.colors(mesh.world_size)
+    if contention or not fold:
+        colors = [(float(rank),) for rank in range(mesh.world_size)]
+    axes = {op.piece.axis for one in played for entry in one.entries for op in entry.ops if isinstance(op, Meet)}
+    folded = classes(mesh, sorted(axes), colors)
+    links = Links(fabric) if contention else None
+    return Played(mesh, folded, _Engine(mesh, folded, played, faults, links).run())
+
+
+class Timeline:
+    """What a rank does: spans as (stream, what, start, end, bytes, flops), and the bytes that it holds from when on."""
+
+    def __init__(self, held_bytes: int) -> None:
+        self.spans: list[tuple[str, str | Action, float, float, int, float]] = []
+        self.memory: list[tuple[float, int]] = [(0.0, held_bytes)]
+        self.end_s = 0.0
+        self.waits_for = ""
+
+
+class Played:
+    """A step that was played. ``classes.of`` says which timeline is a rank's."""
+
+    def __init__(self, mesh: Mesh, folded: Classes, timelines: tuple[Timeline, ...]) -> None:
+        self.mesh, self.classes, self.timelines = mesh, folded, timelines
+
+    @property
+    def step_s(self) -> float:
+        """From the start to the end of the last rank."""
+        return max(one.end_s for one in self.timelines)
+
+    @property
+    def halted(self) -> dict[int, str]:
+        """Ranks that wait for ever because another has died, and what for."""
+        return {
+            rank: self.timelines[one].waits_for
+            for rank, one in enumerate(self.classes.of)
+            if self.timelines[one].waits_for
+        }
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most that the rank holds at a time."""
+        return max(size for _, size in self.timelines[self.classes.of[rank]].memory)
+
+    def trace(self, ranks: Iterable[int] | None = None) -> Trace:
+        """The spans and samples of these ranks (default: all); a LayoutError if there is no such rank."""
+        spans: list[Span] = []
+        memory: list[MemorySample] = []
+        known: dict[int, list[tuple[str, str, float, float, int, float]]] = {}
+        for rank in range(self.mesh.world_size) if ranks is None else ranks:
+            self.mesh.coordinates(rank)
+            one = self.classes.of[rank]
+            if one not in known:
+                each = sorted(self.timelines[one].spans, key=itemgetter(2, 3))
+                known[one] = [
+                    (stream, str(what), start, end, size, flops) for stream, what, start, end, size, flops in each
+                ]
+            spans += [Span(rank, *span) for span in known[one]]
+            memory += [MemorySample(rank, time_s, size) for time_s, size in self.timelines[one].memory]
+        return Trace(source="simulated", spans=tuple(spans), memory=tuple(memory))
+
+
+class _Meeting:
+    """A collective of one group: who has come, and when it starts and ends."""
+
+    __slots__ = ("end_s", "members", "names", "piece", "start_s")
+
+    def __init__(self, members: tuple[int, ...], piece: Communicate) -> None:
+        self.members, self.piece = members, piece
+        self.names: dict[int, str] = {}
+        self.start_s = 0.0
+        self.end_s = math.inf
+
+
+class _Rank:
+    """Where a class of ranks stands in its program."""
+
+    __slots__ = (
+        "bytes",
+        "counts",
+        "death_s",
+        "noise",
+        "op",
+        "open",
+        "place",
+        "program",
+        "steady",
+        "time_s",
+        "timeline",
+    )
+
+    def __init__(self, program: Program, faults: Faults, rank: int) -> None:
+        self.program, self.timeline = program, Timeline(program.held_bytes)
+        self.place, self.op, self.time_s = 0, -1, 0.0
+        self.bytes = program.held_bytes
+        self.open: dict[tuple[int, str], _Meeting] = {}
+        self.counts: dict[str, int] = {}
+        self.noise = faults.noise(rank)
+        self.steady = 0.0 if faults.jitter else self.noise.factor()
+        self.death_s = faults.deaths_s.get(rank, math.inf)
+
+
+_MeetingKey = tuple[str, tuple[int, ...], int]
+_MessageKey = tuple[int, Message]
+
+
+class _Engine:
+    """Ranks run ahead on clocks of their own until they need what another has not done yet. Without ``links`` the end
+    of a transfer is known when it starts. With them it is known when ``links`` comes to it; by then no rank can start
+    anything earlier, because all wait for ends that are later still."""
+
+    def __init__(
+        self, mesh: Mesh, folded: Classes, played: tuple[Program, ...], faults: Faults, links: Links | None
+    ) -> None:
+        self._mesh, self._folded, self._links = mesh, folded, links
+        stages = [mesh.coordinates(rank).get("pp", 0) for rank in folded.first]
+        self._ranks = [_Rank(played[stage], faults, rank) for stage, rank in zip(stages, folded.first, strict=True)]
+        self._arrivals: dict[_MessageKey, float] = {}
+        self._meetings: dict[_MeetingKey, _Meeting] = {}
+        self._messages: dict[_MessageKey, tuple[int, Action | str, float, int]] = {}
+        self._waiting: dict[object, list[int]] = {}
+        self._ready: deque[int] = deque(range(len(self._ranks)))
+
+    def run(self) -> tuple[Timeline, ...]:
+        while True:
+            while self._ready:
+                one = self._ready.popleft()
+                self._play(one, self._ranks[one])
+            ended = self._links.advance() if self._links is not None else None
+            if ended is None:
+                break
+            for finish in ended[1]:
+                finish(ended[0])
+        self._check_finished()
+        return tuple(rank.timeline for rank in self._ranks)
+
+    def _play(self, one: int, rank: _Rank) -> None:
+        """Until the program ends, or the rank must wait."""
+        entries, timeline = rank.program.entries, rank.timeline
+        now, place, op = rank.time_s, rank.place, rank.op
+        spans, memory, steady = timeline.spans, timeline.memory, rank.steady
+        while place < len(entries):
+            label, receives, ops, born, workspace, dying = entries[place]
+            if op < 0:
+                if receives is not None:
+                    arrival = self._arrivals.get((one, receives))
+                    if arrival is None or (arrival > rank.death_s and now < arrival):
+                        return self._stop(one, rank, now, place, op, (one, receives), arrival)
+                    if arrival > now:
+                        spans.append((WAIT, Action(receives[1], receives[0], receives[2]), now, arrival, 0, 0.0))
+                        now = arrival
+                op = 0
+                if born or workspace:
+                    rank.bytes += born
+                    memory.append((now, rank.bytes + workspace))
+            while op < len(ops):
+                piece = ops[op]
+                if isinstance(piece, Busy):
+                    seconds, flops, num_bytes, name = piece
+                    end = now + seconds * (steady or rank.noise.factor())
+                    if end > rank.death_s:
+                        spans.append((COMPUTE, name or label, now, max(now, rank.death_s), 0, 0.0))
+                        return self._stop(one, rank, rank.death_s, place, op, None, None)
+                    spans.append((COMPUTE, name or label, now, end, num_bytes, flops))
+                    now = end
+                elif now > rank.death_s:
+                    return self._stop(one, rank, rank.death_s, place, op, None, None)
+                elif isinstance(piece, Post):
+                    self._post(one, piece, label, now)
+                elif isinstance(piece, Meet):
+                    self._come(one, rank, piece, now)
+                else:
+                    meeting = self._meeting(one, rank, piece, label)
+                    if meeting.end_s == math.inf or meeting.end_s > rank.death_s:
+                        known = None if meeting.end_s == math.inf else meeting.end_s
+                        return self._stop(one, rank, now, place, op, meeting, known)
+                    del rank.open[piece.key]
+                    if meeting.end_s > now:
+                        spans.append((WAIT, meeting.names[one], now, meeting.end_s, 0, 0.0))
+                        now = meeting.end_s
+                op += 1
+            if workspace or dying:
+                rank.bytes -= dying
+                memory.append((now, rank.bytes))
+            place, op = place + 1, -1
+        rank.place, rank.time_s, timeline.end_s = place, now, now
+        return None
+
+    def _stop(
+        self, one: int, rank: _Rank, now: float, place: int, op: int, awaited: object, known_s: float | None
+    ) -> None:
+        """Wait for something; or, where its time is known, or it is nothing, die before it comes."""
+        rank.time_s, rank.place, rank.op = now, place, op
+        if awaited is not None and known_s is None:
+            self._waiting.setdefault(awaited, []).append(one)
+            return
+        if awaited is not None:
+            label = self._label(rank.program.entries[place], awaited, one)
+            rank.timeline.spans.append((WAIT, label, now, rank.death_s, 0, 0.0))
+        rank.timeline.end_s = rank.death_s
+
+    # --- what ranks do together --------------------------------------------------------------------------------------
+
+    def _post(self, one: int, piece: Post, label: str | Action, now: float) -> None:
+        key = (self._folded.groups["pp"][one][piece.target], piece.message)
+        self._messages[key] = (one, label, now, piece.bytes)
+        if self._links is None:
+            self._arrive(key, now + piece.seconds)
+        else:  # every rank is a class of its own
+            self._links.start(partial(self._arrive, key), now, self._links.message(piece.bytes, one, key[0]))
+
+    def _arrive(self, key: _MessageKey, time_s: float) -> None:
+        sender, label, start_s, num_bytes = self._messages.pop(key)
+        self._ranks[sender].timeline.spans.append((COMMUNICATION, label, start_s, time_s, num_bytes, 0.0))
+        self._arrivals[key] = time_s
+        self._ready.extend(self._waiting.pop(key, ()))
+
+    def _come(self, one: int, rank: _Rank, piece: Meet, now: float) -> None:
+        axis = piece.piece.axis
+        members = self._folded.groups[axis][one]
+        number = rank.counts.get(axis, 0)
+        rank.counts[axis] = number + 1
+        key = (axis, members, number)
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = self._meetings[key] = _Meeting(members, piece.piece)
+        theirs, mine = meeting.piece, piece.piece
+        if (theirs.collective, theirs.bytes) != (mine.collective, mine.bytes):
+            raise ScheduleError(
+                f"`{piece.name}` is {mine.collective} of {mine.bytes} bytes, and meets `{theirs.what}`, "
+                f"{theirs.collective} of {theirs.bytes} bytes",
+                where=f"rank {self._folded.first[one]}, axis {axis}",
+                remedy="give all ranks of a group the same collectives in the same order",
+            )
+        meeting.names[one] = piece.name
+        meeting.start_s = max(meeting.start_s, now)
+        rank.open[piece.key] = meeting
+        if len(meeting.names) < len(members):
+            return
+        if self._links is None:
+            self._meet(meeting, key, meeting.start_s + piece.seconds)
+        else:
+            flows = self._links.collective(mine.collective, mine.bytes, members)
+            self._links.start(partial(self._meet, meeting, key), meeting.start_s, flows)
+
+    def _meet(self, meeting: _Meeting, key: _MeetingKey, end_s: float) -> None:
+        meeting.end_s = end_s
+        for one, name in meeting.names.items():
+            span = (COMMUNICATION, name, meeting.start_s, end_s, meeting.piece.bytes, 0.0)
+            self._ranks[one].timeline.spans.append(span)
+        del self._meetings[key]
+        self._ready.extend(self._waiting.pop(meeting, ()))
+
+    def _meeting(self, one: int, rank: _Rank, piece: Until, label: str | Action) -> _Meeting:
+        if piece.key not in rank.open:
+            raise ScheduleError(
+                f"`{label}` waits for `{piece.key[1]}`, which was not started",
+                where=f"rank {self._folded.first[one]}",
+                remedy="add a Communicate of that name, not blocking, before the Wait",
+            )
+        return rank.open[piece.key]
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _check_finished(self) -> None:
+        """All have come to their end; or some have died, and others wait for them for ever."""
+        stuck = {one: awaited for awaited, waiting in self._waiting.items() for one in waiting}
+        if not stuck:
+            return
+        last = max(rank.time_s for rank in self._ranks)
+        for one, awaited in stuck.items():
+            rank = self._ranks[one]
+            label = self._label(rank.program.entries[rank.place], awaited, one)
+            if not any(other.timeline.end_s == other.death_s for other in self._ranks):
+                raise ScheduleError(
+                    f"it waits for ever: `{rank.program.entries[rank.place].label}` for `{label}`",
+                    where=f"rank {self._folded.first[one]}",
+                    remedy="`schedules.check` finds what is missing, or the circle",
+                )
+            until = min(max(last, rank.time_s), rank.death_s)
+            rank.timeline.spans.append((WAIT, label, rank.time_s, max(rank.time_s, until), 0, 0.0))
+            rank.timeline.end_s, rank.timeline.waits_for = max(rank.time_s, until), label
+
+    @staticmethod
+    def _label(entry: Entry, awaited: object, one: int) -> str:
+        if isinstance(awaited, _Meeting):
+            return awaited.names[one]
+        assert entry.receives is not None
+        kind, stage, microbatch = entry.receives
+        return str(Action(stage, kind, microbatch))

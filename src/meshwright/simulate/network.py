@@ -1,0 +1,259 @@
+"""Communication in the simulator: durations by closed form, or flows that share the links of the cluster's levels."""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from meshwright.cost.collective import SHORT_RING, Group, Network
+from meshwright.cost.work import Collective
+from meshwright.errors import ClusterError, LayoutError
+from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.mesh import Mesh
+
+Resource = tuple[str, int, int]
+"""``out`` or ``in`` (a unit's links into a level) or ``core`` (what joins the units): the level and the unit."""
+
+
+Finish = Callable[[float], None]
+"""Is told when a transfer ended."""
+
+
+class Fabric:
+    """The cluster under a mesh: what collectives along its axes and messages between its ranks take.
+
+    Raises:
+        ClusterError: the mesh has more ranks than the cluster has devices.
+    """
+
+    def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
+        if mesh.world_size > cluster.num_devices:
+            raise ClusterError(
+                f"it has {cluster.num_devices} devices, the mesh {mesh.world_size} ranks",
+                where=f"cluster {cluster.name}",
+                remedy="take a smaller mesh or a larger cluster",
+            )
+        self.cluster, self.mesh = cluster, mesh
+        self._network = Network(cluster)
+        self._known: dict[tuple[Collective, str, int], float] = {}
+
+    def size(self, axis: str) -> int:
+        """The ranks along an axis; 1 where the mesh has no such axis."""
+        return self.mesh.size(axis) if axis in self.mesh.names else 1
+
+    def collective_s(self, collective: Collective, axis: str, num_bytes: int) -> float:
+        """Seconds of a collective along an axis, while all groups of the axis have theirs."""
+        key = (collective, axis, num_bytes)
+        if key not in self._known:
+            group = Group(self.size(axis), self.stride(axis))
+            self._known[key] = duration_s(self._network, collective, num_bytes, group)
+        return self._known[key]
+
+    def send_s(self, num_bytes: int, source: int, target: int) -> float:
+        """Seconds of a message between pipeline ranks (coordinates on ``pp``), while all their replicas send theirs."""
+        return self._network.send_s(num_bytes, abs(target - source) * self.stride("pp"))
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours on an axis are."""
+        if axis not in self.mesh.names:
+            return 1
+        inner = self.mesh.axes[self.mesh.names.index(axis) + 1 :]
+        return math.prod(one.size for one in inner)
+
+
+def duration_s(network: Network, collective: Collective, num_bytes: float, group: Group) -> float:
+    """Seconds of a collective by the closed forms of ``cost.collective``."""
+    match collective:
+        case "all_reduce":
+            return network.all_reduce_s(num_bytes, group)
+        case "reduce_scatter":
+            return network.reduce_scatter_s(num_bytes, group)
+        case "all_gather":
+            return network.all_gather_s(num_bytes, group)
+        case "all_to_all":
+            return network.all_to_all_s(num_bytes, group)
+        case "broadcast":
+            return network.broadcast_s(num_bytes, group)
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """``bytes`` that move, after ``latency_s``, at one rate through all of ``uses``: by resource, the links that one
+    byte/s takes there. At most ``limit_bytes_per_s``; where flows share, each gets its part by ``weight``."""
+
+    latency_s: float
+    bytes: float
+    uses: dict[Resource, float]
+    limit_bytes_per_s: float
+    weight: float = 1.0
+
+
+class Links:
+    """Transfers under way, and the rates that they reach: a fluid that shares links fairly (max-min, by weight).
+
+    A unit's links into a level carry ``links`` times what one link does, each way; between the units fits what all of
+    them can send, over ``contention``. So where all groups of an axis, or all replicas of a stage, communicate at once,
+    a transfer takes what the closed forms say; where fewer do it is faster, and where other transfers are under way on
+    the same links it is slower.
+
+    Raises:
+        ClusterError: the cluster has unlike units.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        cluster = fabric.cluster
+        if not cluster.homogeneous:
+            raise ClusterError(
+                "link contention is simulated between like units only",
+                where=f"cluster {cluster.name}",
+                remedy="simulate without contention, or describe a cluster without members",
+            )
+        self._network, self._levels = Network(cluster), cluster.levels
+        self._below = [math.prod(level.fan_out for level in self._levels[:index]) for index in range(len(self._levels))]
+        self._capacity: dict[Resource, float] = {}
+        self._pending: list[tuple[float, int, Finish, tuple[Flow, ...]]] = []
+        self._numbers = itertools.count()
+        self._active: dict[int, tuple[Finish, tuple[Flow, ...]]] = {}
+        self._left: dict[int, float] = {}
+        self._rates: dict[int, float] = {}
+        self._now_s = 0.0
+
+    def start(self, finish: Finish, time_s: float, flows: tuple[Flow, ...]) -> None:
+        """Begin a transfer (its flows one after the other), at a time not before the last that ``advance`` gave."""
+        heapq.heappush(self._pending, (time_s + flows[0].latency_s, next(self._numbers), finish, flows))
+
+    def advance(self) -> tuple[float, list[Finish]] | None:
+        """Go on to when transfers next end: the time, and whom to tell; None where none is left."""
+        while self._pending or self._active:
+            ending = {number: left / self._rates[number] for number, left in self._left.items()}
+            next_end = self._now_s + min(ending.values(), default=math.inf)
+            if self._pending and self._pending[0][0] <= next_end:
+                self._move(self._pending[0][0])
+                while self._pending and self._pending[0][0] <= self._now_s:
+                    _, number, finish, flows = heapq.heappop(self._pending)
+                    self._active[number], self._left[number] = (finish, flows), flows[0].bytes
+                self._share()
+                continue
+            first = min(ending.values())
+            done = [number for number, seconds in ending.items() if seconds <= first * (1 + 1e-12)]
+            self._move(next_end)
+            ended = []
+            for number in done:
+                finish, flows = self._active.pop(number)
+                del self._left[number], self._rates[number]
+                if len(flows) > 1:
+                    self.start(finish, self._now_s, flows[1:])
+                else:
+                    ended.append(finish)
+            self._share()
+            if ended:
+                return self._now_s, ended
+        return None
+
+    def _move(self, time_s: float) -> None:
+        passed = time_s - self._now_s
+        for number in self._left:
+            self._left[number] = max(0.0, self._left[number] - passed * self._rates[number])
+        self._now_s = time_s
+
+    def _share(self) -> None:
+        """Raise all rates together (Bertsekas and Gallager 1992, section 6.5.2); a flow stops at its own limit, or when
+        a resource that it uses is full."""
+        flows = {number: flows[0] for number, (_, flows) in self._active.items()}
+        free = {resource: self._capacity[resource] for flow in flows.values() for resource in flow.uses}
+        rising = dict(flows)
+        self._rates = dict.fromkeys(flows, 0.0)
+        while rising:
+            load: dict[Resource, float] = dict.fromkeys(free, 0.0)
+            for flow in rising.values():
+                for resource, links in flow.uses.items():
+                    load[resource] += links * flow.weight
+            step = min(
+                min((flow.limit_bytes_per_s - self._rates[number]) / flow.weight for number, flow in rising.items()),
+                min((free[resource] / used for resource, used in load.items() if used), default=math.inf),
+            )
+            for number, flow in rising.items():
+                self._rates[number] += step * flow.weight
+            full = set()
+            for resource, used in load.items():
+                free[resource] -= step * used
+                if used and free[resource] <= 1e-12 * self._capacity[resource]:
+                    full.add(resource)
+            rising = {
+                number: flow
+                for number, flow in rising.items()
+                if self._rates[number] < flow.limit_bytes_per_s * (1 - 1e-12) and not full & flow.uses.keys()
+            }
+
+    # --- what a transfer uses --------------------------------------------------------------------------------------
+
+    def message(self, num_bytes: int, source: int, target: int) -> tuple[Flow, ...]:
+        """One rank sends to another."""
+        for index, level in enumerate(self._levels):
+            here, there = self._unit(index, source), self._unit(index, target)
+            if here // level.fan_out == there // level.fan_out and here != there:
+                uses = self._uses(index, {here}, {there}, _beta(level))
+                return (Flow(level.alpha_s, float(num_bytes), uses, 1 / _beta(level)),)
+        raise AssertionError("a rank sends to itself")
+
+    def collective(self, collective: Collective, num_bytes: int, ranks: Sequence[int]) -> tuple[Flow, ...]:
+        """A collective of these ranks, which are equally far apart."""
+        group = Group(len(ranks), ranks[1] - ranks[0])
+        size, latency_s = len(ranks), duration_s(self._network, collective, 0, group)
+        if collective == "all_to_all":
+            return self._pairwise(num_bytes, ranks, latency_s)
+        wire = num_bytes * {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0}.get(collective, (size - 1) / size)
+        uses: dict[Resource, float] = {}
+        limit, weight = math.inf, 1.0
+        for index, units, inside in self._crossed(ranks):
+            # A ring enters and leaves a unit once, over what its members there have of the links.
+            level, members = self._levels[index], size / len(units)
+            slow = 1 - SHORT_RING / inside**2 if self._below[index] == 1 else 1.0
+            uses |= self._uses(index, units, units, _beta(level) / slow)
+            limit, weight = min(limit, members / _beta(level) * slow), members
+        return (Flow(latency_s, wire, uses, limit, weight),)
+
+    def _pairwise(self, num_bytes: int, ranks: Sequence[int], latency_s: float) -> tuple[Flow, ...]:
+        flows, before = list[Flow](), 1
+        for index, units, inside in self._crossed(ranks):
+            level, members = self._levels[index], len(ranks) / len(units)
+            uses = self._uses(index, units, units, _beta(level) * members)
+            sent = num_bytes * (inside - before) / len(ranks)
+            flows.append(Flow(0.0 if flows else latency_s, sent, uses, 1 / _beta(level)))
+            before = inside
+        return tuple(flows)
+
+    def _crossed(self, ranks: Sequence[int]) -> list[tuple[int, set[int], int]]:
+        """By level over which the ranks meet: the units below it that hold them, and how many are in one above it."""
+        found = []
+        for index, level in enumerate(self._levels):
+            units = {self._unit(index, rank) for rank in ranks}
+            above = {unit // level.fan_out for unit in units}
+            if len(units) > len(above):
+                if len(ranks) % len(units) or len(units) % len(above):
+                    raise LayoutError(
+                        f"{len(ranks)} ranks lie unevenly in units of level {level.name!r}",
+                        where="mesh",
+                        remedy="simulate without contention, or choose sizes that divide those of the cluster",
+                    )
+                found.append((index, units, len(ranks) // len(above)))
+        return found
+
+    def _unit(self, index: int, rank: int) -> int:
+        return rank // self._below[index]
+
+    def _uses(self, index: int, sending: set[int], receiving: set[int], links: float) -> dict[Resource, float]:
+        level = self._levels[index]
+        uses = {("out", index, unit): links for unit in sending} | {("in", index, unit): links for unit in receiving}
+        for resource in uses:
+            self._capacity[resource] = float(level.links)
+        for unit in sending:
+            core = ("core", index, unit // level.fan_out)
+            uses[core] = uses.get(core, 0.0) + links
+            self._capacity[core] = level.fan_out * min(level.links, self._below[index]) / level.contention
+        return uses
+
+
+def _beta(level: Level) -> float:
+    return max(level.beta_s_per_byte, 1e-30)  # a link may be called infinitely fast, a rate cannot

@@ -1,0 +1,191 @@
+"""What each pipeline rank plays: its schedule's actions with the pieces of work that they consist of."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.errors import LayoutError, ScheduleError
+from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.schedules.passes import add_communication
+from meshwright.schedules.timing import communicates
+from meshwright.simulate.network import Fabric
+
+Message = tuple[ActionKind, int, int | None]
+"""The receive that takes a message: its kind, stage and micro-batch."""
+
+
+class Busy(NamedTuple):
+    """Computing, ``seconds`` long."""
+
+    seconds: float
+    flops: float
+    bytes: int
+    name: str
+
+
+class Meet(NamedTuple):
+    """Coming to a collective along an axis, which takes ``seconds`` when all of the group are there."""
+
+    name: str
+    key: tuple[int, str]
+    piece: Communicate
+    seconds: float
+
+
+class Until(NamedTuple):
+    """Waiting for the end of the stage's collective of this name."""
+
+    key: tuple[int, str]
+
+
+class Post(NamedTuple):
+    """Sending a message to another pipeline rank."""
+
+    message: Message
+    target: int
+    bytes: int
+    seconds: float
+
+
+Op = Busy | Meet | Until | Post
+
+
+class Entry(NamedTuple):
+    """An action: what must have arrived, what is done then, and how many bytes live more from its start on (with
+    ``workspace`` while it lasts) and fewer after its end."""
+
+    label: str | Action
+    receives: Message | None
+    ops: tuple[Op, ...]
+    born: int = 0
+    workspace: int = 0
+    dying: int = 0
+
+
+class Program(NamedTuple):
+    """What a pipeline rank plays in a step, and the bytes that it holds all the time."""
+
+    entries: tuple[Entry, ...]
+    held_bytes: int
+
+
+_RECEIVED_BY = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
+_SENDS = {ActionKind.SEND_F: (1, ActionKind.RECV_F), ActionKind.SEND_B: (-1, ActionKind.RECV_B)}
+
+
+def programs(schedule: Schedule, work: Work, fabric: Fabric) -> tuple[Program, ...]:
+    """The program of every pipeline rank. Sends and receives are added where the schedule has none.
+
+    Raises:
+        LayoutError: the mesh's ``pp`` is not the number of ranks of the schedule.
+        ScheduleError: the work is of another number of stages, or has no pieces for an action of the schedule.
+    """
+    if fabric.size("pp") != len(schedule.ranks):
+        raise LayoutError(
+            f"pp is {fabric.size('pp')}, and the schedule has {len(schedule.ranks)} ranks",
+            where=f"mesh {fabric.mesh}",
+            remedy="build the schedule for the mesh",
+        )
+    if len(work.stages) != schedule.num_stages:
+        raise ScheduleError(
+            f"it has {schedule.num_stages} stages, the work has {len(work.stages)}",
+            where=f"schedule {schedule.name}",
+            remedy="compute the work of the same plan",
+        )
+    if len(schedule.ranks) > 1 and not communicates(schedule):
+        schedule = add_communication(schedule)
+    homes = {action.stage: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
+    return tuple(_Builder(schedule, work, fabric, homes, rank).program() for rank in range(len(schedule.ranks)))
+
+
+class _Builder:
+    def __init__(self, schedule: Schedule, work: Work, fabric: Fabric, homes: dict[int, int], rank: int) -> None:
+        self.schedule, self.work, self.fabric, self.homes, self.rank = schedule, work, fabric, homes, rank
+        self.stages = sorted(stage for stage, home in homes.items() if home == rank)
+        self.alone = {
+            (stage, piece.what)
+            for stage in self.stages
+            for pieces in (*work.stages[stage].pieces.values(), work.stages[stage].before, work.stages[stage].after)
+            for piece in pieces
+            if isinstance(piece, Communicate) and fabric.size(piece.axis) == 1
+        }
+        self.plain: dict[tuple[int, ActionKind], tuple[Op, ...]] = {}  # of actions that communicate nothing
+
+    def program(self) -> Program:
+        entries = [Entry("before", None, self._ops(self.work.stages[stage].before, stage)) for stage in self.stages]
+        for action in self.schedule.ranks[self.rank]:
+            kind = action.kind
+            if kind.computes:
+                entries.append(self._computing(action))
+            elif kind in _SENDS:
+                entries.append(self._sending(action))
+            elif kind is ActionKind.REDUCE_GRAD:
+                pieces = self.work.stages[action.stage].pieces.get(kind.value, ())
+                entries.append(Entry(action, None, self._ops(pieces, action.stage, str(action))))
+        entries += [Entry("after", None, self._ops(self.work.stages[stage].after, stage)) for stage in self.stages]
+        return Program(tuple(entries), sum(self.work.stages[stage].held_bytes for stage in self.stages))
+
+    def _computing(self, action: Action) -> Entry:
+        stage, kind = self.work.stages[action.stage], action.kind
+        receives = None
+        if kind in _RECEIVED_BY:
+            other = action.stage + (-1 if kind is ActionKind.F else 1)
+            if self.homes.get(other, self.rank) != self.rank:
+                receives = (_RECEIVED_BY[kind], action.stage, action.microbatch)
+        return Entry(
+            action,
+            receives,
+            self._ops_of(action, stage),
+            stage.saved_bytes if kind is ActionKind.F else 0,
+            stage.workspace_bytes,
+            stage.saved_bytes if kind in (ActionKind.B, ActionKind.W) else 0,
+        )
+
+    def _ops_of(self, action: Action, stage: StageWork) -> tuple[Op, ...]:
+        key = (action.stage, action.kind)
+        if key in self.plain:
+            return self.plain[key]
+        if action.kind.value not in stage.pieces:
+            raise ScheduleError(
+                f"`{action}`: the work of stage {action.stage} has no pieces for {action.kind.value}",
+                where=f"rank {self.rank}",
+                remedy=f"it has {', '.join(stage.pieces) or 'none'}: compute the work for this schedule",
+            )
+        pieces = stage.pieces[action.kind.value]
+        found = self._ops(pieces, action.stage, str(action))
+        if all(isinstance(op, Busy) for op in found):
+            self.plain[key] = found = tuple(op._replace(name="") for op in found if isinstance(op, Busy))
+        return found
+
+    def _sending(self, action: Action) -> Entry:
+        step, receive = _SENDS[action.kind]
+        stage = self.work.stages[action.stage]
+        num_bytes = stage.sent_up_bytes if step > 0 else stage.sent_down_bytes
+        target = self.homes[action.stage + step]
+        seconds = self.fabric.send_s(num_bytes, self.rank, target)
+        message = (receive, action.stage + step, action.microbatch)
+        return Entry(action, None, (Post(message, target, num_bytes, seconds),))
+
+    def _ops(self, pieces: Sequence[Piece], stage: int, label: str = "") -> tuple[Op, ...]:
+        """Computing that nothing interrupts is one op, called as the action; around the schedule, each by its name."""
+        ops: list[Op] = []
+        for piece in pieces:
+            match piece:
+                case Compute():
+                    last = ops[-1] if ops else None
+                    one = Busy(piece.seconds, piece.flops, piece.bytes, "" if label else piece.what)
+                    if label and isinstance(last, Busy):
+                        ops[-1] = Busy(
+                            last.seconds + one.seconds, last.flops + one.flops, last.bytes + one.bytes, one.name
+                        )
+                    else:
+                        ops.append(one)
+                case Communicate():
+                    if (stage, piece.what) not in self.alone:
+                        seconds = self.fabric.collective_s(piece.collective, piece.axis, piece.bytes)
+                        ops.append(Meet(f"{label} {piece.what}".strip(), (stage, piece.what), piece, seconds))
+                        if piece.blocking:
+                            ops.append(Until((stage, piece.what)))
+                case Wait() if (stage, piece.what) not in self.alone:
+                    ops.append(Until((stage, piece.what)))
+        return tuple(ops)

@@ -1,0 +1,164 @@
+"""Shared links: together, transfers take what the closed forms say; alone they are faster, beside others slower."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost.collective import Group, Network
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.errors import ClusterError, LayoutError
+from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.device import Device
+from meshwright.ir.mesh import Mesh
+from meshwright.schedules.passes import add_communication, add_reduction
+from meshwright.schedules.pipeline import build
+from meshwright.simulate.engine import play, simulate
+from meshwright.simulate.network import Fabric, Flow, Links, duration_s
+
+DEVICE = Device(
+    name="x", kind="cpu", memory_bytes=10**9, memory_bandwidth_bytes_per_s=1e9, peak_flops_per_s={"float32": 1e9}
+)
+
+
+def cluster(*levels: Level) -> Cluster:
+    count = 1
+    for level in levels:
+        count *= level.fan_out
+    return Cluster(name="c", num_devices=count, device=DEVICE, levels=levels)
+
+
+def boxes(links: int, contention: float = 1.0) -> Cluster:
+    """Two boxes of four devices."""
+    return cluster(
+        Level(name="box", fan_out=4, alpha_s=1e-3, beta_s_per_byte=1e-6),
+        Level(name="rack", fan_out=2, alpha_s=1e-2, beta_s_per_byte=1e-5, links=links, contention=contention),
+    )
+
+
+def finish(links: Links, *flows: tuple[float, tuple[Flow, ...]]) -> list[float]:
+    """When each of these transfers ends."""
+    ends = [0.0] * len(flows)
+    for index, (start_s, one) in enumerate(flows):
+        links.start(lambda time_s, index=index: ends.__setitem__(index, time_s), start_s, one)  # type: ignore[misc]
+    while (ended := links.advance()) is not None:
+        for tell in ended[1]:
+            tell(ended[0])
+    return ends
+
+
+@given(
+    st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1.0, 3.0]),
+    st.sampled_from([("dp", Mesh.of(dp=8)), ("tp", Mesh.of(dp=2, tp=4)), ("dp", Mesh.of(dp=2, tp=4)),
+                     ("dp", Mesh.of(dp=4, tp=2)), ("tp", Mesh.of(dp=4, tp=2))]),
+    st.integers(0, 10**6),
+)  # fmt: skip
+def test_all_groups_of_an_axis_at_once_take_what_the_closed_form_says(
+    collective: Any, num_links: int, contention: float, case: tuple[str, Mesh], size: int
+) -> None:
+    axis, mesh = case
+    one = boxes(num_links, contention)
+    links = Links(Fabric(one, mesh))
+    ends = finish(links, *((1.0, links.collective(collective, size, group)) for group in mesh.groups(axis)))
+    first = mesh.groups(axis)[0]
+    wanted = 1.0 + duration_s(Network(one), collective, size, Group(len(first), first[1] - first[0]))
+    assert ends == pytest.approx([wanted] * len(ends))
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1.0, 2.0]), st.integers(0, 10**6))
+def test_all_replicas_sending_at_once_take_what_the_closed_form_says(links: int, contention: float, size: int) -> None:
+    one = boxes(links, contention)
+    shared = Links(Fabric(one, Mesh.of(pp=2, dp=4)))
+    ends = finish(shared, *((0.0, shared.message(size, rank, rank + 4)) for rank in range(4)))
+    # Four of the rack's eight devices send, and the core has room for what one box cannot even fill.
+    assert ends == pytest.approx([Network(boxes(links)).send_s(size, 4)] * 4)
+
+
+def test_one_message_alone_has_a_link_for_itself_and_two_share_it() -> None:
+    links = Links(Fabric(boxes(1), Mesh.of(dp=8)))
+    seconds = 1e-2 + 1e-5 * 10**6
+    assert finish(links, (0.0, links.message(10**6, 0, 4))) == pytest.approx([seconds])
+    links = Links(Fabric(boxes(1), Mesh.of(dp=8)))
+    ends = finish(links, *((0.0, links.message(10**6, rank, rank + 4)) for rank in (0, 1)))
+    assert ends == pytest.approx([1e-2 + 2 * 1e-5 * 10**6] * 2)
+    links = Links(Fabric(boxes(1), Mesh.of(dp=8)))
+    there, back = links.message(10**6, 0, 4), links.message(10**6, 4, 0)
+    assert finish(links, (0.0, there), (0.0, back)) == pytest.approx([seconds, seconds])
+
+
+def test_a_transfer_slows_down_while_another_is_under_way() -> None:
+    """The first has 10 s to go alone; from 6 s on they share; at 14 s it ends, and the second has 6 s left."""
+    links = Links(Fabric(cluster(Level(name="box", fan_out=3, alpha_s=0.0, beta_s_per_byte=1e-3)), Mesh.of(dp=3)))
+    first, second = links.message(10_000, 0, 1), links.message(10_000, 0, 2)
+    assert finish(links, (0.0, first), (6.0, second)) == pytest.approx([14.0, 20.0])
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 7), st.integers(1, 10**6), st.floats(0, 5)), max_size=8))
+def test_no_link_carries_more_than_it_can(messages: list[tuple[int, int, int, float]]) -> None:
+    links = Links(Fabric(boxes(2, 1.5), Mesh.of(dp=8)))
+    flows = [(start_s, links.message(size, one, (one + step) % 8)) for one, step, size, start_s in messages]
+    ends = finish(links, *flows)
+    for (start_s, (flow,)), end_s in zip(flows, ends, strict=True):
+        assert end_s >= start_s + flow.latency_s + flow.bytes / flow.limit_bytes_per_s * (1 - 1e-9)
+    for resource in {resource for _, (flow,) in flows for resource in flow.uses}:
+        mine = [(start_s + flow.latency_s, end_s, flow.bytes * flow.uses[resource])
+                for (start_s, (flow,)), end_s in zip(flows, ends, strict=True) if resource in flow.uses]  # fmt: skip
+        capacity = 2.0 if resource[1] else 1.0
+        capacity *= 2 / 1.5 if resource[0] == "core" and resource[1] else 4 if resource[0] == "core" else 1
+        first, last = min(start for start, _, _ in mine), max(end for _, end, _ in mine)
+        assert sum(load for _, _, load in mine) <= capacity * (last - first) * (1 + 1e-9)
+
+
+# --- in the simulator ------------------------------------------------------------------------------------------------
+
+
+def test_without_anything_to_share_contention_changes_nothing() -> None:
+    pieces: dict[str, tuple[Piece, ...]] = {"F": (Compute("f", 1.0),), "B": (Compute("b", 2.0),)}
+    step = Work((StageWork(pieces=pieces, sent_up_bytes=1000, sent_down_bytes=2000),) * 4)
+    schedule = add_communication(build("1f1b", 4, 6))
+    alone, shared = (
+        simulate(schedule, step, Mesh.of(pp=4), boxes(1).resized(4), contention=contention)
+        for contention in (False, True)
+    )
+    found, wanted = (
+        {(span.rank, span.what): (span.start_s, span.end_s) for span in trace.spans if span.stream != "wait"}
+        for trace in (shared, alone)
+    )
+    assert found.keys() == wanted.keys()
+    for key, times in wanted.items():
+        assert found[key] == pytest.approx(times)
+
+
+def test_two_collectives_of_one_rank_at_once_share_its_link() -> None:
+    started = tuple(Communicate(name, "all_reduce", "dp", 10**6, blocking=False) for name in ("a", "b"))
+    pieces: dict[str, tuple[Piece, ...]] = {
+        "F": (Compute("f", 1.0),),
+        "B": (Compute("b", 2.0),),
+        "REDUCE_GRAD": started,
+    }
+    step = Work((StageWork(pieces=pieces, after=(Wait("a"), Wait("b"))),))
+    schedule, mesh = add_reduction(build("none", 1, 1)), Mesh.of(dp=4)
+    box = boxes(1).resized(4)
+    one = Network(box).all_reduce_s(10**6, Group(4))
+    latency_s = Network(box).all_reduce_s(0, Group(4))
+    assert play(schedule, step, mesh, box).step_s == pytest.approx(3 + one)
+    assert play(schedule, step, mesh, box, contention=True).step_s == pytest.approx(
+        3 + latency_s + 2 * (one - latency_s)
+    )
+
+
+def test_groups_that_lie_unevenly_in_boxes_and_unlike_boxes_are_refused() -> None:
+    three = cluster(
+        Level(name="box", fan_out=2, alpha_s=0.0, beta_s_per_byte=1e-6),
+        Level(name="rack", fan_out=2, alpha_s=0.0, beta_s_per_byte=1e-6),
+    )
+    links = Links(Fabric(three, Mesh.of(dp=3)))
+    with pytest.raises(LayoutError, match="3 ranks lie unevenly in units of level 'box'"):
+        links.collective("all_reduce", 1, (0, 1, 2))
+    members = (Member(count=1), Member(count=1, device=DEVICE))
+    unlike = cluster(Level(name="box", fan_out=2, alpha_s=0.0, beta_s_per_byte=1e-6, members=members))
+    with pytest.raises(ClusterError, match="between like units only"):
+        Links(Fabric(unlike, Mesh.of(dp=2)))
