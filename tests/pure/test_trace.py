@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
-from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.ir.trace import MemorySample, Span, Trace, merge
 
 TWO_RANKS = Trace(
     source="simulated",
@@ -31,7 +31,7 @@ SPANS = st.builds(
 SAMPLES = st.builds(MemorySample, st.integers(0, 9), TIMES, st.integers(0, 2**53))
 TRACES = st.builds(
     Trace,
-    source=st.sampled_from(["measured", "simulated"]),
+    source=st.sampled_from(["measured", "simulated", "emulated"]),
     spans=st.lists(SPANS, max_size=9).map(tuple),
     memory=st.lists(SAMPLES, max_size=9).map(tuple),
 )
@@ -107,3 +107,15 @@ def test_a_bad_file_is_named_with_its_key(text: str, message: str) -> None:
     with pytest.raises(FileFormatError) as caught:
         files.decode(text.encode(), Trace, where="t.json")
     assert str(caught.value) == message
+
+
+def test_traces_of_ranks_are_put_on_one_clock_and_together() -> None:
+    late = TWO_RANKS.of_rank(1).shifted(100.0)
+    assert (late.spans[0].start_s, late.spans[0].end_s, late.memory[0].time_s) == (102.5, 104.0, 102.5)
+    both = merge([TWO_RANKS.of_rank(0), late.shifted(-100.0)])
+    assert both == TWO_RANKS
+
+
+def test_traces_of_different_sources_are_not_merged() -> None:
+    with pytest.raises(ValueError, match="traces of measured, simulated cannot be merged"):
+        merge([TWO_RANKS, Trace(source="measured")])

@@ -1,5 +1,6 @@
 """The kernels of the collective operators: torch.distributed's own, or our exchange, started without waiting."""
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.library import Library
 
 from meshwright.comm.groups import exchange, process_group
+from meshwright.comm.record import current
 from meshwright.comm.transport.base import Work
 
 LIBRARY = Library("meshwright_comm", "IMPL")
@@ -15,11 +17,11 @@ LIBRARY = Library("meshwright_comm", "IMPL")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _WORK = "_meshwright_work"
-"""The attribute of a tensor in flight that holds what to wait for."""
+"""The attribute of a tensor in flight that holds what to wait for, and what is noted of it."""
 
 
-def _in_flight(value: Tensor, work: Work | None) -> Tensor:
-    setattr(value, _WORK, work)
+def _in_flight(value: Tensor, work: Work | None, what: str, group: str, begun: float) -> Tensor:
+    setattr(value, _WORK, (work, what, group, begun, time.perf_counter()))
     return value
 
 
@@ -27,7 +29,7 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str) -> Tens
     """Start to reduce ``value`` in place over ``group`` (in a copy, where it is not contiguous)."""
     if not value.is_contiguous():
         value = value.contiguous()
-    ranks = process_group(group)
+    ranks, begun = process_group(group), time.perf_counter()
     if algorithm == "exchange":
         flat, reduce = value.view(-1), _REDUCE[op]
 
@@ -35,12 +37,13 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str) -> Tens
             mine = flat[begin : begin + theirs.numel()]
             reduce(mine, theirs, out=mine)
 
-        return _in_flight(value, exchange(ranks).start(value, add))
-    return _in_flight(value, dist.all_reduce(value, _OPS[op], ranks, async_op=True))
+        return _in_flight(value, exchange(ranks).start(value, add), "all_reduce", group, begun)
+    return _in_flight(value, dist.all_reduce(value, _OPS[op], ranks, async_op=True), "all_reduce", group, begun)
 
 
 def all_gather_start(value: Tensor, group: str, size: int, algorithm: str) -> Tensor:
     """Start to gather ``[...]`` of every rank as ``[size, ...]``."""
+    begun = time.perf_counter()
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
     ranks = process_group(group)
@@ -51,13 +54,15 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str) -> Te
         def keep(theirs: Tensor, begin: int) -> None:
             into[begin : begin + theirs.numel()].copy_(theirs)
 
-        return _in_flight(result, exchange(ranks).start(value, keep))
+        return _in_flight(result, exchange(ranks).start(value, keep), "all_gather", group, begun)
     flat = result.view(size * value.numel())
-    return _in_flight(result, dist.all_gather_single(flat, value.view(-1), ranks, async_op=True))
+    work = dist.all_gather_single(flat, value.view(-1), ranks, async_op=True)
+    return _in_flight(result, work, "all_gather", group, begun)
 
 
 def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorithm: str) -> Tensor:
     """Start to reduce ``[size, ...]`` and keep this rank's ``[...]``."""
+    begun = time.perf_counter()
     value = value.contiguous()
     result = value.new_empty(value.shape[1:])
     ranks = process_group(group)
@@ -68,16 +73,22 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
             end = begin + theirs.numel()
             reduce(mine[begin:end], theirs, out=flat[begin:end])
 
-        return _in_flight(result, exchange(ranks).start(value[1 - ranks.rank()], add))
-    flat = result.view(-1)
-    return _in_flight(result, dist.reduce_scatter_single(flat, value.view(-1), _OPS[op], ranks, async_op=True))
+        work: Work | None = exchange(ranks).start(value[1 - ranks.rank()], add)
+    else:
+        work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks, async_op=True)
+    return _in_flight(result, work, "reduce_scatter", group, begun)
 
 
 def wait(value: Tensor) -> Tensor:
     """Block until the collective that makes ``value`` is done."""
-    work = value.__dict__.pop(_WORK, None)
-    if work is not None:
-        work.wait()
+    found = value.__dict__.pop(_WORK, None)
+    if found is not None:
+        work, what, group, begun, started = found
+        waiting = time.perf_counter()
+        if work is not None:
+            work.wait()
+        if (recorder := current()) is not None:
+            recorder.collective(what, group, (begun, started, waiting, time.perf_counter()), value.nbytes)
     return value
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from meshwright.comm.record import blocking
 from meshwright.comm.transport.base import Channel, Exchange, timeout_of
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
@@ -90,13 +91,15 @@ def _connected(group: dist.ProcessGroup, name: str, peer: int) -> SharedMemory |
 def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
     """Give all ranks of the group the value of the one at ``index``."""
     ranks = process_group(group.name)
-    dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
+    with blocking("broadcast", group.name, value.nbytes):
+        dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
 
 
 def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     """The sum of a small tensor over the group."""
     value = value.clone()
-    dist.all_reduce(value, group=process_group(group.name))
+    with blocking("all_reduce", group.name, value.nbytes):
+        dist.all_reduce(value, group=process_group(group.name))
     return value
 
 

@@ -1,11 +1,13 @@
 """The trace: what every rank did and when, measured by a run or foretold by the simulator."""
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+TraceSource = Literal["measured", "simulated", "emulated"]
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,11 +46,12 @@ class MemorySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Spans and memory samples of all ranks, from a run (``measured``) or the simulator (``simulated``)."""
+    """Spans and memory samples of all ranks: of a run (``measured``), of the simulator (``simulated``), or of a run
+    whose computing only waited for its predicted time (``emulated``)."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
-    source: Literal["measured", "simulated"]
+    source: TraceSource
     spans: tuple[Span, ...] = ()
     memory: tuple[MemorySample, ...] = ()
 
@@ -68,6 +71,17 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if not self.spans:
             return 0.0
         return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
+
+    def shifted(self, seconds: float) -> "Trace":
+        """The same on another clock, which shows so many seconds more."""
+        replace = msgspec.structs.replace
+        return replace(
+            self,
+            spans=tuple(
+                replace(span, start_s=span.start_s + seconds, end_s=span.end_s + seconds) for span in self.spans
+            ),
+            memory=tuple(replace(sample, time_s=sample.time_s + seconds) for sample in self.memory),
+        )
 
     def of_rank(self, rank: int) -> "Trace":
         """What the trace says of one rank, on the same clock."""
@@ -90,3 +104,15 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def peak_bytes(self, rank: int) -> int:
         """The most memory that a sample of this rank shows; 0 without samples."""
         return max((sample.bytes for sample in self.memory if sample.rank == rank), default=0)
+
+
+def merge(traces: Sequence[Trace]) -> Trace:
+    """Traces of different ranks on one clock as one; a ValueError where they have not one source."""
+    sources = {trace.source for trace in traces}
+    if len(sources) != 1:
+        raise ValueError(f"traces of {', '.join(sorted(sources)) or 'nothing'} cannot be merged")
+    return Trace(
+        source=traces[0].source,
+        spans=tuple(span for trace in traces for span in trace.spans),
+        memory=tuple(sample for trace in traces for sample in trace.memory),
+    )

@@ -1,5 +1,6 @@
 """Plan + traced graph -> one rank's graph: every operator on its part, collectives where placements differ."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -54,12 +55,19 @@ class _Version:
     node: fx.Node | None = None
 
 
-def lower(capture: Capture, plan: Plan, groups: dict[str, AxisGroup], device: torch.device | None = None) -> Lowered:
+def lower(
+    capture: Capture,
+    plan: Plan,
+    groups: dict[str, AxisGroup],
+    device: torch.device | None = None,
+    turn: Callable[[], None] | None = None,
+) -> Lowered:
     """The graph of the rank that ``groups`` describes, for ``device`` (default: the CPU).
 
-    ``groups`` holds the axes of the plan's mesh that have more than one rank.
+    ``groups`` holds the axes of the plan's mesh that have more than one rank. ``turn`` is called where the backward
+    pass begins, if there is one.
     """
-    return Lowering(capture, plan, groups, device or torch.device("cpu")).lower()
+    return Lowering(capture, plan, groups, device or torch.device("cpu")).lower(turn)
 
 
 class Lowering:
@@ -89,14 +97,14 @@ class Lowering:
         node.meta.update(self.meta, phase=self.phase)
         return node
 
-    def lower(self) -> Lowered:
+    def lower(self, turn: Callable[[], None] | None = None) -> Lowered:
         inputs = self._placeholders()
         self._plan_uses()
         storages = self._storage_readers()
         # what depends on no parameter comes first: its collectives (label counts) hide under the model
         for operator in sorted(self.ir.operators, key=lambda operator: not operator.prologue):
             self._operator(operator, storages)
-        return self._finish(inputs)
+        return self._finish(inputs, turn)
 
     def _placeholders(self) -> dict[str, Placements]:
         traced = self.capture.traced
@@ -287,7 +295,7 @@ class Lowering:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def _finish(self, inputs: dict[str, Placements]) -> Lowered:
+    def _finish(self, inputs: dict[str, Placements], turn: Callable[[], None] | None) -> Lowered:
         self.meta = {"operator": "outputs", "backward": True}
         traced = self.capture.traced
         reduced = self._finish_buckets()
@@ -314,6 +322,10 @@ class Lowering:
         separate(self.graph, written)
         write_into_buckets(self.graph)
         reuse_memory(self.graph)
+        if turn is not None and self.ir.gradients:
+            forward = [node for node in self.graph.nodes if node.meta.get("backward") is False]
+            with self.graph.inserting_after(forward[-1]):
+                self.graph.call_function(turn)
         self.graph.lint()
         return Lowered(
             function=boxed_function(

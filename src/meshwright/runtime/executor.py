@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, current
 from meshwright.comm.transport.base import Channel, Work
 from meshwright.ir.schedule import Action, ActionKind, Schedule
-from meshwright.ir.trace import Span, Trace
 from meshwright.lower.partition import Phase
 from meshwright.lower.program import Accumulator, StageProgram, Transfer
 
@@ -116,7 +116,8 @@ class Executor:
             ActionKind.RECV_B: self._receive_backward,
             ActionKind.REDUCE_GRAD: self._reduce,
         }
-        self.spans: list[tuple[Action, float, float]] = []
+        self._recorder = Recorder()
+        self._begun = 0.0  # when the action under way began to do anything but wait
         self.live_activations = 0
 
     def run(
@@ -127,31 +128,34 @@ class Executor:
         keys: Callable[[int], int],
     ) -> StepResult:
         """One step. ``keys`` gives the random key of each micro-batch."""
-        self.spans.clear()
+        self._recorder = note = current() or Recorder()
         self.live_activations = 0
         self._keys = keys
+        self._begun = time.perf_counter()
         for stage in self.stages.values():
             self._begin(stage, parameters, buffers, inputs)
+        note.span(COMPUTE, "prologue", self._begun, time.perf_counter())
         for action in self._actions:
-            start = time.perf_counter()
+            self._begun = time.perf_counter()
             self._run[action.kind](self.stages[action.stage], action)
-            self.spans.append((action, start, time.perf_counter()))
+            end = time.perf_counter()
+            note.span(COMPUTE if action.kind.computes else COMMUNICATION, action, self._begun, end)
+            if action.kind.computes:
+                note.sample()
+            elif action.kind not in (ActionKind.RECV_F, ActionKind.RECV_B):
+                note.span(WAIT, action, self._begun, end)
         result = StepResult()
+        self._begun = time.perf_counter()
         for stage in self.stages.values():
             self._finish(stage, result)
+        finished = time.perf_counter()
+        note.span(COMPUTE, "finish", self._begun, finished)
         for work in self._leaving:
             work.wait()
+        note.span(WAIT, "sends", finished, time.perf_counter())
         self._leaving.clear()
         self._live.clear()
         return result
-
-    def trace(self, rank: int) -> Trace:
-        """What the last step did, and when, as rank number ``rank``."""
-        spans = [
-            Span(rank, "compute" if action.kind.computes else "communication", str(action), start, end)
-            for action, start, end in self.spans
-        ]
-        return Trace(source="measured", spans=tuple(spans))
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -296,7 +300,8 @@ class Executor:
         """The values of the micro-batch, with what was received for it."""
         microbatch = _microbatch(action)
         live = self._live.setdefault((action.stage, microbatch), {})
-        for name, whole, route, arrivals in self._coming.pop((action.stage, microbatch, kind), ()):
+        coming = self._coming.pop((action.stage, microbatch, kind), ())
+        for name, whole, route, arrivals in coming:
             for arrival in arrivals:
                 arrival.wait()
             if route.mine is not None:
@@ -306,6 +311,10 @@ class Executor:
             for arrival in theirs:
                 arrival.wait()
             live[name] = whole
+        if coming:
+            arrived = time.perf_counter()
+            self._recorder.span(WAIT, f"{action.stage}{kind}{microbatch}", self._begun, arrived)
+            self._begun = arrived
         return live
 
     def _post(self, peer: int, whole: Tensor, place: Place, action: Action) -> "_Arrival":

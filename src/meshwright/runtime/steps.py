@@ -1,5 +1,6 @@
 """How a step is run on this rank: as one piece, or by a schedule of stages and micro-batches."""
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -8,15 +9,15 @@ from torch import Tensor
 
 from meshwright.capture.builder import Capture
 from meshwright.comm.groups import axis_groups, broadcast_along, channels
+from meshwright.comm.record import COMPUTE, WAIT, current
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.stages import batch_border, cut
-from meshwright.ir.trace import Trace
 from meshwright.lower.pipeline import lower_stage
 from meshwright.lower.program import Transfer
-from meshwright.lower.spmd import Lowered, lower
+from meshwright.lower.spmd import lower
 from meshwright.runtime.executor import Executor, Place, Route, StepResult
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build, forwards
@@ -38,10 +39,6 @@ class Step(Protocol):
         """Run it once; loss and metrics are of the whole batch, on every rank."""
         ...
 
-    def trace(self, rank: int) -> Trace:
-        """What this rank did in the last run: the actions of a schedule; nothing of a step in one piece."""
-        ...
-
 
 def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
     """The process groups of a plan's axes, for this rank; every rank must call it."""
@@ -59,15 +56,16 @@ def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
 def lowered_step(captured: Capture, plan: Plan, groups: dict[str, AxisGroup], rank: int, device: torch.device) -> Step:
     """The step of ``plan`` on this rank."""
     if plan.whole_step:
-        return WholeStep(lower(captured, plan, groups, device))
+        return WholeStep(captured, plan, groups, device)
     return PipelineStep(captured, plan, groups, rank, device)
 
 
 class WholeStep:
     """One function: forward, backward, and the reduction of gradients."""
 
-    def __init__(self, lowered: Lowered) -> None:
-        self.lowered = lowered
+    def __init__(self, captured: Capture, plan: Plan, groups: dict[str, AxisGroup], device: torch.device) -> None:
+        self.lowered = lowered = lower(captured, plan, groups, device, turn=self._turn)
+        self._turned = 0.0
         self.inputs, self.input_placements = lowered.inputs, lowered.input_placements
 
     def run(
@@ -81,16 +79,25 @@ class WholeStep:
             *(inputs[name] for name in lowered.inputs),
             keys(0),
         ]
+        begun, self._turned = time.perf_counter(), 0.0
         returned = iter(lowered.function(values))
+        if (note := current()) is not None:
+            done, turned = time.perf_counter(), self._turned
+            note.span(COMPUTE, "forward", begun, turned or done)
+            if turned:
+                note.span(COMPUTE, "backward", turned, done)
+            note.sample()
         return StepResult(
             scalars={name: next(returned) for name in ("loss", *lowered.metrics)},
             gradients={name: next(returned) for name in lowered.differentiable},
             buffers={name: next(returned) for name in lowered.buffers},
         )
 
-    def trace(self, rank: int) -> Trace:
-        """Nothing: there are no actions."""
-        return Trace(source="measured")
+    def _turn(self) -> None:
+        """Between forward and backward: what is kept for backward is at its most."""
+        self._turned = time.perf_counter()
+        if (note := current()) is not None:
+            note.sample()
 
 
 class PipelineStep:
@@ -143,8 +150,11 @@ class PipelineStep:
     ) -> StepResult:
         """Run the schedule, add what tied weights get from several stages, and tell all stages loss and metrics."""
         result = self.executor.run(parameters, buffers, inputs, keys)
+        begun = time.perf_counter()
         for name, owners in self._shared.items():
             result.gradients[name] = self._joined(result.gradients.get(name), parameters[name], owners)
+        if (note := current()) is not None and self._shared:
+            note.span(WAIT, "tied gradients", begun, time.perf_counter())
         if self._pipeline is not None:
             told = torch.zeros(len(self._dtypes), dtype=torch.float64, device=self._device)
             for place, name in zip(told, self._dtypes, strict=True):
@@ -181,10 +191,6 @@ class PipelineStep:
         }
         others = tuple((here + rank, box) for rank, box in boxes.items() if rank != mine)
         return Route(messages, boxes[mine], others)
-
-    def trace(self, rank: int) -> Trace:
-        """The actions, with their times."""
-        return self.executor.trace(rank)
 
     def _joined(self, mine: Tensor | None, parameter: Tensor, owners: tuple[int, ...]) -> Tensor:
         """The sum of the gradients that the owners of a parameter have, in one order everywhere."""

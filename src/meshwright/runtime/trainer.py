@@ -2,8 +2,10 @@
 
 import logging
 import os
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import meshwright.comm.backend  # noqa: F401 - gives the collective operators th
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.builder import Capture, capture
 from meshwright.capture.tracer import LossFunction
+from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import sum_over
+from meshwright.comm.record import COMPUTE, Recorder, recording
 from meshwright.errors import NonFiniteLossError, OptimizerError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
@@ -28,6 +32,7 @@ from meshwright.ops.base import OperatorRule, Target
 from meshwright.runtime import checkpoint
 from meshwright.runtime.checkpoint import Stateful
 from meshwright.runtime.inputs import check_alike, compare_over_ranks, kind_of
+from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.saving import Saver
@@ -48,6 +53,7 @@ class Trainer:
         step_number: steps done.
         metrics: ``loss``, ``grad_norm`` (where clipping is on) and the loss function's own, of the last step or
             evaluation, as scalar tensors.
+        recorder: what the last step or evaluation did; None leaves nothing noted.
     """
 
     def __init__(
@@ -74,9 +80,10 @@ class Trainer:
         self.saver = Saver()
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
-        lowered = lowered_step(
-            captured, plan, self.groups, self.rank, device
-        )  # before anything of the caller's changes
+        axes = {group.name: axis for axis, group in self.groups.items()}
+        self.recorder: Recorder | None = Recorder(axes, memory_reader(device))
+        # before anything of the caller's changes
+        lowered = lowered_step(captured, plan, self.groups, self.rank, device)
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
         self._optimizer = make_optimizer(optimizer, self.parameters) if optimizer is not None else None
         self.parameters.take_over()
@@ -126,29 +133,43 @@ class Trainer:
             OptimizerError: the trainer was made without an optimizer.
         """
         optimizer = self.optimizer
-        result = self._run(batch, local, training=True)
-        loss = self._finish(result)
-        parameters = self.parameters.trainable
-        for name, parameter in parameters.items():
-            parameter.grad = result.gradients.get(name)
-        del result
-        if self.max_grad_norm is not None:
-            self.metrics["grad_norm"] = self._clip(self.max_grad_norm)
-        optimizer.step()
-        for parameter in parameters.values():
-            parameter.grad = None
+        with self._recorded():
+            result = self._run(batch, local, training=True)
+            loss = self._finish(result)
+            parameters = self.parameters.trainable
+            for name, parameter in parameters.items():
+                parameter.grad = result.gradients.get(name)
+            del result
+            if self.max_grad_norm is not None:
+                begun = time.perf_counter()
+                self.metrics["grad_norm"] = self._clip(self.max_grad_norm)
+                self._note("clip", begun)
+            begun = time.perf_counter()
+            optimizer.step()
+            for parameter in parameters.values():
+                parameter.grad = None
+            self._note("optimizer", begun)
         self.step_number += 1
         return loss
 
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """The loss of a batch in evaluation mode: no gradients, no dropout, buffers as they are."""
-        self.metrics = self._run(batch, local, training=False).scalars
+        with self._recorded():
+            self.metrics = self._run(batch, local, training=False).scalars
         return self.metrics["loss"]
 
-    def trace(self) -> Trace:
-        """What this rank did in the last step or evaluation, and when (``time.perf_counter``): the actions of its
-        schedule. A step that runs in one piece has none."""
-        return self._last.trace(self.rank)
+    def trace(self, *, all_ranks: bool = False) -> Trace:
+        """What this rank did in the last step or evaluation, and when (``time.perf_counter``).
+
+        Streams are ``compute`` (data, forward and backward or the actions of the schedule, clip, optimizer),
+        ``communication`` (collectives under way, sends) and ``wait`` (computing stands still for communication); memory
+        is sampled between them. On CUDA, times are the host's. ``ir.summary.summarize`` adds up what it says.
+
+        ``all_ranks``: on rank 0 what all ranks did, on rank 0's clock, which every rank's is compared with now; every
+        rank must call it, and the others get their own.
+        """
+        mine = (self.recorder or Recorder()).trace(self.rank)
+        return on_rank_0(mine, self.device) if all_ranks else mine
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
@@ -248,7 +269,22 @@ class Trainer:
             modes = tuple(k for k, part in enumerate(self._model.modules()) if part.training != training)
         return (self._trained() if training else None, modes, leaves.spec, shapes, others)
 
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        if self.recorder is not None:
+            self.recorder.clear()
+            self.recorder.sample()
+        with recording(self.recorder):
+            yield
+
+    def _note(self, what: str, begun: float) -> None:
+        """Computing that is over now, and the memory that is held."""
+        if self.recorder is not None:
+            self.recorder.span(COMPUTE, what, begun, time.perf_counter())
+            self.recorder.sample()
+
     def _run(self, batch: Any, local: bool, training: bool) -> StepResult:
+        begun = time.perf_counter()
         leaves = take_apart(batch)
         key = self._key(leaves, local, training)
         if key not in self._compared and self.groups:
@@ -264,6 +300,7 @@ class Trainer:
         for name, value in zip(step.inputs, leaves.tensors.values(), strict=True):
             placements = {} if local and not self.plan.uneven else step.input_placements.get(name, {})
             inputs[name] = local_part(value, placements, self.groups).to(self.device, non_blocking=True)
+        self._note("data", begun)
         return step.run(
             self.parameters.values(),
             self.parameters.named_buffers,

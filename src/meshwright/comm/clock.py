@@ -1,0 +1,68 @@
+"""How far the clocks of other ranks are from rank 0's, and the traces of all ranks on that."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.transport.point_to_point import PointToPoint
+from meshwright.ir.trace import Trace, merge
+
+ROUNDS = 16
+
+
+class Offset(NamedTuple):
+    """A rank's clock shows ``seconds`` more than rank 0's, give or take half of ``round_trip_s``."""
+
+    seconds: float
+    round_trip_s: float
+
+
+def clock_offsets(
+    device: torch.device, clock: Callable[[], float] = time.perf_counter, rounds: int = ROUNDS
+) -> list[Offset]:
+    """On rank 0, the offset of every rank's clock (empty elsewhere); every rank of the world must call it.
+
+    Rank 0 asks each rank for its time. The answer was given between question and answer by rank 0's clock, at the
+    middle if both ways take equally long; of all rounds the fastest errs least (Mills, RFC 5905, section 10).
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [Offset(0.0, 0.0)]
+    world = dist.group.WORLD
+    assert world is not None
+    note = torch.zeros(1, dtype=torch.float64, device=device)
+    found = [Offset(0.0, 0.0)]
+    for peer in range(1, dist.get_world_size()):
+        if dist.get_rank() == 0:
+            channel, best = PointToPoint(world, peer), Offset(0.0, float("inf"))
+            for _ in range(rounds):
+                asked = clock()
+                channel.send(note).wait()
+                channel.receive(note).wait()
+                theirs = float(note)
+                trip = clock() - asked
+                if trip < best.round_trip_s:
+                    best = Offset(theirs - (asked + trip / 2), trip)
+            found.append(best)
+        elif dist.get_rank() == peer:
+            channel = PointToPoint(world, 0)
+            for _ in range(rounds):
+                channel.receive(note).wait()
+                note.fill_(clock())
+                channel.send(note).wait()
+    return found if dist.get_rank() == 0 else []
+
+
+def on_rank_0(mine: Trace, device: torch.device) -> Trace:
+    """On rank 0, the traces of all ranks as one, on rank 0's clock; elsewhere ``mine``. Every rank of the world must
+    call it."""
+    offsets = clock_offsets(device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    every: list[Any] | None = [None] * len(offsets) if offsets else None
+    dist.gather_object(mine, every)
+    if every is None:
+        return mine
+    return merge([trace.shifted(-offset.seconds) for trace, offset in zip(every, offsets, strict=True)])

@@ -1,0 +1,1 @@
+"""What people look at: traces and pages. It reads the nouns of `ir`, and runs nothing."""
