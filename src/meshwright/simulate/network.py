@@ -52,7 +52,10 @@ class Fabric:
         return self._known[key]
 
     def send_s(self, num_bytes: int, source: int, target: int) -> float:
-        """Seconds of a message between pipeline ranks (coordinates on ``pp``), while all their replicas send theirs."""
+        """Seconds of a message between pipeline ranks (coordinates on ``pp``), while all their replicas send theirs; 0
+        to oneself."""
+        if source == target:
+            return 0.0
         return self._network.send_s(num_bytes, abs(target - source) * self.stride("pp"))
 
     def stride(self, axis: str) -> int:

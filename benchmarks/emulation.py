@@ -1,0 +1,126 @@
+"""Does an emulated pipeline take as long as simulated? p = 8, m = 32 in 8 processes. `python -m benchmarks.emulation`.
+
+Every rank is a process with the executor, the channels and the schedule of training; its stage's functions sleep for
+their predicted time, so that 8 ranks run on 2 cores. A busy machine wakes sleepers late, and is seen in the spread.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from meshwright.cost.work import Communicate, Compute, StageWork, Wait, Work
+from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.device import Device
+from meshwright.ir.emulation import EmulatedStage
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.trace import Trace
+from meshwright.runtime import launch
+from meshwright.runtime.emulate import emulate
+from meshwright.runtime.ranks import run_ranks
+from meshwright.schedules.passes import add_communication, add_reduction
+from meshwright.schedules.pipeline import build
+from meshwright.simulate.emulated import emulated_stages
+from meshwright.simulate.engine import simulate
+
+RANKS, MICROBATCHES, STEPS, TOLERANCE = 8, 32, 3, 0.05
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+DEVICE = Device(
+    name="emulated", kind="accelerator", memory_bytes=10**11, memory_bandwidth_bytes_per_s=2e12,
+    peak_flops_per_s={"bfloat16": 3e14},
+)  # fmt: skip
+CLUSTER = Cluster(
+    name="emulated",
+    num_devices=16,
+    device=DEVICE,
+    levels=(Level(name="box", fan_out=16, alpha_s=1e-4, beta_s_per_byte=1e-9),),
+)
+MESH = Mesh.of(pp=RANKS, dp=2)
+
+
+def work_of(num_stages: int, scale: float) -> Work:
+    """Uneven stages of tens of milliseconds times ``scale``, and gradients that are reduced beside other computing."""
+    stages = []
+    for stage in range(num_stages):
+        forward = (20e-3 + 2e-3 * (stage % 3)) * scale * RANKS / num_stages
+        stages.append(
+            StageWork(
+                pieces={
+                    "F": (Compute("forward", forward),),
+                    "B": (Compute("backward", 2 * forward),),
+                    "I": (Compute("input", forward),),
+                    "W": (Compute("weight", forward),),
+                    "REDUCE_GRAD": (Communicate("gradients", "all_reduce", "dp", 2 * 10**7, blocking=False),),
+                },
+                after=(Compute("norm", 5e-3), Wait("gradients"), Communicate("norm", "all_reduce", "pp", 8)),
+                sent_up_bytes=10**6,
+                sent_down_bytes=10**6,
+            )
+        )
+    return Work(tuple(stages))
+
+
+def on_a_rank(stages: tuple[EmulatedStage, ...], schedule: Schedule, num_steps: int) -> list[Trace]:
+    """What each rank runs."""
+    launch.start("cpu")
+    return emulate(stages, schedule, num_steps)
+
+
+def largest_shift(emulated: Trace, simulated: Trace) -> float:
+    """By how much of the step an action ended earlier or later than simulated, at most; both begin with rank 0's first.
+
+    Raises:
+        AssertionError: other actions ran than were simulated.
+    """
+    ends = [
+        {
+            (span.rank, span.what): span.end_s - min(one.start_s for one in trace.spans if one.what == "0F0")
+            for span in trace.spans
+            if span.stream == "compute" and span.what[0].isdigit()
+        }
+        for trace in (emulated, simulated)
+    ]
+    assert ends[0].keys() == ends[1].keys()
+    return max(abs(ends[0][key] - ends[1][key]) for key in ends[1]) / simulated.duration_s
+
+
+def main() -> int:
+    """Print measured over simulated for each schedule; 1 if one is off by more than the tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scale", type=float, default=1.0, help="how many times as long everything takes")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    options = parser.parse_args()
+    rows, missed = [], False
+    print(f"p = {RANKS}, m = {MICROBATCHES}, {RANKS} processes, devices and links emulated")
+    for name, chunks in SCHEDULES:
+        schedule = add_reduction(add_communication(build(name, RANKS, MICROBATCHES, chunks)))
+        work = work_of(RANKS * chunks, options.scale)
+        simulated = simulate(schedule, work, MESH, CLUSTER, ranks=[2 * rank for rank in range(RANKS)])
+        simulated = msgspec.structs.replace(
+            simulated, spans=tuple(msgspec.structs.replace(span, rank=span.rank // 2) for span in simulated.spans)
+        )
+        with tempfile.TemporaryDirectory() as directory:
+            traces = run_ranks(
+                on_a_rank, emulated_stages(work, MESH, CLUSTER), schedule, STEPS + 1, num_ranks=RANKS,
+                directory=Path(directory),
+            )[1:]  # fmt: skip
+        ratios = sorted(trace.duration_s / simulated.duration_s for trace in traces)
+        shift = statistics.median(largest_shift(trace, simulated) for trace in traces)
+        ratio = statistics.median(ratios)
+        missed |= abs(ratio - 1) > TOLERANCE or shift > TOLERANCE
+        rows.append({"schedule": name, "simulated_s": simulated.duration_s, "ratios": ratios, "shift": shift})
+        print(
+            f"{name:12} simulated {simulated.duration_s:.4f} s, emulated / simulated {ratio:.4f} "
+            f"({ratios[0]:.4f} to {ratios[-1]:.4f} in {STEPS} steps), every action within {shift:.2%} of the step"
+        )
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.encode(rows))
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

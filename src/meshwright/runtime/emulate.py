@@ -1,0 +1,211 @@
+"""The emulated device: the executor with real ranks and channels, whose programs wait their predicted time."""
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from meshwright.comm.clock import on_rank_0
+from meshwright.comm.groups import axis_groups, channels, sum_over
+from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, current, recording
+from meshwright.comm.transport.base import Channel, Work
+from meshwright.errors import LayoutError
+from meshwright.ir.emulation import Doing, EmulatedStage
+from meshwright.ir.mesh import AxisGroup, Mesh
+from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.ir.trace import Trace
+from meshwright.lower.partition import Phase
+from meshwright.lower.program import StageProgram, Transfer
+from meshwright.runtime.executor import Executor, Route
+
+CPU = torch.device("cpu")
+EARLY_S = 150e-6
+"""How long before its time a sleeper is woken; the rest it yields to others until the time has come."""
+_SET_TIMER_SLACK = 29  # prctl's number
+
+
+def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int) -> list[Trace]:
+    """Run ``schedule`` for ``num_steps`` steps, with a process for every pipeline rank: each calls this, in a world of
+    so many ranks on one machine. All ranks begin a step together.
+
+    Schedule, executor and channels are those of training. Emulated are the devices (functions wait until their time is
+    over, and let others have the cores meanwhile) and the links: a message is one number, the time at which it may be
+    seen, which relies on the one clock of the machine.
+
+    Returns:
+        For each step the trace of all ranks (elsewhere than on rank 0, of this one), its source ``emulated``.
+
+    Raises:
+        LayoutError: the world has another number of ranks than the schedule.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size != len(schedule.ranks):
+        raise LayoutError(
+            f"the schedule has {len(schedule.ranks)} ranks, and {world_size} are there",
+            where=f"schedule {schedule.name}",
+            remedy="start one rank for each pipeline rank",
+        )
+    rank = dist.get_rank() if world_size > 1 else 0
+    _wake_in_time()
+    group = axis_groups(Mesh.of(pp=world_size), rank).get("pp")
+    device = _Device(group)
+    mine = sorted({action.stage for action in schedule.ranks[rank]})
+    executor = _executor(stages, schedule, rank, mine, device)
+    traces = []
+    for _ in range(num_steps):
+        recorder = Recorder()
+        device.meet()
+        with recording(recorder):
+            for stage in mine:
+                device.do(stages[stage].before, stage, named=True)
+            executor.run({}, {}, {}, lambda microbatch: microbatch)
+            for stage in mine:
+                device.do(stages[stage].after, stage, named=True)
+        traces.append(on_rank_0(recorder.trace(rank, "emulated"), CPU))
+    return traces
+
+
+def wait_until(time_s: float) -> None:
+    """Sleep until ``time.perf_counter`` shows this time, to about 50 µs where the cores are not all busy."""
+    if (left := time_s - time.perf_counter() - EARLY_S) > 0:
+        time.sleep(left)
+    while time.perf_counter() < time_s:
+        os.sched_yield()
+
+
+def _wake_in_time() -> None:
+    """Linux lets sleepers sleep 50 µs longer, unless they ask it not to."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)
+
+
+class _Device:
+    """Does nothing, for as long as it is told to."""
+
+    def __init__(self, group: AxisGroup | None) -> None:
+        self._group = group
+        self._ends: dict[tuple[int, str], tuple[float, float]] = {}
+
+    def meet(self) -> None:
+        """Wait for the other pipeline ranks."""
+        if self._group is not None:
+            sum_over(torch.zeros(()), self._group)
+
+    def do(self, doings: Iterable[Doing], stage: int, *, named: bool = False) -> None:
+        """A stage's, one after the other; ``named``: computing has spans of its own, not those of actions."""
+        note = current()
+        for one in doings:
+            begun = time.perf_counter()
+            if one.role == "start":
+                self._ends[stage, one.what] = begun, begun + one.seconds
+                continue
+            if one.role == "meet":
+                self.meet()
+            started, end = begun, time.perf_counter() + one.seconds
+            if one.role == "until":
+                started, end = self._ends.pop((stage, one.what))
+            wait_until(end)
+            if note is None:
+                continue
+            now = time.perf_counter()
+            if one.role != "compute":
+                note.span(COMMUNICATION, one.what, started, max(end, started))
+                note.span(WAIT, one.what, begun, now)
+            elif named:
+                note.span(COMPUTE, one.what, begun, now)
+
+
+class _Link:
+    """A channel on which messages, each one number (for how many seconds it is under way), take that long."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def send(self, tensor: Tensor) -> Work:
+        """Send when it will be there."""
+        return self._channel.send(tensor + time.perf_counter())
+
+    def receive(self, into: Tensor, label: str = "") -> Work:
+        """Expect a message; waiting also waits until it is there."""
+        return _Arriving(self._channel.receive(into, label), into)
+
+
+class _Arriving:
+    def __init__(self, work: Work, message: Tensor) -> None:
+        self._work, self._message = work, message
+
+    def wait(self) -> None:
+        self._work.wait()
+        wait_until(float(self._message))
+
+
+def _executor(
+    stages: Sequence[EmulatedStage], schedule: Schedule, rank: int, mine: Sequence[int], device: _Device
+) -> Executor:
+    """The executor of one pipeline rank."""
+    homes = {action.stage: home for home, actions in enumerate(schedule.ranks) for action in actions}
+    programs = {stage: _program(stages[stage], stage, schedule.num_stages, device) for stage in mine}
+    routes: dict[tuple[int, ActionKind], list[Route]] = {}
+    for stage, program in programs.items():
+        for kind, step, transfers in (
+            (ActionKind.SEND_F, 1, program.sent_up), (ActionKind.RECV_B, 1, program.received_down),
+            (ActionKind.SEND_B, -1, program.sent_down), (ActionKind.RECV_F, -1, program.received_up),
+        ):  # fmt: skip
+            if transfers and homes[stage + step] != rank:
+                routes[stage, kind] = [Route(((homes[stage + step], (slice(0, 1),)),))]
+    found = channels({peer for some in routes.values() for route in some for peer in route.peers})
+    links = {peer: _Link(channel) for peer, channel in found.items()}
+    return Executor(programs, schedule, rank, routes, links, CPU)
+
+
+def _program(stage: EmulatedStage, number: int, num_stages: int, device: _Device) -> StageProgram:
+    """Values as in a real program: what is received, what is saved for backward, what is sent."""
+    first, last = number == 0, number == num_stages - 1
+    up, down = [f"up{number - 1}"] * (not first), [f"down{number}"] * (not last)
+    sent_up, sent_down = [f"up{number}"] * (not last), [f"down{number - 1}"] * (not first)
+    saved, rest = f"saved{number}", f"rest{number}"
+    seconds = {saved: 0.0, rest: 0.0} | dict.fromkeys(sent_up, stage.sent_up_s)
+    seconds |= dict.fromkeys(sent_down, stage.sent_down_s)
+
+    def phase(kind: ActionKind | None, inputs: list[str], outputs: list[str]) -> Phase:
+        doings = stage.actions.get(kind.value, ()) if kind is not None else ()
+        made = [seconds[name] for name in outputs]
+        return Phase(_waiting(doings, number, made, device), tuple(inputs), tuple(outputs), fx.Graph())
+
+    return StageProgram(
+        stage=number,
+        phases={
+            "prologue": phase(None, [], []),
+            "forward": phase(ActionKind.F, up, [saved, *sent_up]),
+            "backward": phase(ActionKind.B, [saved, *down], sent_down),
+            "input": phase(ActionKind.I, [saved, *down], [rest, *sent_down]),
+            "weight": phase(ActionKind.W, [rest], []),
+            "reduce": phase(ActionKind.REDUCE_GRAD, [], []),
+            "finish": phase(None, [], []),
+        },
+        received_up=_transfers(up),
+        received_down=_transfers(down),
+        sent_up=_transfers(sent_up),
+        sent_down=_transfers(sent_down),
+    )
+
+
+def _transfers(names: list[str]) -> list[Transfer]:
+    return [Transfer(name, name, (1,), (1,), torch.float64) for name in names]
+
+
+def _waiting(
+    doings: Sequence[Doing], stage: int, made: list[float], device: _Device
+) -> Callable[[list[Any]], list[Any]]:
+    def function(values: list[Any]) -> list[Any]:
+        values.clear()
+        device.do(doings, stage)
+        return [torch.full((1,), seconds, dtype=torch.float64) for seconds in made]
+
+    return function

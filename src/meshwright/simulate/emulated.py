@@ -1,0 +1,56 @@
+"""Work as an emulated device does it: durations in place of FLOPs and bytes."""
+
+from meshwright.cost.work import Communicate, Compute, Piece, Wait, Work
+from meshwright.errors import ScheduleError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.emulation import Doing, EmulatedStage
+from meshwright.ir.mesh import Mesh
+from meshwright.simulate.network import Fabric
+
+
+def emulated_stages(work: Work, mesh: Mesh, cluster: Cluster) -> tuple[EmulatedStage, ...]:
+    """What one rank of every stage does (stage s on pipeline rank s % pp). Its peers on the other axes are taken to
+    come when it comes: their collectives are waited for by their closed forms, as in the simulator without stragglers.
+
+    Raises:
+        ScheduleError: a collective along ``pp`` does not block; only such are emulated.
+    """
+    fabric = Fabric(cluster, mesh)
+    count = fabric.size("pp")
+    stages = []
+    for number, one in enumerate(work.stages):
+        beside = {step: (number + step) % count for step in (1, -1)}
+        here = number % count
+        stages.append(
+            EmulatedStage(
+                actions={kind: _doings(pieces, fabric) for kind, pieces in one.pieces.items()},
+                before=_doings(one.before, fabric),
+                after=_doings(one.after, fabric),
+                sent_up_s=fabric.send_s(one.sent_up_bytes, here, beside[1]),
+                sent_down_s=fabric.send_s(one.sent_down_bytes, here, beside[-1]),
+            )
+        )
+    return tuple(stages)
+
+
+def _doings(pieces: tuple[Piece, ...], fabric: Fabric) -> tuple[Doing, ...]:
+    found = []
+    for piece in pieces:
+        match piece:
+            case Compute():
+                found.append(Doing(piece.what, "compute", piece.seconds))
+            case Wait():
+                found.append(Doing(piece.what, "until"))
+            case Communicate():
+                if piece.axis == "pp" and not piece.blocking:
+                    raise ScheduleError(
+                        f"`{piece.what}` goes on along pp beside the computing",
+                        where="emulated device",
+                        remedy="let it block: stages really meet there",
+                    )
+                seconds = fabric.collective_s(piece.collective, piece.axis, piece.bytes)
+                meets = piece.axis == "pp" and fabric.size("pp") > 1
+                found.append(
+                    Doing(piece.what, "meet" if meets else "communicate" if piece.blocking else "start", seconds)
+                )
+    return tuple(found)

@@ -1,0 +1,110 @@
+"""The emulated device: real ranks run the schedule, and nothing is done before its simulated time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.errors import LayoutError, RankError, ScheduleError
+from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.device import Device
+from meshwright.ir.emulation import Doing, EmulatedStage
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.trace import Trace
+from meshwright.runtime.emulate import emulate
+from meshwright.schedules.passes import add_communication, add_reduction
+from meshwright.schedules.pipeline import build
+from meshwright.simulate.emulated import emulated_stages
+from meshwright.simulate.engine import simulate
+from tests.distributed.pool import Ranks
+
+DEVICE = Device(
+    name="x", kind="cpu", memory_bytes=10**9, memory_bandwidth_bytes_per_s=1e9, peak_flops_per_s={"float32": 1e9}
+)
+CLUSTER = Cluster(
+    name="c", num_devices=8, device=DEVICE, levels=(Level(name="b", fan_out=8, alpha_s=1e-3, beta_s_per_byte=1e-6),)
+)
+
+
+def work(num_stages: int) -> Work:
+    pieces: dict[str, tuple[Piece, ...]] = {
+        "F": (Compute("f", 2e-3), Communicate("tp", "all_reduce", "dp", 100)),
+        "B": (Compute("b", 4e-3),),
+        "I": (Compute("i", 2e-3),),
+        "W": (Compute("w", 2e-3),),
+        "REDUCE_GRAD": (Communicate("g", "all_reduce", "dp", 4000, blocking=False),),
+    }
+    after = (Compute("other", 1e-3), Wait("g"), Communicate("norm", "all_reduce", "pp", 8), Compute("optimizer", 1e-3))
+    stage = StageWork(
+        pieces=pieces, before=(Compute("data", 1e-3),), after=after, sent_up_bytes=500, sent_down_bytes=900
+    )
+    return Work((stage,) * num_stages)
+
+
+def emulated(schedule: Schedule, stages: tuple[EmulatedStage, ...]) -> list[Trace]:
+    return emulate(stages, schedule, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "chunks"),
+    [(3, "gpipe", 1), (3, "1f1b", 1), (2, "interleaved", 2), (2, "zb-h1", 1), (1, "none", 1)],
+)
+def test_the_schedule_is_run_and_nothing_ends_before_its_time(
+    ranks: Ranks, num_ranks: int, name: str, chunks: int
+) -> None:
+    schedule = add_reduction(add_communication(build(name, num_ranks, 4, chunks)))
+    step, mesh = work(num_ranks * chunks), Mesh.of(pp=num_ranks, dp=2)
+    first, *others = ranks(num_ranks, emulated, schedule, emulated_stages(step, mesh, CLUSTER))
+    wanted = simulate(schedule, step, mesh, CLUSTER, ranks=range(0, 2 * num_ranks, 2))
+    assert [trace.ranks for trace in first] == [tuple(range(num_ranks))] * 2
+    for rank, other in enumerate(others, 1):
+        assert [trace.ranks for trace in other] == [(rank,)] * 2
+    for trace in first:
+        assert trace.source == "emulated"
+        begun = min(span.start_s for span in trace.spans)
+        for rank in range(num_ranks):
+            mine = [span for span in trace.of_rank(rank).spans if span.stream == "compute" and span.what[0].isdigit()]
+            assert [span.what for span in mine] == [
+                str(action) for action in schedule.ranks[rank] if action.kind.computes
+            ]
+            assert all(one.end_s <= other.start_s for one, other in itertools.pairwise(mine))
+            ends = {
+                span.what: span.end_s
+                for span in wanted.of_rank(2 * rank).spans
+                if span.stream == "compute" and span.what[0].isdigit()
+            }
+            # The clocks of a merged trace are off by less than a millisecond.
+            assert all(span.end_s - begun >= ends[span.what] - 1e-3 for span in mine)
+        assert trace.duration_s >= wanted.duration_s - 1e-3
+
+
+def wrong_number(stages: tuple[EmulatedStage, ...], schedule: Schedule) -> str:
+    try:
+        emulate(stages, schedule, 1)
+    except LayoutError as error:
+        return str(error)
+    raise RankError("it was not refused")
+
+
+def test_another_number_of_ranks_is_refused(ranks: Ranks) -> None:
+    stages = emulated_stages(work(2), Mesh.of(pp=2), CLUSTER)
+    (found,) = ranks(1, wrong_number, stages, build("1f1b", 2, 2))
+    assert "the schedule has 2 ranks, and 1 are there" in found
+
+
+def test_collectives_become_waits() -> None:
+    (stage, _) = emulated_stages(work(2), Mesh.of(pp=2, dp=2), CLUSTER)
+    tp, g, norm = (stage.actions["F"][1], stage.actions["REDUCE_GRAD"][0], stage.after[2])
+    assert (tp.role, g.role, norm.role) == ("communicate", "start", "meet")
+    assert 0 < norm.seconds < tp.seconds < g.seconds
+    assert stage.after[1] == Doing("g", "until")
+    assert (stage.sent_up_s, stage.sent_down_s) == pytest.approx((1e-3 + 500e-6, 1e-3 + 900e-6))
+
+
+def test_a_collective_along_pp_that_does_not_block_is_refused() -> None:
+    stage = StageWork(pieces={}, after=(Communicate("g", "all_reduce", "pp", 8, blocking=False),))
+    with pytest.raises(ScheduleError, match="`g` goes on along pp"):
+        emulated_stages(Work((stage,) * 2), Mesh.of(pp=2), CLUSTER)
