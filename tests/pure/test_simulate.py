@@ -170,6 +170,30 @@ def test_a_collective_hides_behind_computing_until_it_is_waited_for() -> None:
         assert trace.busy_s(1, "wait") == pytest.approx(max(0.0, seconds - hidden_s))
 
 
+def test_without_overlap_a_collective_takes_its_time_when_it_is_waited_for() -> None:
+    mesh, network = Mesh.of(dp=2), cluster(2, beta_s_per_byte=1e-3)
+    seconds = Network(network).all_reduce_s(10**4, Group(2))
+    after = (Compute("other", 50.0), Wait("g"))
+    step = work(1, reduce=(Communicate("g", "all_reduce", "dp", 10**4, blocking=False),), after=after)
+    schedule = full(build("none", 1, 1))
+    trace = simulate(schedule, step, mesh, network, overlap=False, faults=Faults(slow={1: 2.0}))
+    assert [trace.busy_s(rank, "wait") for rank in (0, 1)] == pytest.approx([seconds, seconds])
+    assert trace.of_rank(0).duration_s == pytest.approx(53.0 + seconds)
+    assert trace.of_rank(1).duration_s == pytest.approx(106.0 + seconds)
+    with pytest.raises(LayoutError, match="ask for contention with overlap, or for neither"):
+        simulate(schedule, step, mesh, network, overlap=False, contention=True)
+
+
+def test_without_overlap_a_send_keeps_its_rank() -> None:
+    """Two micro-batches on two stages, messages of 1 s: 0F0 S 0F1 S, and 1F0 1F1 1B0 S 1B1 S."""
+    slow = cluster(2, alpha_s=1.0)
+    trace = simulate(full(build("gpipe", 2, 2)), work(2), Mesh.of(pp=2), slow, overlap=False)
+    ends = {span.what: span.end_s for span in trace.spans if span.stream == "compute"}
+    assert ends == {"0F0": 1, "0F1": 3, "1F0": 3, "1F1": 5, "1B0": 7, "1B1": 10, "0B0": 10, "0B1": 13}
+    waits = [(span.what, span.start_s, span.end_s) for span in trace.of_rank(0).spans if span.stream == "wait"]
+    assert waits == [("0SEND_F0", 1, 2), ("0SEND_F1", 3, 4), ("0RECV_B0", 4, 8), ("0RECV_B1", 10, 11)]
+
+
 def test_a_collective_starts_when_the_last_has_come() -> None:
     step = work(1, reduce=(Communicate("g", "all_reduce", "dp", 8),))
     mesh, network = Mesh.of(dp=4, tp=2), cluster(8, beta_s_per_byte=1e-3)
@@ -217,6 +241,7 @@ def test_at_the_end_only_what_is_held_is_left(pipeline: tuple[str, int, int, int
     st.dictionaries(st.integers(0, 3), st.floats(0.5, 3.0), max_size=2),
     st.dictionaries(st.integers(0, 3), st.floats(0.0, 30.0), max_size=1),
     st.sampled_from([0.0, 0.1]),
+    st.booleans(),
 )
 def test_playing_one_of_alike_ranks_is_exact(
     pipeline: tuple[str, int, int, int],
@@ -224,6 +249,7 @@ def test_playing_one_of_alike_ranks_is_exact(
     slow: dict[int, float],
     deaths_s: dict[int, float],
     jitter: float,
+    overlap: bool,
 ) -> None:
     _, num_ranks, _, chunks = pipeline
     mesh = Mesh.of(**{axis: {"pp": num_ranks, "dp": 2, "tp": 2}[axis] for axis in order})
@@ -235,9 +261,9 @@ def test_playing_one_of_alike_ranks_is_exact(
     step = work(num_ranks * chunks, pieces=pieces, after=after, sent_up_bytes=30, saved_bytes=1, workspace_bytes=1)
     schedule = full(build(*pipeline))
     faults = Faults(slow=slow, jitter=jitter, deaths_s=deaths_s)
+    slow_links = cluster(4, 8, alpha_s=0.1, beta_s_per_byte=2e-4)
     folded, unfolded = (
-        play(schedule, step, mesh, cluster(4, 8, alpha_s=0.1, beta_s_per_byte=2e-4), faults=faults, fold=fold)
-        for fold in (True, False)
+        play(schedule, step, mesh, slow_links, overlap=overlap, faults=faults, fold=fold) for fold in (True, False)
     )
     assert folded.trace() == unfolded.trace()
     assert folded.halted == unfolded.halted

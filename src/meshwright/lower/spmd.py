@@ -322,8 +322,8 @@ class Lowering:
         separate(self.graph, written)
         write_into_buckets(self.graph)
         reuse_memory(self.graph)
-        if turn is not None and self.ir.gradients:
-            forward = [node for node in self.graph.nodes if node.meta.get("backward") is False]
+        forward = [node for node in self.graph.nodes if node.meta.get("backward") is False]
+        if turn is not None and self.ir.gradients and forward:
             with self.graph.inserting_after(forward[-1]):
                 self.graph.call_function(turn)
         self.graph.lint()

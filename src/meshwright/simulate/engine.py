@@ -7,7 +7,7 @@ from functools import partial
 from operator import itemgetter
 
 from meshwright.cost.work import Communicate, Work
-from meshwright.errors import ScheduleError
+from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, Schedule
@@ -27,6 +27,7 @@ def simulate(
     mesh: Mesh,
     cluster: Cluster,
     *,
+    overlap: bool = True,
     contention: bool = False,
     faults: Faults | None = None,
     ranks: Iterable[int] | None = None,
@@ -35,7 +36,7 @@ def simulate(
 
     ``ranks``: of which to tell (default: all). The clock starts at 0 s.
     """
-    return play(schedule, work, mesh, cluster, contention=contention, faults=faults).trace(ranks)
+    return play(schedule, work, mesh, cluster, overlap=overlap, contention=contention, faults=faults).trace(ranks)
 
 
 def play(
@@ -44,6 +45,7 @@ def play(
     mesh: Mesh,
     cluster: Cluster,
     *,
+    overlap: bool = True,
     contention: bool = False,
     faults: Faults | None = None,
     fold: bool = True,
@@ -55,17 +57,26 @@ def play(
     Collectives and messages take what ``cost.collective`` says, which is for all groups of an axis at once, and do not
     slow each other. With ``contention`` they share the links of the cluster's levels (``network.Links``).
 
+    Without ``overlap`` no hardware communicates beside a rank, as on CPUs whose ranks copy and add themselves: a send
+    keeps the rank as long as the message takes, and a collective takes its time when it is waited for.
+
     Ranks that nothing tells apart (replicas on dp and tp, where none is slow) are played once (``fold.classes``, which
     says why that is exact); not with ``contention``, where each is played.
 
     Raises:
         ScheduleError: the ranks come to a halt (a deadlock, collectives that do not match, a wait for what was never
             started), or schedule and work do not belong together.
-        LayoutError: mesh, schedule and faults do not belong together.
+        LayoutError: mesh, schedule and faults do not belong together; ``contention`` without ``overlap``.
         ClusterError: the cluster is too small, or has unlike units and ``contention`` is asked for.
     """
     faults = faults or Faults()
     faults.check(mesh.world_size)
+    if contention and not overlap:
+        raise LayoutError(
+            "ranks that communicate themselves share no links with what they do besides",
+            where="simulate",
+            remedy="ask for contention with overlap, or for neither",
+        )
     fabric = Fabric(cluster, mesh)
     played = programs(schedule, work, fabric)
     colors: list[tuple[float, ...]] = faults.colors(mesh.world_size)
@@ -74,7 +85,7 @@ def play(
     axes = {op.piece.axis for one in played for entry in one.entries for op in entry.ops if isinstance(op, Meet)}
     folded = classes(mesh, sorted(axes), colors)
     links = Links(fabric) if contention else None
-    return Played(mesh, folded, _Engine(mesh, folded, played, faults, links).run())
+    return Played(mesh, folded, _Engine(mesh, folded, played, faults, links, overlap).run())
 
 
 class Timeline:
@@ -130,12 +141,12 @@ class Played:
 
 
 class _Meeting:
-    """A collective of one group: who has come, and when it starts and ends."""
+    """A collective of one group: who has come, and when it starts and ends (without overlap: may start)."""
 
-    __slots__ = ("end_s", "members", "names", "piece", "start_s")
+    __slots__ = ("end_s", "names", "piece", "seconds", "start_s")
 
-    def __init__(self, members: tuple[int, ...], piece: Communicate) -> None:
-        self.members, self.piece = members, piece
+    def __init__(self, piece: Communicate, seconds: float) -> None:
+        self.piece, self.seconds = piece, seconds
         self.names: dict[int, str] = {}
         self.start_s = 0.0
         self.end_s = math.inf
@@ -179,9 +190,10 @@ class _Engine:
     anything earlier, because all wait for ends that are later still."""
 
     def __init__(
-        self, mesh: Mesh, folded: Classes, played: tuple[Program, ...], faults: Faults, links: Links | None
-    ) -> None:
-        self._mesh, self._folded, self._links = mesh, folded, links
+        self, mesh: Mesh, folded: Classes, played: tuple[Program, ...], faults: Faults, links: Links | None,
+        overlap: bool,
+    ) -> None:  # fmt: skip
+        self._folded, self._links, self._overlap = folded, links, overlap
         stages = [mesh.coordinates(rank).get("pp", 0) for rank in folded.first]
         self._ranks = [_Rank(played[stage], faults, rank) for stage, rank in zip(stages, folded.first, strict=True)]
         self._arrivals: dict[_MessageKey, float] = {}
@@ -236,17 +248,27 @@ class _Engine:
                     return self._stop(one, rank, rank.death_s, place, op, None, None)
                 elif isinstance(piece, Post):
                     self._post(one, piece, label, now)
+                    if not self._overlap:
+                        spans.append((WAIT, label, now, now + piece.seconds, 0, 0.0))
+                        now += piece.seconds
                 elif isinstance(piece, Meet):
                     self._come(one, rank, piece, now)
                 else:
                     meeting = self._meeting(one, rank, piece, label)
-                    if meeting.end_s == math.inf or meeting.end_s > rank.death_s:
-                        known = None if meeting.end_s == math.inf else meeting.end_s
+                    end = meeting.end_s
+                    if not self._overlap and end < math.inf:
+                        end = max(now, end) + meeting.seconds
+                    if end > rank.death_s or end == math.inf:
+                        known = None if meeting.end_s == math.inf else end
                         return self._stop(one, rank, now, place, op, meeting, known)
                     del rank.open[piece.key]
-                    if meeting.end_s > now:
-                        spans.append((WAIT, meeting.names[one], now, meeting.end_s, 0, 0.0))
-                        now = meeting.end_s
+                    if not self._overlap:
+                        spans.append(
+                            (COMMUNICATION, meeting.names[one], end - meeting.seconds, end, meeting.piece.bytes, 0.0)
+                        )
+                    if end > now:
+                        spans.append((WAIT, meeting.names[one], now, end, 0, 0.0))
+                        now = end
                 op += 1
             if workspace or dying:
                 rank.bytes -= dying
@@ -292,7 +314,7 @@ class _Engine:
         key = (axis, members, number)
         meeting = self._meetings.get(key)
         if meeting is None:
-            meeting = self._meetings[key] = _Meeting(members, piece.piece)
+            meeting = self._meetings[key] = _Meeting(piece.piece, piece.seconds)
         theirs, mine = meeting.piece, piece.piece
         if (theirs.collective, theirs.bytes) != (mine.collective, mine.bytes):
             raise ScheduleError(
@@ -307,14 +329,14 @@ class _Engine:
         if len(meeting.names) < len(members):
             return
         if self._links is None:
-            self._meet(meeting, key, meeting.start_s + piece.seconds)
+            self._meet(meeting, key, meeting.start_s + (piece.seconds if self._overlap else 0.0))
         else:
             flows = self._links.collective(mine.collective, mine.bytes, members)
             self._links.start(partial(self._meet, meeting, key), meeting.start_s, flows)
 
     def _meet(self, meeting: _Meeting, key: _MeetingKey, end_s: float) -> None:
         meeting.end_s = end_s
-        for one, name in meeting.names.items():
+        for one, name in meeting.names.items() if self._overlap else ():
             span = (COMMUNICATION, name, meeting.start_s, end_s, meeting.piece.bytes, 0.0)
             self._ranks[one].timeline.spans.append(span)
         del self._meetings[key]
