@@ -46,7 +46,7 @@ def work_of(num_stages: int, scale: float) -> Work:
     """Uneven stages of tens of milliseconds times ``scale``, and gradients that are reduced beside other computing."""
     stages = []
     for stage in range(num_stages):
-        forward = (20e-3 + 2e-3 * (stage % 3)) * scale * RANKS / num_stages
+        forward = (20e-3 + 2e-3 * (stage % 3)) * scale
         stages.append(
             StageWork(
                 pieces={
