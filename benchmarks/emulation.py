@@ -5,6 +5,7 @@ their predicted time, so that 8 ranks run on 2 cores. A busy machine wakes sleep
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -95,7 +96,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()
     rows, missed = [], False
-    print(f"p = {RANKS}, m = {MICROBATCHES}, {RANKS} processes, devices and links emulated")
+    print(
+        f"p = {RANKS}, m = {MICROBATCHES}, {RANKS} processes on {launch.num_cores()} cores, devices and links emulated; "
+        f"load before: {os.getloadavg()[0]:.1f}"
+    )
     for name, chunks in SCHEDULES:
         schedule = add_reduction(add_communication(build(name, RANKS, MICROBATCHES, chunks)))
         work = work_of(RANKS * chunks, options.scale)
