@@ -97,7 +97,7 @@ def main() -> int:
     options = parser.parse_args()
     rows, missed = [], False
     print(
-        f"p = {RANKS}, m = {MICROBATCHES}, {RANKS} processes on {launch.num_cores()} cores, devices and links emulated; "
+        f"p = {RANKS}, m = {MICROBATCHES}, {RANKS} processes on {launch.num_cores()} cores, all emulated; "
         f"load before: {os.getloadavg()[0]:.1f}"
     )
     for name, chunks in SCHEDULES:
