@@ -5,6 +5,7 @@ their predicted time, so that 8 ranks run on 2 cores. A busy machine wakes sleep
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -46,7 +47,7 @@ def work_of(num_stages: int, scale: float) -> Work:
     """Uneven stages of tens of milliseconds times ``scale``, and gradients that are reduced beside other computing."""
     stages = []
     for stage in range(num_stages):
-        forward = (20e-3 + 2e-3 * (stage % 3)) * scale * RANKS / num_stages
+        forward = (20e-3 + 2e-3 * (stage % 3)) * scale
         stages.append(
             StageWork(
                 pieces={
@@ -95,7 +96,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()
     rows, missed = [], False
-    print(f"p = {RANKS}, m = {MICROBATCHES}, {RANKS} processes, devices and links emulated")
+    print(
+        f"p = {RANKS}, m = {MICROBATCHES}, {RANKS} processes on {launch.num_cores()} cores, all emulated; "
+        f"load before: {os.getloadavg()[0]:.1f}"
+    )
     for name, chunks in SCHEDULES:
         schedule = add_reduction(add_communication(build(name, RANKS, MICROBATCHES, chunks)))
         work = work_of(RANKS * chunks, options.scale)

@@ -70,7 +70,8 @@ def exchange(group: dist.ProcessGroup) -> Exchange:
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:
     """Messages to and from other ranks of the world, by rank; each of them must ask for this rank's in its own call."""
-    if not (wanted := set(peers)):
+    wanted = set(peers)
+    if not wanted:
         return {}
     world = dist.group.WORLD
     assert world is not None

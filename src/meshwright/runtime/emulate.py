@@ -53,7 +53,7 @@ def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int)
         )
     rank = dist.get_rank() if world_size > 1 else 0
     _wake_in_time()
-    group = axis_groups(Mesh.of(pp=world_size), rank).get("pp")
+    group = axis_groups(Mesh.of(pp=world_size), rank)["pp"] if world_size > 1 else None
     device = _Device(group)
     mine = sorted({action.stage for action in schedule.ranks[rank]})
     executor = _executor(stages, schedule, rank, mine, device)
@@ -203,9 +203,11 @@ def _transfers(names: list[str]) -> list[Transfer]:
 def _waiting(
     doings: Sequence[Doing], stage: int, made: list[float], device: _Device
 ) -> Callable[[list[Any]], list[Any]]:
+    results = [torch.full((1,), seconds, dtype=torch.float64) for seconds in made]
+
     def function(values: list[Any]) -> list[Any]:
         values.clear()
         device.do(doings, stage)
-        return [torch.full((1,), seconds, dtype=torch.float64) for seconds in made]
+        return results
 
     return function
