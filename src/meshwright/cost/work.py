@@ -1,0 +1,62 @@
+"""What a step consists of on every stage, with its costs: the simulator plays it, an emulated device waits it."""
+
+from typing import Literal
+
+import msgspec
+
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+
+
+class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="compute"):
+    """Kernels that run one after the other on a rank's compute stream, ``seconds`` in all."""
+
+    what: str
+    seconds: float
+    flops: float = 0.0
+    bytes: int = 0
+
+
+class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="communicate"):
+    """A collective along a mesh axis of ``bytes`` (the whole vector, as ``cost.collective.Network`` counts them). It
+    starts when every rank of its group has come to it. ``blocking``: what follows waits for its end; else ``Wait``."""
+
+    what: str
+    collective: Collective
+    axis: str
+    bytes: int
+    blocking: bool = True
+
+
+class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):
+    """Wait for the end of the ``Communicate`` of the same name that was not blocking."""
+
+    what: str
+
+
+Piece = Compute | Communicate | Wait
+
+
+class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One stage on one rank: what each kind of action does for one micro-batch, what crosses the borders, what lives.
+
+    ``pieces`` is by kind of action (``F``, ``B``, ``I``, ``W``, and once a step ``REDUCE_GRAD``); ``before`` and
+    ``after`` surround the schedule (prologue; joined gradients, clipping, optimizer). Bytes are of one rank:
+    ``sent_up_bytes`` per micro-batch to the next stage, ``saved_bytes`` alive from a micro-batch's forward until its
+    last backward action, ``held_bytes`` the whole step (parameters, gradients, optimizer state, buckets, inputs),
+    ``workspace_bytes`` at most during one action.
+    """
+
+    pieces: dict[str, tuple[Piece, ...]]
+    before: tuple[Piece, ...] = ()
+    after: tuple[Piece, ...] = ()
+    sent_up_bytes: int = 0
+    sent_down_bytes: int = 0
+    saved_bytes: int = 0
+    held_bytes: int = 0
+    workspace_bytes: int = 0
+
+
+class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stages of a step, from the first to the last."""
+
+    stages: tuple[StageWork, ...]
