@@ -1,6 +1,7 @@
 """Communication: the seconds of collectives and messages between ranks, by level, group size and bytes."""
 
 import math
+from itertools import pairwise
 
 import msgspec
 
@@ -25,12 +26,17 @@ class Network:
     one box share its links (``Level.shared_beta_s_per_byte``).
 
     ``bytes`` is the whole vector: what each rank holds before an all-reduce, a reduce-scatter or an all-to-all, and
-    after an all-gather.
+    after an all-gather or a broadcast. What the cluster's file has measured is taken from there, between its sizes in
+    proportion: of several algorithms the fastest, for a group of as many ranks at the level that joins them.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.start_s = START_S if cluster.device.kind != "cpu" else 0.0
         self._levels = cluster.levels
+        self._measured: dict[tuple[str, str, int], dict[str, list[tuple[float, float]]]] = {}
+        for row in cluster.collectives:
+            tables = self._measured.setdefault((row.operation, row.level, row.ranks), {})
+            tables.setdefault(row.algorithm, []).append((row.bytes, row.time_s))
         self._sizes = tuple(math.prod(level.fan_out for level in cluster.levels[: i + 1]) for i in range(self._depth))
 
     @property
@@ -41,6 +47,8 @@ class Network:
         """Ring or tree, whichever is faster (Thakur et al. 2005; the tree as in NCCL, pipelined over its depth)."""
         if group.size < 2:
             return 0.0
+        if (measured := self._table_s("all_reduce", num_bytes, group)) is not None:
+            return measured
         ring, tree, beta = self._path(group)
         wire = 2 * (group.size - 1) / group.size * num_bytes
         return self.start_s + 2 * min(ring, tree) + wire * beta
@@ -49,17 +57,32 @@ class Network:
         """Ring."""
         if group.size < 2:
             return 0.0
+        if (measured := self._table_s("reduce_scatter", num_bytes, group)) is not None:
+            return measured
         ring, _, beta = self._path(group)
         return self.start_s + ring + (group.size - 1) / group.size * num_bytes * beta
 
     def all_gather_s(self, num_bytes: float, group: Group) -> float:
         """Ring; the mirror image of the reduce-scatter."""
+        if group.size > 1 and (measured := self._table_s("all_gather", num_bytes, group)) is not None:
+            return measured
         return self.reduce_scatter_s(num_bytes, group)
+
+    def broadcast_s(self, num_bytes: float, group: Group) -> float:
+        """Binomial tree: every rank that has the vector sends it on."""
+        if group.size < 2:
+            return 0.0
+        if (measured := self._table_s("broadcast", num_bytes, group)) is not None:
+            return measured
+        _, tree, beta = self._path(group)
+        return self.start_s + tree + math.ceil(math.log2(group.size)) * num_bytes * beta
 
     def all_to_all_s(self, num_bytes: float, group: Group) -> float:
         """Pairwise: each rank sends its part to every other, over the level that joins the two."""
         if group.size < 2:
             return 0.0
+        if (measured := self._table_s("all_to_all", num_bytes, group)) is not None:
+            return measured
         seconds, before = self.start_s, 1
         for level, inside, unit in self._members(group):
             sent = num_bytes * (inside - before) / group.size
@@ -69,9 +92,19 @@ class Network:
 
     def send_s(self, num_bytes: float, stride: int) -> float:
         """A message to the rank ``stride`` further, while all ranks of a unit send theirs."""
+        if (measured := self._table_s("send", num_bytes, Group(2, stride))) is not None:
+            return measured
         for level, _, unit in self._members(Group(2, stride)):
             return level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit)
         return 0.0
+
+    def _table_s(self, operation: str, num_bytes: float, group: Group) -> float | None:
+        """What was measured, by the fastest algorithm; None where nothing was."""
+        members = self._members(group) if self._measured else []
+        if len(members) != 1:  # a group over several levels is not what a row tells of
+            return None
+        tables = self._measured.get((operation, members[0][0].name, group.size), {})
+        return min((_between(rows, num_bytes) for rows in tables.values()), default=None)
 
     def _members(self, group: Group) -> list[tuple[Level, int, int]]:
         """By level that the group crosses: how many of its members are inside one unit made up by that level, and how
@@ -101,3 +134,14 @@ class Network:
             beta = max(beta, shared / (1 - SHORT_RING / inside**2) if unit == 1 else shared)
             before = inside
         return ring, tree, beta
+
+
+def _between(rows: list[tuple[float, float]], num_bytes: float) -> float:
+    """Seconds at ``num_bytes``: straight lines through measured (bytes, seconds); beyond the last, at its rate."""
+    points = sorted(rows)
+    if num_bytes <= points[0][0] or len(points) == 1:
+        return points[0][1] * max(1.0, num_bytes / max(1.0, points[0][0]))
+    for (low, least), (high, most) in pairwise(points):
+        if num_bytes <= high:
+            return least + (most - least) * (num_bytes - low) / (high - low)
+    return points[-1][1] * num_bytes / points[-1][0]

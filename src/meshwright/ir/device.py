@@ -8,6 +8,7 @@ import msgspec
 
 from meshwright.errors import ClusterError
 from meshwright.ir.files import did_you_mean
+from meshwright.ir.kind import KINDS
 
 PEAK_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
 """The keys that ``Device.peak_flops_per_s`` may have; ``tfloat32`` is float32 rounded by the matrix unit."""
@@ -34,11 +35,22 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     launch_s: float = 51e-6
 
 
+class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """How a device works when ``ranks`` devices of its box work at once, each with ``threads`` threads: its efficiency
+    curves then, by kind, as fractions of the peak of all its threads, and the seconds from one kernel to the next."""
+
+    threads: int = 1
+    ranks: int = 1
+    kernel_s: float = 0.0
+    efficiency: dict[str, Curve] = {}
+
+
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One device: what holds a rank (a GPU, a chip; on CPU a core).
 
     ``peak_flops_per_s`` is dense, by dtype name (``PEAK_DTYPES``). ``efficiency`` gives, by kind of operator, rising
-    ``[size, fraction of the peak]`` points; a size is FLOPs for what computes and bytes for what is bound by memory.
+    ``[size, fraction of the peak]`` points; a size is FLOPs for what computes and bytes for what is bound by memory
+    (``ir/kind.py``). ``conditions`` say what else was measured: more threads, all devices of the box at work.
     ``kernels`` says what the closed-form estimates need beyond that.
     """
 
@@ -48,6 +60,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: dict[str, float]
     efficiency: dict[str, Curve] = {}
+    conditions: tuple[Condition, ...] = ()
     kernels: Kernels | None = None
     source: str = ""
 
@@ -60,6 +73,28 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 remedy=f"use {' or '.join(self.peak_flops_per_s)}, or add {dtype!r} to the device's peak_flops_per_s",
             )
         return self.peak_flops_per_s[dtype]
+
+    def under(self, *, ranks: int = 1, threads: int = 1) -> "Device":
+        """The device as it was measured nearest to ``ranks`` of its box working at once, with ``threads`` threads each
+        (the same, where nothing but itself was measured). Its peaks are then those of all its threads; curves that were
+        not measured stay as they are."""
+        alone = Condition(efficiency=self.efficiency, kernel_s=self.kernels.kernel_s if self.kernels else 0.0)
+        nearest = min(
+            (alone, *self.conditions),
+            key=lambda one: (abs(math.log(one.threads / threads)), abs(math.log(one.ranks / ranks))),
+        )
+        if nearest is alone:
+            return self
+        kernels = self.kernels
+        if kernels is not None and nearest.kernel_s:
+            kernels = msgspec.structs.replace(kernels, kernel_s=nearest.kernel_s)
+        return msgspec.structs.replace(
+            self,
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s * nearest.threads,
+            peak_flops_per_s={dtype: peak * nearest.threads for dtype, peak in self.peak_flops_per_s.items()},
+            efficiency=self.efficiency | nearest.efficiency,
+            kernels=kernels,
+        )
 
     def efficiency_at(self, kind: str, size: float) -> float:
         """The fraction of the peak that an operator of this kind and size reaches: linear in log(size) between the
@@ -104,7 +139,25 @@ def check_device(device: Device, where: str) -> None:
                 remedy=f"{did_you_mean(dtype, PEAK_DTYPES)} known dtypes: {', '.join(PEAK_DTYPES)}".strip(),
             )
         check_quantity(peak, "peak_flops_per_s", f"{where}.peak_flops_per_s.{dtype}")
-    for kind, curve in device.efficiency.items():
+    for index, one in enumerate(device.conditions):
+        if one.threads < 1 or one.ranks < 1:
+            raise ClusterError(
+                f"{one.threads} threads on {one.ranks} ranks",
+                where=f"{where}.conditions[{index}]",
+                remedy="give 1 or more of both",
+            )
+        _check_curves(one.efficiency, f"{where}.conditions[{index}]")
+    _check_curves(device.efficiency, where)
+
+
+def _check_curves(efficiency: dict[str, Curve], where: str) -> None:
+    for kind, curve in efficiency.items():
+        if kind not in KINDS:
+            raise ClusterError(
+                f"unknown kind of operator {kind!r}",
+                where=f"{where}.efficiency",
+                remedy=f"{did_you_mean(kind, KINDS)} known kinds: {', '.join(KINDS)}".strip(),
+            )
         rising = all(low < high for low, high in pairwise([0.0, *(size for size, _ in curve)]))
         if not curve or not rising or not all(0 < fraction <= 1 for _, fraction in curve):
             raise ClusterError(

@@ -1,13 +1,12 @@
 """One graph whose nodes belong to phases -> a function for every phase; backward computes again what is not kept."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
-from meshwright.ir.plan import starred
+from meshwright.ir.recomputation import Recomputation
 from meshwright.lower.fuse import accumulate_products, reuse_memory
 from meshwright.lower.stage import BoxedFunction, boxed_function
 from meshwright.ops import collectives
@@ -18,7 +17,6 @@ _PHASES = ("prologue", "forward", "backward", "input", "weight", "reduce", "fini
 _LATE = ("backward", "input", "weight")
 _SAME = dict.fromkeys(("backward",), _LATE) | {"input": ("input", "backward"), "weight": ("weight", "backward")}
 """Phases that do not hand values to each other: a backward runs in one piece or in two."""
-_BLOCK = re.compile(r"^(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -29,32 +27,6 @@ class Phase:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     graph: fx.Graph
-
-
-@dataclass(frozen=True)
-class Recomputation:
-    """What backward computes again: ``names`` are operators, or blocks (``blocks.*``); ``modules`` are by operator."""
-
-    names: tuple[str, ...]
-    modules: dict[str, str]
-
-    def block(self, operator: str) -> str:
-        """The block that holds an operator (``blocks.3``), or nothing."""
-        found = _BLOCK.match(self.modules.get(operator, ""))
-        return found[0] if found else ""
-
-    def holds(self, operator: str) -> bool:
-        """Whether the operator's results are computed again."""
-        block = self.block(operator)
-        return (
-            starred(operator) in self.names
-            or operator in self.names
-            or (bool(block) and starred(block + ".").rstrip(".") in self.names)
-        )
-
-    def whole_block(self, operator: str) -> bool:
-        """Whether it is computed again as a part of its block, so that only what enters the block is kept."""
-        return starred(operator) not in self.names and operator not in self.names
 
 
 def partition(

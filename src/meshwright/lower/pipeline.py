@@ -29,9 +29,10 @@ from meshwright.ir.placement import (
     output_placements,
 )
 from meshwright.ir.plan import Plan
+from meshwright.ir.recomputation import Recomputation
 from meshwright.ir.stages import Cut, batch_border
 from meshwright.lower.fuse import fuse, propagate
-from meshwright.lower.partition import Recomputation, partition
+from meshwright.lower.partition import partition
 from meshwright.lower.program import Accumulator, Scalar, Slice, StageProgram, Transfer
 from meshwright.lower.spmd import Lowering, Value
 from meshwright.ops import collectives

@@ -7,7 +7,8 @@ import torch
 from torch import fx
 
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import REPLICATE, Partial, Placements, Shard
+from meshwright.ir.placement import Partial, Placements, Shard
+from meshwright.ir.resharding import moves
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -22,62 +23,30 @@ class Resharder:
     def __init__(self, emit: Emit, groups: dict[str, AxisGroup]) -> None:
         self._emit = emit
         self._groups = groups
-        self._order = list(groups)
 
     def steps(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements, owned: bool) -> Steps:
         """Reshard ``node`` (global ``shape``) from ``have`` to ``want``.
 
-        First Partials are reduced (scattered at once where that dim is wanted split), then shards are gathered,
-        the innermost axis first, then wanted parts are cut out, the outermost axis first. ``owned`` says that
-        nobody else reads the node's memory, so that it may be reduced in place.
+        The moves and their order are those of ``ir.resharding.moves``. ``owned`` says that nobody else reads the node's
+        memory, so that it may be reduced in place.
         """
-        now = {axis: placement for axis, placement in have.items() if placement != REPLICATE}
-        for axis in self._order:
-            source = now.get(axis)
-            if not isinstance(source, Partial) or want.get(axis) == source:
-                continue
-            target = want.get(axis, REPLICATE)
-            if isinstance(target, Shard) and source.op == "sum" and self._fits(axis, target, now):
-                node, now = yield from self._reduce_scatter(node, axis, source, target, now, shape)
-            else:
+        sizes = {axis: group.size for axis, group in self._groups.items()}
+        for move in moves(have, want, sizes):
+            group, placement, before = self._groups[move.axis], move.placement, move.before
+            if isinstance(placement, Partial):
                 if not owned:
                     node = self._emit(aten.clone.default, node)
-                    owned = True
-                group = self._groups[axis]
-                node = self._emit(collectives.ALL_REDUCE, node, source.op, group.name, group.algorithm)
+                node = self._emit(collectives.ALL_REDUCE, node, placement.op, group.name, group.algorithm)
                 yield
                 node = self._emit(collectives.WAIT, node)
-                del now[axis]
-            owned = True
-        for axis in reversed(self._order):
-            source = now.get(axis)
-            if isinstance(source, Shard) and (want.get(axis) != source or self._regather(axis, now, want)):
-                node, now = yield from self._all_gather(node, axis, source, now, shape)
-        for axis in self._order:
-            wanted = want.get(axis)
-            if isinstance(wanted, Shard) and now.get(axis) != wanted:
-                node = self._slice(node, axis, wanted, now, shape)
-                now = {**now, axis: wanted}
-        return node
-
-    def _regather(self, axis: str, now: Placements, want: Placements) -> bool:
-        """Whether an outer axis begins or ceases to cut the same factor, which this inner axis would block."""
-        outer = self._order[: self._order.index(axis)]
-        return any((now.get(other) == now[axis]) != (want.get(other) == now[axis]) for other in outer)
-
-    def _fits(self, axis: str, target: Shard, now: Placements) -> bool:
-        """Whether the axis can cut as ``target`` beside what other axes cut now: on one dim, an inner factor must
-        begin where the parts of an outer one begin."""
-        for other, placement in now.items():
-            if other == axis or not isinstance(placement, Shard) or placement.dim != target.dim:
-                continue
-            if placement.outer <= target.outer:
-                outer, inner, size = placement.outer, target.outer, self._groups[other].size
+            elif move.kind == "reduce_scatter":
+                node = yield from self._reduce_scatter(node, move.axis, placement, move.after, shape)
+            elif move.kind == "all_gather":
+                node = yield from self._all_gather(node, move.axis, placement, before, shape)
             else:
-                outer, inner, size = target.outer, placement.outer, self._groups[axis].size
-            if inner % (outer * size):
-                return False
-        return True
+                node = self._slice(node, move.axis, placement, before, shape)
+            owned = True
+        return node
 
     def _blocks(self, axis: str, shard: Shard, now: Placements) -> int:
         """How many equal blocks this rank's dim holds around the cut: ``outer`` over what other axes took of it."""
@@ -99,7 +68,7 @@ class Resharder:
                 result[placement.dim] //= self._groups[axis].size
         return result
 
-    def _all_gather(self, node: fx.Node, axis: str, shard: Shard, now: Placements, shape: tuple[int, ...]) -> Any:
+    def _all_gather(self, node: fx.Node, axis: str, shard: Shard, now: Placements, shape: tuple[int, ...]) -> Steps:
         group = self._groups[axis]
         local = self._local(shape, now)
         blocks = self._blocks(axis, shard, now)
@@ -115,13 +84,13 @@ class Resharder:
             # [parts, lead, blocks, block, tail] -> [lead, blocks, parts, block, tail]
             node = self._emit(aten.view.default, node, [group.size, lead * blocks, -1])
             node = self._emit(aten.transpose.int, node, 0, 1)
-        return self._emit(aten.reshape.default, node, whole), rest
+        return self._emit(aten.reshape.default, node, whole)
 
     def _reduce_scatter(
-        self, node: fx.Node, axis: str, source: Partial, target: Shard, now: Placements, shape: tuple[int, ...]
-    ) -> Any:
+        self, node: fx.Node, axis: str, target: Shard, after: Placements, shape: tuple[int, ...]
+    ) -> Steps:
         group = self._groups[axis]
-        rest = {other: placement for other, placement in now.items() if other != axis}
+        rest = {other: placement for other, placement in after.items() if other != axis}
         blocks = self._blocks(axis, target, rest)
         local = self._local(shape, rest)
         lead = 1
@@ -129,11 +98,10 @@ class Resharder:
             lead *= size
         node = self._emit(aten.reshape.default, node, [lead * blocks, group.size, -1])
         node = self._emit(aten.transpose.int, node, 0, 1)
-        node = self._emit(collectives.REDUCE_SCATTER, node, source.op, group.name, group.size, group.algorithm)
+        node = self._emit(collectives.REDUCE_SCATTER, node, "sum", group.name, group.size, group.algorithm)
         yield
         node = self._emit(collectives.WAIT, node)
-        after = {**rest, axis: target}
-        return self._emit(aten.reshape.default, node, self._local(shape, after)), after
+        return self._emit(aten.reshape.default, node, self._local(shape, after))
 
     def _slice(self, node: fx.Node, axis: str, target: Shard, now: Placements, shape: tuple[int, ...]) -> fx.Node:
         group = self._groups[axis]

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -69,11 +70,13 @@ def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Acti
     return ()
 
 
-def run(schedule: Schedule, costs: Costs) -> tuple[Times, ...]:
+def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[Times, ...]:
     """The times of the actions of every rank, as far as it comes: a rank with fewer times than actions waits for ever.
 
-    Receives block; sends do not. With v chunks every action takes 1/v of its cost.
+    Receives block; sends do not. With v chunks every action takes 1/v of its cost; a function gives the cost of each
+    action as it is.
     """
+    cost, chunks = (_by_kind(costs), schedule.num_chunks) if isinstance(costs, Costs) else (costs, 1)
     explicit = communicates(schedule)
     times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
     ends: dict[Action, float] = {}
@@ -90,8 +93,11 @@ def run(schedule: Schedule, costs: Costs) -> tuple[Times, ...]:
                 break
             start = max(times[rank][-1][1] if times[rank] else 0.0, *there, 0.0)
             # Whole costs are added, and divided by the number of chunks once: so whole numbers stay exact.
-            ends[action] = start + costs.of(action.kind)
+            ends[action] = start + cost(action)
             times[rank].append((start, ends[action]))
             ready.extend(waiting.pop(action, ()))
-    chunks = schedule.num_chunks
     return tuple(tuple((start / chunks, end / chunks) for start, end in each) for each in times)
+
+
+def _by_kind(costs: Costs) -> Callable[[Action], float]:
+    return lambda action: costs.of(action.kind)

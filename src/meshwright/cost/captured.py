@@ -1,0 +1,294 @@
+"""A captured graph under a plan -> its ``Work``: what every action of every stage computes, communicates and keeps."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from meshwright.cost.liveness import highest, last_reads
+from meshwright.cost.nodes import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, Node, StageNodes
+from meshwright.cost.operators import Cost, Rates
+from meshwright.cost.optimizer import SGD, OptimizerCost
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import ITEM_BYTES, Graph
+from meshwright.ir.plan import Plan
+from meshwright.ir.recomputation import Recomputation
+from meshwright.ir.stages import Cut, cut
+
+CHECK_KERNELS = 3
+"""Kernels that look whether the loss is finite."""
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that one rank of a stage holds for the whole step. Where a step runs in one piece its gradients come and go
+    with the activations, and are counted with those."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    inputs_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, name) for name in self.__struct_fields__)
+
+
+def step_work(
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    optimizer: OptimizerCost = SGD,
+    clips: bool = False,
+    threads: int = 1,
+) -> Work:
+    """The work of one training step of ``graph`` under ``plan`` on ``cluster``, whose devices have ``threads`` threads.
+
+    A plan without a pipeline is one stage. On a CPU every rank moves the bytes of its collectives itself, so that they
+    hide behind nothing: they block where they are awaited. Elsewhere they start as soon as there is something to send.
+
+    Raises:
+        PlanError: the graph cannot be cut as the plan says.
+    """
+    divided = cut(graph, plan.firsts)
+    return Work(
+        tuple(
+            _Stage(graph, plan, divided, stage, cluster, optimizer, clips, threads).work()
+            for stage in range(divided.num_stages)
+        )
+    )
+
+
+def stage_held(graph: Graph, plan: Plan, stage: int, cluster: Cluster, optimizer: OptimizerCost = SGD) -> Held:
+    """What ``held_bytes`` of a stage's work is made of."""
+    return _Stage(graph, plan, cut(graph, plan.firsts), stage, cluster, optimizer, False, 1).held()
+
+
+class _Stage:
+    def __init__(
+        self, graph: Graph, plan: Plan, divided: Cut, stage: int, cluster: Cluster, optimizer: OptimizerCost,
+        clips: bool, threads: int,
+    ) -> None:  # fmt: skip
+        at_once = max(1, min(plan.mesh.world_size, cluster.num_devices))
+        self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads))
+        self.blocking = cluster.device.kind == "cpu"
+        self.walk = StageNodes(graph, plan, divided, stage, self.rates)
+        self.graph, self.plan, self.divided, self.stage = graph, plan, divided, stage
+        self.optimizer, self.clips = optimizer, clips
+        modules = {one.name: one.module for one in graph.operators}
+        self.again = Recomputation(plan.stages[stage].recompute, modules)
+        self.by_phase: dict[str, list[Node]] = {}
+        self.readers: dict[Node, list[Node]] = {}
+        for node in self.walk.nodes:
+            self.by_phase.setdefault(node.phase, []).append(node)
+            for source in node.inputs:
+                self.readers.setdefault(source, []).append(node)
+        self.repeated: dict[Node, bool] = {}
+
+    def work(self) -> StageWork:
+        forward = self._of(FORWARD)
+        orders = {"F": forward, "B": self._late(self._of(BACKWARD))}
+        if not self.walk.whole:
+            inputs, weights = self._input_and_weight()
+            orders |= {"I": self._late(inputs), "W": self._late(weights)}
+        pieces = {kind: self._pieces(order, kind) for kind, order in orders.items()}
+        pieces["REDUCE_GRAD"] = self._pieces(self._of(REDUCE), "reduce")
+        saved = self._saved(orders["B"])
+        return StageWork(
+            pieces=pieces,
+            before=self._before(),
+            after=self._after(),
+            sent_up_bytes=sum(self.walk.parts.num_bytes(name, self.walk.border(name)) for name in self.walk.up),
+            sent_down_bytes=sum(self.walk.parts.num_bytes(name, self.walk.border(name)) for name in self.walk.down),
+            saved_bytes=sum(saved.values()),
+            held_bytes=self.held().total_bytes,
+            workspace_bytes=self._workspace(orders["F"], orders["B"], saved),
+        )
+
+    def _of(self, phase: str) -> list[Node]:
+        return self.by_phase.get(phase, [])
+
+    # --- what runs when ----------------------------------------------------------------------------------------------
+
+    def _late(self, nodes: list[Node]) -> list[Node]:
+        """With the forward nodes that are computed again, each before its first use."""
+        if not self.again.names:
+            return nodes
+        inside, done, order = set(nodes), set[Node](), list[Node]()
+
+        def place(node: Node) -> None:
+            if node in done or (node not in inside and not self._again(node)):
+                return
+            done.add(node)
+            for source in node.inputs:
+                place(source)
+            order.append(node)
+
+        for node in nodes:
+            place(node)
+        return order
+
+    def _again(self, node: Node) -> bool:
+        """Whether backward computes a forward node again (``lower/partition.py``: _computed_again)."""
+        if node.phase != FORWARD or node.returned or not self.again.holds(node.operator):
+            return False
+        if node not in self.repeated:
+            self.repeated[node] = False
+            if node.exchanges and node.early:
+                self.repeated[node] = all(self._again(source) for source in node.inputs)
+            elif self.again.whole_block(node.operator):
+                block = self.again.block(node.operator)
+                self.repeated[node] = all(
+                    self.again.block(reader.operator) == block for reader in self.readers.get(node, ())
+                )
+            else:
+                self.repeated[node] = True
+        return self.repeated[node]
+
+    def _input_and_weight(self) -> tuple[list[Node], list[Node]]:
+        """Backward in two: what the gradients that are sent depend on, and the rest."""
+        backward = self._of(BACKWARD)
+        inside, needed = set(backward), set[Node]()
+        pending = [self.walk.values[name].node for name in self.walk.down]
+        pending += [node for name in self.walk.down for node in self.walk.values[name].versions.values()]
+        while pending:
+            node = pending.pop()
+            if node in inside and node not in needed:
+                needed.add(node)
+                pending.extend(node.inputs)
+        return [node for node in backward if node in needed], [node for node in backward if node not in needed]
+
+    # --- pieces ------------------------------------------------------------------------------------------------------
+
+    def _pieces(self, order: Sequence[Node], what: str) -> tuple[Piece, ...]:
+        """Kernels between collectives become one piece."""
+        found: list[Piece] = []
+        pending = Cost()
+        place = {node: index for index, node in enumerate(order)}
+        starts: dict[int, list[Node]] = {}
+        ahead: set[Node] = set()
+        if not self.blocking:
+            for node in order:
+                ready = max((place.get(source, -1) for source in node.inputs), default=-1)
+                if node.early and node.exchanges and ready >= 0 and not node.cost.seconds:
+                    starts.setdefault(ready, []).append(node)
+                    ahead.add(node)
+
+        def flush() -> None:
+            nonlocal pending
+            if pending.seconds:
+                found.append(Compute(what, pending.seconds, pending.flops, pending.bytes))
+            pending = Cost()
+
+        def communicate(node: Node, first: int, blocking: bool) -> None:
+            flush()
+            for one in node.exchanges[first : None if blocking else first + 1]:
+                found.append(Communicate(one.what, one.kind, one.axis, one.bytes, blocking))  # type: ignore[arg-type]
+
+        for index, node in enumerate(order):
+            pending += node.cost
+            if node in ahead:
+                flush()
+                found.append(Wait(node.exchanges[0].what))
+                communicate(node, 1, blocking=True)
+            elif node.exchanges:
+                communicate(node, 0, blocking=True)
+            for waiting in starts.get(index, ()):
+                communicate(waiting, 0, blocking=False)
+        flush()
+        return tuple(found)
+
+    def _before(self) -> tuple[Piece, ...]:
+        zeroed = sum(self.walk.accumulators.values())
+        found = list(self._pieces(self._of(PROLOGUE), "prologue"))
+        if zeroed:
+            cost = self.rates.stream("pointwise", zeroed, len(self.walk.accumulators))
+            found.append(Compute("zeroing gradients", cost.seconds, 0.0, cost.bytes))
+        return tuple(found)
+
+    def _after(self) -> tuple[Piece, ...]:
+        found = list(self._pieces(self._of(FINISH), "finish"))
+        pipeline = self.plan.mesh.size("pp") if "pp" in self.plan.mesh.names else 1
+        if pipeline > 1:
+            for parameter, num_bytes in self.walk.accumulators.items():
+                owners = {stage % pipeline for stage in self.divided.owners.get(parameter, ())}
+                if len(owners) > 1:
+                    found.append(Communicate(f"gradient of {parameter} of all stages", "all_reduce", "pp", num_bytes))
+            found.append(Communicate("loss and metrics", "broadcast", "pp", 8 * (1 + len(self.graph.metrics))))
+        parameters = [
+            self.walk.parts.num_bytes(name, self.plan.storage(name)) for name in self._owned(self.graph.parameters)
+        ]
+        cost = Cost(CHECK_KERNELS * self.rates.kernel_s)
+        if self.clips:
+            for size in parameters:
+                cost += self.rates.stream("reduction", size)
+                cost += self.rates.stream("update", 2 * size)
+        each = self.optimizer
+        for size in parameters:
+            for _ in range(each.kernels):
+                cost += self.rates.stream("update", each.moved / each.kernels * size)
+        found.append(Compute("update", cost.seconds, cost.flops, cost.bytes))
+        return tuple(found)
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def held(self) -> Held:
+        parts, storage = self.walk.parts, self.plan.storage
+        parameters = sum(parts.num_bytes(name, storage(name)) for name in self._owned(self.graph.parameters))
+        trained = {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}
+        states = sum(
+            parts.num_bytes(name, storage(name)) for name in self._owned(self.graph.parameters) if name in trained
+        )
+        inputs = [self.graph.tensors[name] for name in self.graph.inputs]
+        return Held(
+            parameters_bytes=parameters,
+            gradients_bytes=sum(self.walk.accumulators.values()),
+            optimizer_bytes=states * self.optimizer.states,
+            buffers_bytes=sum(parts.num_bytes(name, {}) for name in self._owned(self.graph.buffers)),
+            inputs_bytes=sum(one.num_elements * ITEM_BYTES[one.dtype] for one in inputs),
+        )
+
+    def _owned(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if self.stage in self.divided.owners.get(name, (0,))]
+
+    def _saved(self, backward: Sequence[Node]) -> dict[str, int]:
+        """The memory, by storage, that a micro-batch's backward takes from its forward."""
+        inside, sizes = set(backward), self._sizes()
+        found: dict[str, int] = {}
+        for node in backward:
+            for source in node.inputs:
+                if source not in inside and source.phase in (FORWARD,):
+                    for storage in (*source.storages, *source.views):
+                        if storage in sizes and self._read(node, source, storage):
+                            found[storage] = sizes[storage]
+        return found
+
+    def _sizes(self) -> dict[str, int]:
+        """The bytes of what forward makes, by storage."""
+        return {key: size for node in self._of(FORWARD) for key, size in node.storages.items()}
+
+    def _read(self, node: Node, source: Node, storage: str) -> bool:
+        """Whether a node reads this of the several results of another."""
+        if len(source.storages) + len(source.views) == 1:
+            return True
+        operator = self._operators.get(node.operator)
+        if operator is None or node.early:
+            return True
+        return any(self.graph.tensors[name].storage == storage for name in operator)
+
+    @property
+    def _operators(self) -> dict[str, tuple[str, ...]]:
+        if not hasattr(self, "_inputs_of"):
+            self._inputs_of = {one.name: one.inputs for one in self.graph.operators}
+        return self._inputs_of
+
+    def _workspace(self, forward: Sequence[Node], backward: Sequence[Node], saved: dict[str, int]) -> int:
+        """The most that one action needs beyond what is saved of all micro-batches under way."""
+        total = sum(saved.values())
+        kept = set(saved) | {key for node in forward if node.returned for key in node.storages}
+        gradients = {key for node in backward if node.returned for key in (*node.storages, *node.views)}
+        rising = highest(forward, {}, kept, last_reads(forward))
+        falling = highest(backward, saved, gradients if self.walk.whole else set(), last_reads(backward))
+        return max(0, rising - total, falling - total)

@@ -1,0 +1,386 @@
+"""What one rank runs for one stage, as nodes with costs: operators, and the collectives between their placements.
+
+The walk is that of ``lower/spmd.py`` and ``lower/pipeline.py``, on sizes instead of tensors:
+
+    prologue   once a step       what depends on no parameter
+    forward    each micro-batch
+    backward   each micro-batch  its gradients are added up where there are stages or micro-batches
+    reduce     once a step       reductions of gradients
+    finish     once a step       loss and metrics
+"""
+
+from dataclasses import dataclass, field
+from math import prod
+
+from meshwright.cost.operators import Cost, Parts, Rates, operator_cost
+from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
+from meshwright.ir.kind import kind_of
+from meshwright.ir.layout import TIME
+from meshwright.ir.placement import Partial, Placements, Shard, local_shape, output_placements
+from meshwright.ir.plan import Plan
+from meshwright.ir.resharding import Move, moves
+from meshwright.ir.stages import Cut, batch_border
+
+STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
+_IN_PLACE = frozenset({
+    "aten.add", "aten.sub", "aten.mul", "aten.div", "aten.exp", "aten.neg", "aten.gelu_backward", "aten.tanh_backward",
+    "aten.sigmoid_backward", "aten.silu_backward", "aten.threshold_backward", "aten.scatter_add",
+    "meshwright.cross_entropy_backward",
+})  # fmt: skip
+"""Operators that write into an input that nobody reads again (``lower/fuse.py``: reuse_memory)."""
+_WRITES_INTO = frozenset({"aten.mm", "aten.add", "aten.sum"})
+"""Operators that compute a gradient where it is summed up, or in its bucket."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective over an axis, of ``bytes`` (the whole vector), over ranks that all come to it."""
+
+    what: str
+    kind: str
+    axis: str
+    bytes: int
+
+
+@dataclass(eq=False)
+class Node:
+    """Something that runs in one go: kernels, then collectives. ``storages`` are the memory that it makes, by key, with
+    bytes; ``early`` says that its collectives could start as soon as its input is made."""
+
+    what: str
+    phase: str
+    operator: str
+    cost: Cost
+    inputs: list["Node"] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    storages: dict[str, int] = field(default_factory=dict)
+    views: list[str] = field(default_factory=list)
+    early: bool = False
+    in_place: bool = False
+    returned: bool = False
+
+
+@dataclass
+class _Value:
+    node: Node
+    placements: Placements
+    phase: str
+    storage: str
+    versions: dict[tuple[tuple[str, object], ...], Node] = field(default_factory=dict)
+
+
+class StageNodes:
+    """Walks one stage. ``nodes`` come in the order in which they run, all phases together."""
+
+    def __init__(self, graph: Graph, plan: Plan, divided: Cut, stage: int, rates: Rates) -> None:
+        self.graph, self.plan, self.divided, self.stage, self.rates = graph, plan, divided, stage, rates
+        self.sizes = {axis: size for axis, size in plan.sizes(stage).items() if size > 1}
+        self.parts = Parts(graph, self.sizes)
+        self.whole = plan.whole_step
+        self.last = stage == divided.num_stages - 1
+        self.nodes: list[Node] = []
+        self.values: dict[str, _Value] = {}
+        self.accumulators: dict[str, int] = {}
+        self.gradients_made = 0
+        self.buckets_bytes = 0
+        self.up: list[str] = []
+        self.down: list[str] = []
+        self.strategies = {
+            name: {axis: choice for axis, choice in strategy.items() if axis in self.sizes}
+            for name, strategy in plan.strategies(graph).items()
+        }
+        self._producers = graph.producers()
+        self._readers = _storage_readers(graph)
+        self._consumers = graph.consumers()
+        self._walk()
+
+    # --- the walk --------------------------------------------------------------------------------------------------
+
+    def _walk(self) -> None:
+        self._given()
+        biased = self._fused_additions()
+        for operator in self._operators():
+            self._operator(operator, operator.name in biased)
+        self._borders()
+        if self.whole:
+            self._gradients_of_whole_step()
+        else:
+            self._gradients()
+        if self.last:
+            self._scalars()
+
+    def phase_of(self, operator: Operator) -> str:
+        """When an operator runs."""
+        return PROLOGUE if operator.prologue else BACKWARD if operator.name in self.divided.late else FORWARD
+
+    def _operators(self) -> list[Operator]:
+        """The stage's operators and the part of the prologue that they need, the prologue first."""
+        mine = [one for one in self.graph.operators if self.divided.stage_of.get(one.name) == self.stage]
+        needed = {name for operator in mine for name in operator.inputs}
+        needed |= {self.graph.loss, *self.graph.metrics.values()} if self.last else set()
+        prologue: list[Operator] = []
+        for operator in reversed(self.graph.operators):
+            if operator.prologue and (needed.intersection(operator.outputs) or self.whole):
+                prologue.append(operator)
+                needed.update(operator.inputs)
+        return [*reversed(prologue), *(one for one in mine if not one.prologue)]
+
+    def _given(self) -> None:
+        """What is there before the first operator."""
+        for name, tensor in self.graph.tensors.items():
+            if name in self._producers:
+                continue
+            placements = self.parts.known(self.plan.storage(name))
+            if tensor.kind == "input":
+                placements = self._batch_placements(name)
+            self._put(name, placements, Node(name, STEP, "", Cost()), STEP)
+        up, down = self.divided.received(self.stage)
+        for names, phase in ((up, FORWARD), (down, BACKWARD)):
+            for name in names:
+                border = self.border(name)
+                node = Node(name, phase, "received", Cost(), storages={name: self.parts.num_bytes(name, border)})
+                self.nodes.append(node)
+                self._put(name, border, node, phase)
+
+    def _batch_placements(self, name: str) -> Placements:
+        dp = self.sizes.get("dp", 1)
+        for dim, classes in enumerate(self.graph.tensors[name].dims):
+            divides = self.graph.tensors[name].shape[dim] % dp == 0
+            if dp > 1 and classes and self.graph.factor_classes[classes[0]].role == "batch" and divides:
+                return {"dp": Shard(dim)}
+        return {}
+
+    def border(self, name: str) -> Placements:
+        """How a tensor crosses borders: as it is made, but reduced over the mesh."""
+        maker = self._producers[name]
+        strategy = self.strategies[maker.name]
+        found = output_placements(maker.rule, strategy, maker.outputs.index(name)) if maker.rule else {}
+        kept = {axis: one for axis, one in found.items() if axis == TIME or isinstance(one, Shard)}
+        if self.plan.uneven:
+            over_time = {axis: one for axis, one in kept.items() if axis == TIME}
+            return batch_border(self.graph, name, self.sizes) | over_time
+        return self.parts.known(kept)
+
+    def _put(self, name: str, placements: Placements, node: Node, phase: str) -> None:
+        self.values[name] = _Value(node, placements, phase, self.graph.tensors[name].storage)
+
+    def _operator(self, operator: Operator, fused: bool) -> None:
+        strategy, phase = self.strategies[operator.name], self.phase_of(operator)
+        inputs = [
+            self._want(name, self.parts.wanted(operator, strategy, position), phase)
+            for position, name in enumerate(operator.inputs)
+        ]
+        cost = operator_cost(self.parts, self.rates, operator, strategy)
+        if fused:  # addmm writes the bias first, and adds the product to it
+            made = self.parts.num_bytes(operator.outputs[0], self.parts.made(operator, strategy, 0))
+            cost = self.rates.stream("pointwise", made)
+        base = ".".join(operator.target.split(".")[:2])
+        node = Node(operator.name, phase, operator.name, cost, inputs, in_place=base in _IN_PLACE)
+        for axis, factor in self.parts.decomposed(operator, strategy):
+            assert operator.rule is not None
+            for text in operator.rule.decompositions[factor]:
+                word, _, letters = text.partition(" ")
+                num_bytes = self.parts.letters_bytes(operator, strategy, letters)
+                gathers = word == "gather"
+                node.exchanges.append(
+                    Exchange(
+                        f"{operator.name} {text}",
+                        "all_gather" if gathers else "all_reduce",
+                        axis,
+                        num_bytes * (self.sizes[axis] if gathers else 1),
+                    )
+                )
+        self.nodes.append(node)
+        for index, name in enumerate(operator.outputs):
+            if name not in self.graph.tensors:
+                continue
+            placements = self.parts.made(operator, strategy, index)
+            storage = self.graph.tensors[name].storage
+            if storage == name:
+                node.storages[name] = self.parts.num_bytes(name, placements)
+            else:
+                node.views.append(storage)
+            self._put(name, placements, node, phase)
+
+    def _fused_additions(self) -> set[str]:
+        """Additions of a bias that become part of the product before them."""
+        found = set()
+        for operator in self.graph.operators:
+            if not operator.target.startswith("aten.add.Tensor") or len(operator.inputs) != 2:
+                continue
+            for name, other in (operator.inputs, operator.inputs[::-1]):
+                root = self._product_behind(name)
+                vector = len(self.graph.tensors[other].shape) == 1
+                if root is None or not vector or len(self._consumers.get(name, ())) != 1:
+                    continue
+                made = self.parts.made(root, self.strategies[root.name], 0)
+                if not any(isinstance(one, Partial) for axis, one in made.items() if axis != TIME):
+                    found.add(operator.name)
+        return found
+
+    def _maker(self, name: str) -> Operator | None:
+        """What computes a tensor, behind its views."""
+        maker = self._producers.get(name)
+        while maker is not None and maker.bytes == 0 and maker.inputs:
+            maker = self._producers.get(maker.inputs[0])
+        return maker
+
+    def _product_behind(self, name: str) -> Operator | None:
+        maker = self._producers.get(name)
+        return maker if maker is not None and kind_of(maker) == "matmul" else None
+
+    # --- placements --------------------------------------------------------------------------------------------------
+
+    def _want(self, name: str, wanted: Placements, phase: str) -> Node:
+        """The node that gives a value as it is wanted; what resharding costs is a node of its own."""
+        value = self.values[name]
+        stepwise = value.phase in (STEP, PROLOGUE)
+        if stepwise:  # whole in time: parts of it are views
+            wanted = {axis: one for axis, one in wanted.items() if axis != TIME}
+        have = {axis: one for axis, one in value.placements.items() if not (stepwise and axis == TIME)}
+        sizes = {axis: size for axis, size in self.sizes.items() if not (stepwise and axis == TIME)}
+        steps = [move for move in moves(have, wanted, sizes) if move.axis != TIME]
+        if not steps:
+            return value.node
+        key = tuple(sorted(wanted.items()))
+        if key not in value.versions:
+            value.versions[key] = self._reshard(name, value, steps, PROLOGUE if stepwise else phase)
+        return value.versions[key]
+
+    def _reshard(self, name: str, value: _Value, steps: list[Move], phase: str) -> Node:
+        node = Node(f"{name} resharded", phase, value.node.operator, Cost(), [value.node], early=True)
+        owned = self._readers.get(value.storage, 0) <= 1 and value.phase not in (STEP,) and not value.versions
+        tensor = self.graph.tensors[name]
+        stream = self.rates.stream
+        fresh = 0
+        for number, move in enumerate(steps):
+            before, after = (self._bytes(tensor.shape, tensor.dtype, one) for one in (move.before, move.after))
+            what = f"{name} to {move.axis} #{number}"
+            if move.kind == "slice":
+                continue
+            node.exchanges.append(Exchange(what, move.kind, move.axis, max(before, after)))
+            if move.kind == "all_reduce" and not owned:
+                node.cost += stream("copy", 2 * before)
+            inner = isinstance(move.placement, Shard) and (move.placement.dim > 0 or move.placement.outer > 1)
+            if move.kind != "all_reduce" and inner:  # parts are put in order
+                node.cost += stream("copy", 2 * max(before, after))
+            if move.kind != "all_reduce" or not owned:
+                fresh = after
+            owned = True
+        if fresh:
+            node.storages[f"{name} resharded"] = fresh
+        else:
+            node.views.append(value.storage)
+        self.nodes.append(node)
+        return node
+
+    def _bytes(self, shape: tuple[int, ...], dtype: str, placements: Placements) -> int:
+        return prod(local_shape(shape, self.parts.known(placements), self.sizes)) * ITEM_BYTES[dtype]
+
+    # --- borders, gradients, scalars ---------------------------------------------------------------------------------
+
+    def _borders(self) -> None:
+        up, down = self.divided.sent(self.stage)
+        for names, phase, found in ((up, FORWARD, self.up), (down, BACKWARD, self.down)):
+            for name in names:
+                self._want(name, self.border(name), phase).returned = phase == BACKWARD
+                found.append(name)
+
+    def _bucketed(self) -> dict[str, int]:
+        return {
+            parameter: index
+            for index, bucket in enumerate(self.plan.buckets)
+            if bucket.axis in self.sizes
+            for parameter in bucket.parameters
+        }
+
+    def _gradients_of_whole_step(self) -> None:
+        """Buckets are filled while gradients are made; what else must be reduced is reduced one by one."""
+        bucketed = self._bucketed()
+        gradients = {entry.parameter: entry.gradient for entry in self.graph.gradients if entry.gradient is not None}
+        for parameter, gradient in gradients.items():
+            value = self.values[gradient]
+            value.node.returned = True
+            if parameter not in bucketed:
+                want = self.parts.known(self.plan.storage(parameter))
+                self._want(gradient, want, BACKWARD).returned = True
+        for index, bucket in enumerate(self.plan.buckets):
+            if bucket.axis not in self.sizes:
+                continue
+            copied = 0
+            for parameter in bucket.parameters:
+                maker = self._maker(gradients[parameter])
+                if maker is None or ".".join(maker.target.split(".")[:2]) not in _WRITES_INTO:
+                    copied += 2 * self.parts.num_bytes(parameter, self.plan.storage(parameter))
+            sources = [self.values[gradients[parameter]].node for parameter in bucket.parameters]
+            node = Node(f"bucket {index}", BACKWARD, "", self.rates.stream("pointwise", copied), sources, early=True)
+            node.exchanges.append(Exchange(f"bucket {index}", "all_reduce", bucket.axis, bucket.num_bytes))
+            node.returned = True
+            self.nodes.append(node)
+
+    def _gradients(self) -> None:
+        """Every micro-batch adds to its parameters' totals, which are reduced once a step."""
+        bucketed = self._bucketed()
+        for parameter, by_stage in self.divided.terms.items():
+            terms = by_stage.get(self.stage)
+            if not terms:
+                continue
+            storage = self.parts.known(self.plan.storage(parameter))
+            own = self.values[terms[0]].placements
+            placements = storage if len(terms) > 1 else {axis: one for axis, one in own.items() if axis != TIME}
+            total = self._bytes(self.graph.tensors[parameter].shape, self.graph.tensors[terms[0]].dtype, placements)
+            self.accumulators[parameter] = total
+            for name in terms:
+                made = self.values[name].placements
+                over_time = {TIME: made[TIME]} if TIME in made else {}
+                source = self._want(name, {**placements, **over_time}, BACKWARD)
+                maker = self._maker(name)
+                product = maker is not None and maker.target.startswith("aten.mm.")
+                cost = Cost() if product else self.rates.stream("pointwise", 3 * total)
+                node = Node(f"{parameter} summed up", BACKWARD, "", cost, [source], returned=True)
+                self.nodes.append(node)
+            if parameter not in bucketed:
+                self._reduce(parameter, placements, storage)
+        for index, bucket in enumerate(self.plan.buckets):
+            held = [parameter for parameter in bucket.parameters if parameter in self.accumulators]
+            if bucket.axis in self.sizes and held:
+                num_bytes = sum(self.accumulators[parameter] for parameter in held)
+                self.buckets_bytes += num_bytes
+                node = Node(f"bucket {index}", REDUCE, "", Cost(), early=True)
+                node.exchanges.append(Exchange(f"bucket {index}", "all_reduce", bucket.axis, num_bytes))
+                self.nodes.append(node)
+
+    def _reduce(self, parameter: str, have: Placements, want: Placements) -> None:
+        tensor = self.graph.tensors[parameter]
+        node = Node(f"gradient of {parameter}", REDUCE, "", Cost(), early=True)
+        for number, move in enumerate(moves(have, want, self.sizes)):
+            if move.kind != "slice":
+                size = max(self._bytes(tensor.shape, tensor.dtype, one) for one in (move.before, move.after))
+                node.exchanges.append(Exchange(f"gradient of {parameter} #{number}", move.kind, move.axis, size))
+        if node.exchanges:
+            self.nodes.append(node)
+
+    def _scalars(self) -> None:
+        """Loss and metrics, reduced over the mesh."""
+        phase = BACKWARD if self.whole else FINISH
+        for label, name in (("loss", self.graph.loss), *self.graph.metrics.items()):
+            value = self.values[name]
+            have = {axis: one for axis, one in value.placements.items() if axis != TIME}
+            item = ITEM_BYTES[self.graph.tensors[name].dtype]
+            node = Node(label, phase, "", Cost(), returned=True)
+            for number, move in enumerate(moves(have, {}, self.sizes)):
+                node.exchanges.append(Exchange(f"{label} #{number}", move.kind, move.axis, item))
+            if node.exchanges:
+                self.nodes.append(node)
+
+
+def _storage_readers(graph: Graph) -> dict[str, int]:
+    """How often the memory behind a tensor is read, other than by views of it."""
+    readers: dict[str, int] = {}
+    for operator in graph.operators:
+        made = {graph.tensors[output].storage for output in operator.outputs if output in graph.tensors}
+        for name in operator.inputs:
+            storage = graph.tensors[name].storage
+            if storage not in made:
+                readers[storage] = readers.get(storage, 0) + 1
+    return readers

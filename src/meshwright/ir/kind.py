@@ -1,0 +1,68 @@
+"""Kinds of operators: those that run alike on a device, by which its efficiency curves are kept."""
+
+from meshwright.ir.graph import Operator
+
+COMPUTE = (
+    "matmul", "convolution", "convolution_input", "convolution_weight", "attention", "attention_backward",
+)  # fmt: skip
+"""Kinds that are bound by arithmetic: the size of a call is its FLOPs, its fraction is one of ``peak_flops_per_s``."""
+MEMORY = (
+    "pointwise", "activation", "activation_backward", "softmax", "norm", "norm_backward", "batch_norm",
+    "batch_norm_backward", "reduction", "gather", "scatter", "copy", "random", "update",
+)  # fmt: skip
+"""Kinds that are bound by memory: the size is the bytes of inputs and outputs, the fraction one of the bandwidth.
+``activation`` are functions that take many instructions an element; ``copy`` changes the order of elements; ``update``
+is a pass of an optimizer over parameters."""
+KINDS = (*COMPUTE, *MEMORY)
+
+_TARGETS = {
+    "matmul": ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.mv", "aten.dot"),
+    "convolution": ("aten.convolution",),
+    "attention": ("meshwright.attention", "meshwright.experts"),
+    "attention_backward": ("meshwright.attention_backward",),
+    "activation": (
+        "aten.gelu", "aten.exp", "aten.tanh", "aten.sigmoid", "aten.silu", "aten.erf", "aten.log", "aten.pow",
+        "aten.sin", "aten.cos", "aten.softplus", "aten.elu", "aten.mish", "aten.logsumexp",
+        "meshwright.cross_entropy_backward",
+    ),
+    "activation_backward": (
+        "aten.gelu_backward", "aten.silu_backward", "aten.elu_backward", "aten.softplus_backward", "aten.mish_backward",
+    ),
+    "softmax": (
+        "aten._softmax", "aten._log_softmax", "aten._safe_softmax", "aten._softmax_backward_data",
+        "aten._log_softmax_backward_data",
+    ),
+    "norm": ("aten.native_layer_norm", "aten.native_group_norm", "aten._fused_rms_norm"),
+    "norm_backward": (
+        "aten.native_layer_norm_backward", "aten.native_group_norm_backward", "aten._fused_rms_norm_backward",
+    ),
+    "batch_norm": ("aten._native_batch_norm_legit_functional", "aten.native_batch_norm"),
+    "batch_norm_backward": ("aten.native_batch_norm_backward",),
+    "reduction": (
+        "aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.max", "aten.min", "aten.argmax", "aten.argmin",
+        "aten.var", "aten.var_mean", "aten.prod", "aten.any", "aten.all", "aten.cumsum",
+    ),
+    "gather": ("aten.embedding", "aten.index", "aten.gather", "aten.index_select", "aten.nll_loss_forward"),
+    "scatter": (
+        "aten.embedding_dense_backward", "aten.index_put", "aten.scatter", "aten.scatter_add", "aten.index_add",
+    ),
+    "copy": ("aten.cat", "aten.clone", "aten.stack", "aten.constant_pad_nd", "aten.repeat"),
+    "random": ("meshwright.bernoulli", "meshwright.uniform", "meshwright.normal"),
+}  # fmt: skip
+_KIND_OF = {target: kind for kind, targets in _TARGETS.items() for target in targets}
+
+
+def kind_of(operator: Operator) -> str:
+    """The kind of an operator; what is not known otherwise is taken for ``pointwise``."""
+    base = ".".join(operator.target.split(".")[:2])
+    if base == "aten.convolution_backward":
+        return "convolution_input" if _keeps_samples(operator) else "convolution_weight"
+    return _KIND_OF.get(base, "pointwise")
+
+
+def _keeps_samples(operator: Operator) -> bool:
+    """Whether it is the gradient of the input, which has the samples of the output's gradient."""
+    if operator.rule is None:
+        return True
+    pattern = operator.rule.parsed
+    return pattern.outputs[0].find(pattern.inputs[0].dims[0][0].name) is not None

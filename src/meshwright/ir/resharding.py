@@ -1,0 +1,80 @@
+"""From one placement of a tensor to another: which moves, in which order, over which axes."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from meshwright.ir.placement import REPLICATE, Partial, Placements, Shard
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One step: a collective over ``axis``, or a ``slice`` of what is held already. ``placement`` is the Partial that
+    is reduced, the Shard that is gathered, or the one that comes of it; ``before`` are the placements that it starts
+    from, and ``after`` those that it leaves."""
+
+    kind: Literal["all_reduce", "reduce_scatter", "all_gather", "slice"]
+    axis: str
+    placement: Shard | Partial
+    before: Placements
+    after: Placements
+
+
+def moves(have: Placements, want: Placements, sizes: Mapping[str, int]) -> tuple[Move, ...]:
+    """The moves from ``have`` to ``want``; ``sizes`` are of the axes with more than one rank, outermost first.
+
+    First Partials are reduced (scattered at once where that dim is wanted split), then shards are gathered, the
+    innermost axis first, then wanted parts are cut out, the outermost axis first.
+    """
+    order = list(sizes)
+    now = {axis: placement for axis, placement in have.items() if placement != REPLICATE}
+    found: list[Move] = []
+
+    def move(
+        kind: Literal["all_reduce", "reduce_scatter", "all_gather", "slice"], axis: str, placement: Shard | Partial
+    ) -> None:
+        nonlocal now
+        after = {other: one for other, one in now.items() if other != axis}
+        if kind in ("reduce_scatter", "slice"):
+            after[axis] = placement
+        found.append(Move(kind, axis, placement, now, after))
+        now = after
+
+    for axis in order:
+        source, target = now.get(axis), want.get(axis, REPLICATE)
+        if not isinstance(source, Partial) or target == source:
+            continue
+        if isinstance(target, Shard) and source.op == "sum" and _fits(axis, target, now, sizes):
+            move("reduce_scatter", axis, target)
+        else:
+            move("all_reduce", axis, source)
+    for axis in reversed(order):
+        source = now.get(axis)
+        if isinstance(source, Shard) and (want.get(axis) != source or _regather(axis, now, want, order)):
+            move("all_gather", axis, source)
+    for axis in order:
+        wanted = want.get(axis)
+        if isinstance(wanted, Shard) and now.get(axis) != wanted:
+            move("slice", axis, wanted)
+    return tuple(found)
+
+
+def _regather(axis: str, now: Placements, want: Placements, order: list[str]) -> bool:
+    """Whether an outer axis begins or ceases to cut the same factor, which this inner axis would block."""
+    outer = order[: order.index(axis)]
+    return any((now.get(other) == now[axis]) != (want.get(other) == now[axis]) for other in outer)
+
+
+def _fits(axis: str, target: Shard, now: Placements, sizes: Mapping[str, int]) -> bool:
+    """Whether the axis can cut as ``target`` beside what other axes cut now: on one dim, an inner factor must begin
+    where the parts of an outer one begin."""
+    for other, placement in now.items():
+        if other == axis or not isinstance(placement, Shard) or placement.dim != target.dim:
+            continue
+        if placement.outer <= target.outer:
+            outer, inner, size = placement.outer, target.outer, sizes[other]
+        else:
+            outer, inner, size = target.outer, placement.outer, sizes[axis]
+        if inner % (outer * size):
+            return False
+    return True
