@@ -2,7 +2,9 @@
 
 import logging
 import os
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.catalog import cluster_names, device_names, load_cluster
 from meshwright.comm.groups import from_every_rank, from_rank_0
-from meshwright.errors import ClusterError, LayoutError, RankError
+from meshwright.errors import ClusterError, LaunchError, LayoutError, MeshwrightError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -25,6 +27,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run, TextData
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.explicit import adapt_plan, plan_layout
+from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
 from meshwright.runtime.launch import launched, launched_rank, num_devices
@@ -37,8 +40,9 @@ from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
 
 __all__ = [
-    "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "capture", "cluster_names", "launched", "launched_rank",
-    "load_cluster", "num_devices", "parallelize", "plan", "plan_run", "run_ranks", "train", "verify", "verify_run",
+    "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "calibrate", "calibrated", "capture", "cluster_names",
+    "launched", "launched_rank", "load_cluster", "measure_machine", "num_devices", "parallelize", "plan", "plan_run",
+    "run_ranks", "train", "verify", "verify_run",
 ]  # fmt: skip
 
 log = logging.getLogger("meshwright")
@@ -74,6 +78,76 @@ def plan(
     layout = layout if layout is not None else Layout(dp=-1)
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(graph, layout, world_size=world_size, cluster=known)
+
+
+def calibrate(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    again: bool = True,
+    measured_by: Callable[[], Cluster | None] | None = None,
+) -> Cluster:
+    """Measure this machine's cores and what joins them, without running any model; takes some seconds.
+
+    Args:
+        path: where the cluster file is written; default: this user's cache, where ``calibrated`` finds it.
+        again: measure even if what is there still holds.
+        measured_by: what every rank runs, if it should show progress; a top-level function.
+
+    Raises:
+        LaunchError: the ranks could not be started, or the file cannot be written.
+    """
+    target = Path(path) if path is not None else _calibration_file()
+    if not again and path is None and (known := calibrated()) is not None:
+        return known
+    with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as scratch:
+        found = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=Path(scratch))
+    assert found is not None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.save(found, target)
+    except OSError as error:
+        raise LaunchError(
+            f"the cluster file cannot be written: {error.strerror}", where=str(target), remedy="choose another path"
+        ) from None
+    return found
+
+
+def measure_machine(progress: Progress | None = None) -> Cluster | None:
+    """What every rank of a calibration runs; the cluster on rank 0, None elsewhere."""
+    progress = progress or Silent()
+    shown = ""
+
+    def advance(what: str) -> None:
+        nonlocal shown
+        if what != shown:
+            progress.begin(what)
+            shown = what
+
+    found = calibration.measure(calibration.Effort(), advance)
+    progress.end()
+    return found
+
+
+def calibrated() -> Cluster | None:
+    """This machine as it was last calibrated; None where it was not, or where that no longer holds (another machine,
+    another torch, too old)."""
+    path = _calibration_file()
+    if not path.exists():
+        return None
+    try:
+        found = files.load(path, Cluster)
+    except MeshwrightError as error:  # of another version of ours, or damaged: it can be measured again
+        log.warning("%s cannot be used: %s", path, error)
+        return None
+    reason = calibration.stale(found, time.time())
+    if reason:
+        log.info("%s is stale: %s", path, reason)
+        return None
+    return found
+
+
+def _calibration_file() -> Path:
+    return launch.cache_directory() / "this-machine.toml"
 
 
 def parallelize(

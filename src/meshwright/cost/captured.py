@@ -259,7 +259,7 @@ class _Stage:
         found: dict[str, int] = {}
         for node in backward:
             for source in node.inputs:
-                if source not in inside and source.phase in (FORWARD,):
+                if source not in inside and source.phase == FORWARD:
                     for storage in (*source.storages, *source.views):
                         if storage in sizes and self._read(node, source, storage):
                             found[storage] = sizes[storage]

@@ -249,7 +249,7 @@ class StageNodes:
 
     def _reshard(self, name: str, value: _Value, steps: list[Move], phase: str) -> Node:
         node = Node(f"{name} resharded", phase, value.node.operator, Cost(), [value.node], early=True)
-        owned = self._readers.get(value.storage, 0) <= 1 and value.phase not in (STEP,) and not value.versions
+        owned = self._readers.get(value.storage, 0) <= 1 and value.phase != STEP and not value.versions
         tensor = self.graph.tensors[name]
         stream = self.rates.stream
         fresh = 0

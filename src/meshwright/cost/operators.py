@@ -42,7 +42,8 @@ class Cost(msgspec.Struct, frozen=True):
 class Rates:
     """Seconds of kernels on a device, by kind, dtype and size: the roofline with the device's efficiency curves.
 
-        seconds = kernel_s + max(FLOPs / (peak * efficiency(kind, FLOPs)), bytes / (bandwidth * efficiency(kind, bytes)))
+        seconds = kernel_s + max(FLOPs / (peak * efficiency(kind, FLOPs)),
+                                 bytes / (bandwidth * efficiency(kind, bytes)))
 
     Of kinds that are bound by arithmetic the bytes count at the full bandwidth, of others the FLOPs do not count
     (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009; efficiency curves as measured by ``calibrate``).

@@ -58,6 +58,16 @@ class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     time_s: float
 
 
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When and on what a cluster file was measured. ``machine`` and ``torch`` say what it holds for, ``time_s`` is in
+    seconds since 1970; ``spread`` is by how much the slower half of equal calls was slower than the fastest."""
+
+    machine: str
+    torch: str
+    time_s: float
+    spread: float
+
+
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Devices and the nested levels that join them, innermost first. Ranks count through inner levels first.
 
@@ -77,6 +87,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     device: Device
     levels: tuple[Level, ...] = ()
     collectives: tuple[CollectiveTiming, ...] = ()
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         check_device(self.device, "device")

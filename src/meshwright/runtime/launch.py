@@ -80,6 +80,20 @@ def num_cores() -> int:
     return cores
 
 
+def cache_directory() -> Path:
+    """Where this user's programs keep what they can make again: ``XDG_CACHE_HOME``, else ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "meshwright"
+
+
+def memory_bytes() -> int:
+    """The memory that this process may use: the machine's, or the limit of its control group."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return found
+
+
 def num_devices() -> int:
     """Ranks that this machine holds well: its CUDA devices, else its cores."""
     return torch.cuda.device_count() if torch.cuda.is_available() else num_cores()

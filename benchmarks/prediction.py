@@ -1,0 +1,314 @@
+"""Does prediction meet measurement? Step time and peak memory of three models under several layouts on two ranks.
+
+Run as ``make bench-prediction``. First this machine is calibrated, without any model; then every layout is predicted
+and measured. A step is zero_grad, forward, loss, backward and SGD with momentum 0.9 in float32, one thread a rank.
+The exit code is 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import meshwright as mw
+from benchmarks import report
+from benchmarks.report import Result, ms
+from benchmarks.side_by_side import alternate
+from meshwright.cost.captured import stage_held, step_work
+from meshwright.cost.closed_form import predict_step
+from meshwright.cost.occupancy import peak_memory
+from meshwright.cost.optimizer import MOMENTUM
+from meshwright.ir.cluster import Cluster
+from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, gpt_s, language_model_loss
+from meshwright.runtime.steps import schedule_of
+from tests.distributed.pool import Ranks
+
+COMMAND = "make bench-prediction"
+ROUNDS, STEPS = 9, 3
+ERROR, MEDIAN_ERROR, MEMORY_ERROR = 0.25, 0.10, 0.20
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, its loss and its batch."""
+
+    make: Callable[[], torch.nn.Module]
+    loss: Callable[..., Any]
+    batch: Callable[[], dict[str, torch.Tensor]]
+
+
+def _text(size: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    text = torch.randint(vocabulary, (size, length + 1), generator=torch.Generator().manual_seed(1))
+    return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+def _samples(name: str, size: int, *shape: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(size, *shape, generator=generator)
+    return {name: inputs, "label": torch.randint(10, (size,), generator=generator)}
+
+
+LARGE = GPTConfig(layers=4, width=512, heads=8, vocabulary=2048, sequence_length=512)
+MODELS: Mapping[str, Model] = {
+    "GPT-S": Model(gpt_s, language_model_loss, lambda: _text(8, 128, 2048)),
+    "ResNet": Model(lambda: ResNet(depth=8, width=32), classification_loss, lambda: _samples("image", 32, 3, 32, 32)),
+    "MLP": Model(lambda: MLP((1024, 2048, 2048, 2048, 10)), classification_loss, lambda: _samples("inputs", 256, 1024)),
+    "large GPT": Model(lambda: GPT(LARGE), language_model_loss, lambda: _text(32, 512, 2048)),
+    "large ResNet": Model(
+        lambda: ResNet(depth=14, width=64), classification_loss, lambda: _samples("image", 256, 3, 32, 32)
+    ),
+    "large MLP": Model(
+        lambda: MLP((1024, *[4096] * 6, 10)), classification_loss, lambda: _samples("inputs", 4096, 1024)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a layout."""
+
+    model: str
+    layout: mw.Layout
+
+    @property
+    def num_ranks(self) -> int:
+        return self.layout.num_ranks
+
+    def __str__(self) -> str:
+        layout = self.layout
+        axes = [f"{name}{size}" for name in ("dp", "tp", "pp") if (size := getattr(layout, name)) > 1]
+        parts = [" ".join(axes) or "1 rank"]
+        if layout.pp > 1:
+            parts.append(layout.schedule)
+        if layout.microbatches > 1:
+            parts.append(f"m = {layout.microbatches}")
+        if layout.recompute != "none":
+            parts.append(f"recompute {layout.recompute}")
+        return f"{self.model}, {', '.join(parts)}"
+
+
+def _cases(model: str, **layouts: Mapping[str, Any]) -> list[Case]:
+    own = {"batch_statistics": "microbatch"}
+    return [
+        Case(model, mw.Layout(**(dict(one) | (own if one.get("microbatches", 1) > 1 else {}))))
+        for one in layouts.values()
+    ]
+
+
+_ALONE: dict[str, Mapping[str, Any]] = {
+    "one": {}, "accumulate": {"microbatches": 4}, "recompute": {"microbatches": 4, "recompute": "full"},
+}  # fmt: skip
+_TWO: dict[str, Mapping[str, Any]] = {
+    "dp": {"dp": 2},
+    "dp accumulate": {"dp": 2, "microbatches": 4},
+    "tp": {"tp": 2},
+    "gpipe": {"pp": 2, "microbatches": 4, "schedule": "gpipe"},
+    "1f1b": {"pp": 2, "microbatches": 4},
+    "recompute": {"pp": 2, "microbatches": 4, "recompute": "full"},
+}
+_NO_TP = {name: one for name, one in _TWO.items() if name != "tp"} | {"1f1b of 8": {"pp": 2, "microbatches": 8}}
+CASES = [
+    case
+    for model, two in (("GPT-S", _TWO), ("ResNet", _NO_TP), ("MLP", _TWO))
+    for case in _cases(
+        model, **(_ALONE if model == "GPT-S" else {"one": {}}), **{f"two {k}": v for k, v in two.items()}
+    )
+]
+MEMORY_CASES = [
+    *_cases(
+        "large GPT",
+        dp={"dp": 2},
+        gpipe={"pp": 2, "microbatches": 16, "schedule": "gpipe"},
+        one_f_one_b={"pp": 2, "microbatches": 16},
+        recompute={"dp": 2, "microbatches": 2, "recompute": "full"},
+        tp={"tp": 2},
+    ),
+    *_cases("large ResNet", dp={"dp": 2}, gpipe={"pp": 2, "microbatches": 4, "schedule": "gpipe"}),
+    *_cases("large MLP", dp={"dp": 2}, one_f_one_b={"pp": 2, "microbatches": 4}),
+]
+
+
+# --- on every rank ---------------------------------------------------------------------------------------------------
+
+
+def trainer_of(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A trainer and its batch."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = MODELS[case.model]
+    batch = model.batch()
+    return mw.parallelize(model.make(), model.loss, batch, plan=case.layout, optimizer=_momentum), batch
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def measure(cases: Sequence[Case], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds a step by case and round, cases in turn."""
+    sides = {}
+    for case in cases:
+        trainer, batch = trainer_of(case)
+        sides[str(case)] = lambda trainer=trainer, batch=batch: trainer.step(batch)
+    return alternate(sides, rounds=rounds, steps=steps)
+
+
+def peak_bytes(case: Case) -> int:
+    """What two steps need at their peak beyond what is there before the first: VmHWM minus resident memory."""
+    trainer, batch = trainer_of(case)
+    gc.collect()
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(2):
+        trainer.step(batch)
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+
+def predicted_s(case: Case, cluster: Cluster) -> float:
+    """The closed form's step."""
+    model = MODELS[case.model]
+    graph = mw.capture(model.make(), model.loss, model.batch())
+    plan = mw.plan(graph, cluster, layout=case.layout)
+    work = step_work(graph, plan, cluster, optimizer=MOMENTUM)
+    return predict_step(work, schedule_of(plan), plan.mesh, cluster).step_s
+
+
+def predicted_peaks(case: Case, cluster: Cluster) -> list[int]:
+    """By pipeline rank, the peak beyond what is there before the first step: parameters, buffers, inputs."""
+    model = MODELS[case.model]
+    graph = mw.capture(model.make(), model.loss, model.batch())
+    plan = mw.plan(graph, cluster, layout=case.layout)
+    work = step_work(graph, plan, cluster, optimizer=MOMENTUM)
+    found = []
+    for rank, one in enumerate(peak_memory(work, schedule_of(plan))):
+        mine = range(rank, len(plan.stages), plan.mesh.size("pp") if "pp" in plan.mesh.names else 1)
+        held = [stage_held(graph, plan, stage, cluster, MOMENTUM) for stage in mine]
+        found.append(
+            one.peak_bytes - sum(one.parameters_bytes + one.buffers_bytes for one in held) - held[0].inputs_bytes
+        )
+    return found
+
+
+def calibrated() -> Cluster:
+    """This machine, measured now."""
+    from meshwright import api
+
+    with tempfile.TemporaryDirectory() as directory:
+        return api.calibrate(Path(directory) / "cluster.toml")
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+def step_times(cluster: Cluster, only: str, rounds: int, steps: int, show: Callable[[Result], None]) -> list[Result]:
+    """Predicted beside measured step times."""
+    results = []
+    for num_ranks in (1, 2):
+        for model in dict.fromkeys(case.model for case in CASES):
+            cases = [one for one in CASES if one.model == model and one.num_ranks == num_ranks and only in str(one)]
+            if not cases:
+                continue
+            with Ranks() as ranks:
+                seconds = ranks(num_ranks, measure, cases, rounds, steps, timeout=1800.0)[0]
+            for case in cases:
+                measured, predicted = statistics.median(seconds[str(case)]), predicted_s(case, cluster)
+                error = predicted / measured - 1
+                results.append(
+                    Result(
+                        f"{case}: step time within {ERROR:.0%}",
+                        "pass" if abs(error) <= ERROR else "fail",
+                        f"{error:+.1%}: predicted {ms(predicted)}, measured {ms(measured)} "
+                        f"({ms(min(seconds[str(case)]))} to {ms(max(seconds[str(case)]))})",
+                        {"error": error, "predicted_s": predicted, "seconds_a_step": {"measured": seconds[str(case)]}},
+                    )
+                )
+                show(results[-1])
+    return results
+
+
+def memory(cluster: Cluster, only: str, show: Callable[[Result], None]) -> list[Result]:
+    """Predicted beside measured peaks, of the rank that needs most."""
+    results = []
+    for case in (one for one in MEMORY_CASES if only in str(one)):
+        with Ranks() as ranks:  # fresh processes: memory is not given back
+            measured = max(ranks(case.num_ranks, peak_bytes, case, timeout=1800.0))
+        predicted = max(predicted_peaks(case, cluster))
+        error = predicted / measured - 1
+        results.append(
+            Result(
+                f"{case}: peak memory within {MEMORY_ERROR:.0%}",
+                "pass" if abs(error) <= MEMORY_ERROR else "fail",
+                f"{error:+.1%}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB",
+                {"memory_error": error, "predicted_bytes": predicted, "measured_bytes": measured},
+            )
+        )
+        show(results[-1])
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Calibrate, measure, print and write every target."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prediction", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"alternating rounds (default {ROUNDS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps in a round (default {STEPS})")
+    parser.add_argument("--only", default="", help="run only what contains this in its name; writes no file")
+    parser.add_argument("--cluster", default="", help="a cluster file, instead of calibrating")
+    parser.add_argument("--skip", choices=("", "time", "memory"), default="", help="leave out step times or memory")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+
+    def show(result: Result) -> None:
+        console.print(f"{result.verdict:<8}  {result.target}\n          {result.measured}", markup=False)
+
+    cluster = mw.Cluster.load(options.cluster) if options.cluster else calibrated()
+    results: list[Result] = []
+    if options.skip != "time":
+        results += step_times(cluster, options.only, options.rounds, options.steps, show)
+    errors = [abs(result.figures["error"]) for result in results]
+    if errors:
+        median = statistics.median(errors)
+        results.append(
+            Result(
+                f"median error of step time at most {MEDIAN_ERROR:.0%}",
+                "pass" if median <= MEDIAN_ERROR else "fail",
+                f"{median:.1%} of {len(errors)} cases; the largest {max(errors):.1%}",
+            )
+        )
+        show(results[-1])
+    if options.skip != "memory":
+        results += memory(cluster, options.only, show)
+    if not options.only and not options.skip:
+        text = (
+            "Step times are medians over alternating rounds, beside the closed form over a cluster file that "
+            "`meshwright calibrate` has just measured. Memory is the larger rank's peak over two steps, minus what was "
+            f"resident before. Calibration: spread {cluster.calibration.spread if cluster.calibration else 0:.1%}."
+        )
+        how = {"rounds": options.rounds, "steps_a_round": options.steps}
+        report.write("prediction", "Prediction beside measurement", COMMAND, how, results, text)
+        console.print("written to benchmarks/results/prediction.md and .json")
+    return 1 if any(result.verdict == "fail" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Memory per rank over a schedule: its peak, and whether a limit holds it, before anything is allocated."""
+
+from typing import Literal
+
+import msgspec
+
+from meshwright.cost.work import Work
+from meshwright.ir.schedule import ActionKind, Schedule
+
+Verdict = Literal["fits", "marginal", "does not fit"]
+MARGIN = 0.06
+"""Of the limit: what allocators lose to fragmentation. Peaks inside the margin are marginal."""
+
+
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one rank: ``held`` the whole step, ``saved`` of the micro-batches under way at the peak, and the
+    workspace of the ``action`` at which the peak is."""
+
+    rank: int
+    held_bytes: int
+    saved_bytes: int
+    workspace_bytes: int
+    action: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it."""
+        return self.held_bytes + self.saved_bytes + self.workspace_bytes
+
+
+def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
+    """The peak of every pipeline rank: a micro-batch is under way on a stage from its F until its B or W has ended, as
+    the schedule's validator counts (``schedules/check.py``)."""
+    found = []
+    for rank, actions in enumerate(schedule.ranks):
+        held = sum(work.stages[stage].held_bytes for stage in sorted({action.stage for action in actions}))
+        live = 0
+        peak = RankMemory(rank=rank, held_bytes=held, saved_bytes=0, workspace_bytes=0, action="")
+        for action in actions:
+            stage = work.stages[action.stage]
+            if action.kind is ActionKind.F:
+                live += stage.saved_bytes
+            if action.kind.computes:
+                here = RankMemory(
+                    rank=rank, held_bytes=held, saved_bytes=live, workspace_bytes=stage.workspace_bytes,
+                    action=str(action),
+                )  # fmt: skip
+                peak = max(peak, here, key=lambda one: one.peak_bytes)
+            if action.kind in (ActionKind.B, ActionKind.W):
+                live -= stage.saved_bytes
+        found.append(peak)
+    return tuple(found)
+
+
+def memory_verdict(peaks: tuple[RankMemory, ...], limit_bytes: float) -> Verdict:
+    """Whether every rank stays within ``limit_bytes``."""
+    most = max(one.peak_bytes for one in peaks)
+    if most > limit_bytes:
+        return "does not fit"
+    return "marginal" if most > (1 - MARGIN) * limit_bytes else "fits"

@@ -1,0 +1,136 @@
+"""Probes: for each kind of operator, calls of a few sizes whose seconds are measured. None of them is of a model."""
+
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+import meshwright.ops.library  # noqa: F401 - defines meshwright::attention
+from meshwright.ir.graph import ITEM_BYTES
+
+aten = torch.ops.aten
+COLD_BYTES = 64 * 2**20
+"""What a pass of an optimizer goes through before it comes back: more than caches hold."""
+ROW = 256
+DTYPES = ("float32", "float64", "bfloat16")
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A call: its kind (``ir/kind.py``), its size (FLOPs, or bytes of inputs and outputs), and what to call."""
+
+    kind: str
+    size: float
+    call: Callable[[], Any]
+
+
+def kernel_probe() -> Probe:
+    """A call so small that only its dispatch counts."""
+    one, other = torch.ones(1), torch.ones(1)
+    return Probe("dispatch", 0.0, lambda: torch.add(one, other))
+
+
+def matmul_probes(dtype: str, sides: tuple[int, ...]) -> Iterator[Probe]:
+    """Square products, the second operand transposed, as linear layers have it."""
+    for side in sides:
+        one = torch.randn(side, side).to(getattr(torch, dtype))
+        other = one.t()
+        yield Probe("matmul", 2.0 * side**3, lambda a=one, b=other: torch.mm(a, b))  # type: ignore[misc]
+
+
+def compute_probes(scale: float = 1.0) -> Iterator[Probe]:
+    """Attention and convolution; ``scale`` makes them smaller."""
+    for batch, length in ((1, 64), (2, 128), (4, 256)):
+        length = max(8, int(length * scale))
+        query = torch.randn(batch, length, 4, 64).transpose(1, 2)
+        flops = 4.0 * query.numel() * length
+        run = torch.ops.meshwright.attention.default
+        back = torch.ops.meshwright.attention_backward.default
+        options = (0.0, True, 0.125, 0, 0)
+        output, logsumexp = run(query, query, query, None, *options)
+        yield Probe("attention", flops, lambda q=query: run(q, q, q, None, *options))  # type: ignore[misc]
+        yield Probe(
+            "attention_backward", 2.5 * flops,
+            lambda q=query, o=output, s=logsumexp: back(o, q, q, q, None, o, s, *options),  # type: ignore[misc]
+        )  # fmt: skip
+    for batch, channels, side in ((2, 16, 16), (8, 32, 16), (8, 64, 32)):
+        side = max(4, int(side * scale))
+        image, weight = torch.randn(batch, channels, side, side), torch.randn(channels, channels, 3, 3)
+        flops = 2.0 * image.numel() * channels * 9
+        rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        yield Probe(
+            "convolution", flops,
+            lambda x=image, w=weight: aten.convolution.default(x, w, *rest),  # type: ignore[misc]
+        )  # fmt: skip
+        for kind, mask in (("convolution_input", [True, False, False]), ("convolution_weight", [False, True, False])):
+            yield Probe(
+                kind, flops,
+                lambda x=image, w=weight, m=mask: aten.convolution_backward.default(x, x, w, *rest, m),  # type: ignore[misc]
+            )  # fmt: skip
+
+
+def memory_probes(elements: tuple[int, ...] = (2**14, 2**18, 2**21)) -> Iterator[Probe]:
+    """What is bound by memory, in float32, over so many elements."""
+    for count in elements:
+        yield from _element_wise(torch.randn(count))
+        yield from _by_rows(torch.randn(count // ROW, ROW))
+        yield from _by_channels(torch.randn(max(1, count // 4096), 16, 16, 16))
+        yield from _by_index(torch.randn(count // ROW, ROW))
+        yield _update(count)
+
+
+def _element_wise(x: Tensor) -> Iterator[Probe]:
+    size = x.numel() * ITEM_BYTES["float32"]
+    y, out = torch.randn_like(x), torch.empty_like(x)
+    yield Probe("pointwise", 3 * size, lambda: torch.add(x, y, out=out))
+    yield Probe("activation", 2 * size, lambda: aten.gelu.default(x))
+    yield Probe("activation_backward", 3 * size, lambda: aten.gelu_backward.default(x, y))
+    # the generator is made and seeded for each call, as keyed random numbers need it
+    yield Probe("random", size, lambda: torch.ops.meshwright.bernoulli.default(x, 0.9, 1, 2))
+
+
+def _by_rows(x: Tensor) -> Iterator[Probe]:
+    size = x.numel() * ITEM_BYTES["float32"]
+    weight = torch.ones(ROW)
+    _, mean, scale = aten.native_layer_norm.default(x, [ROW], weight, weight, 1e-5)
+    back = aten.native_layer_norm_backward.default
+    yield Probe("softmax", 2 * size, lambda: aten._log_softmax.default(x, 1, False))
+    yield Probe("norm", 2 * size, lambda: aten.native_layer_norm.default(x, [ROW], weight, weight, 1e-5))
+    yield Probe("norm_backward", 3 * size, lambda: back(x, x, [ROW], mean, scale, weight, weight, [True] * 3))
+    yield Probe("reduction", size, lambda: aten.sum.dim_IntList(x, [0], True))
+    yield Probe("copy", 2 * size, lambda: torch.cat([x[:, :128], x[:, 128:]], 1))
+
+
+def _by_channels(x: Tensor) -> Iterator[Probe]:
+    size = x.numel() * ITEM_BYTES["float32"]
+    vector = torch.ones(x.shape[1])
+    run = aten._native_batch_norm_legit_functional.default
+    back = aten.native_batch_norm_backward.default
+    _, mean, scale, _, _ = run(x, vector, vector, vector, vector, True, 0.1, 1e-5)
+    yield Probe("batch_norm", 2 * size, lambda: run(x, vector, vector, vector, vector, True, 0.1, 1e-5))
+    yield Probe(
+        "batch_norm_backward", 3 * size,
+        lambda: back(x, x, vector, vector, vector, mean, scale, True, 1e-5, [True] * 3),
+    )  # fmt: skip
+
+
+def _by_index(x: Tensor) -> Iterator[Probe]:
+    size = x.numel() * ITEM_BYTES["float32"]
+    index = torch.randint(len(x), (len(x),))
+    yield Probe("gather", 2 * size, lambda: aten.embedding.default(x, index))
+    yield Probe("scatter", 2 * size, lambda: aten.embedding_dense_backward.default(x, index, len(x), -1, False))
+
+
+def _update(count: int) -> Probe:
+    """A pass over parameters that other parameters have pushed out of the caches."""
+    size = count * ITEM_BYTES["float32"]
+    several = [torch.randn(count) for _ in range(2 * max(1, COLD_BYTES // (2 * size)))]
+    pairs = cycle(list(zip(several[::2], several[1::2], strict=True)))
+
+    def call() -> None:
+        parameter, gradient = next(pairs)
+        parameter.add_(gradient, alpha=-1e-9)
+
+    return Probe("update", 3 * size, call)
