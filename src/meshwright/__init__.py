@@ -12,16 +12,17 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from meshwright.api import capture, parallelize, plan, verify
+    from meshwright.api import calibrate, capture, parallelize, plan, verify
     from meshwright.runtime.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "Trainer", "capture", "parallelize", "plan",
-    "verify",
+    "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "Trainer", "calibrate", "capture", "parallelize",
+    "plan", "verify",
 ]  # fmt: skip
 
 _TORCH_SIDE = {
+    "calibrate": "meshwright.api",
     "capture": "meshwright.api",
     "parallelize": "meshwright.api",
     "plan": "meshwright.api",

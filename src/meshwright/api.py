@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from meshwright.catalog import cluster_names, device_names, load_cluster
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.errors import ClusterError, LaunchError, LayoutError, MeshwrightError, RankError
 from meshwright.ir import files
-from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster import Calibration, Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
@@ -40,9 +41,9 @@ from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
 
 __all__ = [
-    "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "calibrate", "calibrated", "capture", "cluster_names",
-    "launched", "launched_rank", "load_cluster", "measure_machine", "num_devices", "parallelize", "plan", "plan_run",
-    "run_ranks", "train", "verify", "verify_run",
+    "Cluster", "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "calibrate", "calibrated",
+    "calibration_file", "capture", "cluster_names", "is_busy", "launched", "launched_rank", "load_cluster",
+    "measure_machine", "num_devices", "parallelize", "plan", "plan_run", "run_ranks", "train", "verify", "verify_run",
 ]  # fmt: skip
 
 log = logging.getLogger("meshwright")
@@ -96,11 +97,12 @@ def calibrate(
     Raises:
         LaunchError: the ranks could not be started, or the file cannot be written.
     """
-    target = Path(path) if path is not None else _calibration_file()
+    target = Path(path) if path is not None else calibration_file()
     if not again and path is None and (known := calibrated()) is not None:
         return known
-    with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as scratch:
-        found = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=Path(scratch))
+    scratch = Path(tempfile.mkdtemp(prefix="meshwright-calibrate-"))
+    found = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
+    shutil.rmtree(scratch)  # after an error it stays: it holds the ranks' output
     assert found is not None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +133,7 @@ def measure_machine(progress: Progress | None = None) -> Cluster | None:
 def calibrated() -> Cluster | None:
     """This machine as it was last calibrated; None where it was not, or where that no longer holds (another machine,
     another torch, too old)."""
-    path = _calibration_file()
+    path = calibration_file()
     if not path.exists():
         return None
     try:
@@ -146,7 +148,13 @@ def calibrated() -> Cluster | None:
     return found
 
 
-def _calibration_file() -> Path:
+def is_busy(found: Calibration) -> bool:
+    """Whether somebody else used the machine while it was calibrated."""
+    return found.spread > calibration.BUSY_SPREAD
+
+
+def calibration_file() -> Path:
+    """Where ``calibrate`` keeps what it measured of this machine, unless told otherwise."""
     return launch.cache_directory() / "this-machine.toml"
 
 

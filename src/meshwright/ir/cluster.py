@@ -60,7 +60,8 @@ class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When and on what a cluster file was measured. ``machine`` and ``torch`` say what it holds for, ``time_s`` is in
-    seconds since 1970; ``spread`` is by how much the slower half of equal calls was slower than the fastest."""
+    seconds since 1970; ``spread`` is by how much longer
+    calls took by the clock than they had the processor: 0 on a machine that nobody else uses."""
 
     machine: str
     torch: str

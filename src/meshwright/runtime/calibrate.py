@@ -6,14 +6,16 @@ Every rank runs ``measure``, on one core each:
     together  all ranks measure the same kernels at the same time: cores share caches, memory and power
     between   messages and collectives, by size
 
-Each call is repeated for some milliseconds, and the quarter of the fastest calls counts: others who use the machine now
-and then do not matter, and who uses it all the time is told of by the spread.
+Each call is repeated for some milliseconds, and the quarter of the fastest calls counts. With one thread its processor
+time is taken, which does not run while somebody else has the core; how much longer it took by the clock is the spread,
+which tells of a busy machine.
 """
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 import torch
@@ -22,7 +24,8 @@ from torch import Tensor
 
 import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
 from meshwright.comm.groups import axis_groups, broadcast_along, channel, from_every_rank, meet
-from meshwright.ir.cluster import Calibration, Cluster, CollectiveTiming, Level
+from meshwright.comm.transport.base import Channel
+from meshwright.ir.cluster import Calibration, Cluster, CollectiveTiming, Level, Operation
 from meshwright.ir.device import Condition, Curve, Device, Kernels
 from meshwright.ir.kind import COMPUTE
 from meshwright.ir.mesh import AxisGroup, Mesh
@@ -35,6 +38,8 @@ MAX_RANKS = 8
 BUSY_SPREAD = 0.15
 """More than this, and somebody else is using the machine."""
 BOX = "box"
+TINY_S, TINY_CALLS = 2e-5, 50
+"""Calls shorter than this are timed several at once, for a clock takes its time too."""
 
 
 class Effort(msgspec.Struct, frozen=True):
@@ -49,17 +54,25 @@ class Effort(msgspec.Struct, frozen=True):
 
 
 Advance = Callable[[str], None]
+Call = Callable[[], object]
 Seconds = dict[str, list[tuple[float, float]]]
 """By kind, (size, seconds of a call)."""
 
 
 class Measured(msgspec.Struct):
-    """What one condition gave, and how the slower half of the calls compares with the fastest."""
+    """What one condition gave: by kind, the dispatch of a kernel, the best FLOP/s of products by dtype; what all calls
+    took of the processor, and by the clock."""
 
-    seconds: Seconds
-    kernel_s: float
-    peaks: dict[str, float]
-    spreads: list[float]
+    seconds: Seconds = {}
+    kernel_s: float = 0.0
+    peaks: dict[str, float] = {}
+    taken_s: float = 0.0
+    passed_s: float = 0.0
+
+    @property
+    def spread(self) -> float:
+        """How much longer calls took by the clock than they had the processor."""
+        return max(0.0, self.passed_s / max(self.taken_s, 1e-9) - 1)
 
 
 def num_ranks() -> int:
@@ -115,14 +128,15 @@ def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
 
 
 def _measure(probes: list[tuple[str, Probe]], probe_s: float, show: Advance, *, meets: bool = False) -> Measured:
-    found = Measured({}, 0.0, {}, [])
+    found = Measured()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for dtype, probe in probes:
         show(probe.kind)
         if meets:
             meet()
-        fast, spread = repeated(probe.call, probe_s)
-        if fast > 1e-4:
-            found.spreads.append(spread)
+        fast, taken, passed = repeated(probe.call, probe_s, clock)
+        found.taken_s += taken
+        found.passed_s += passed
         if probe.kind == "dispatch":
             found.kernel_s = fast
         elif probe.kind == "matmul":
@@ -132,18 +146,22 @@ def _measure(probes: list[tuple[str, Probe]], probe_s: float, show: Advance, *, 
     return found
 
 
-def repeated(call: Callable[[], object], probe_s: float) -> tuple[float, float]:
-    """The seconds of a call, by the faster quarter of calls in ``probe_s``, and by how much the median is slower."""
+def repeated(call: Call, probe_s: float, clock: Callable[[], float]) -> tuple[float, float, float]:
+    """The seconds of a call on ``clock``, by the faster quarter of what ``probe_s`` hold; what they all took on it, and
+    what they took by the wall's clock."""
+    begin = time.perf_counter()
     call()
+    several = 1 if time.perf_counter() - begin > TINY_S else TINY_CALLS
     seconds: list[float] = []
-    end = time.perf_counter() + probe_s
-    while len(seconds) < 4 or (time.perf_counter() < end and len(seconds) < 1000):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
+    begin, began = time.perf_counter(), clock()
+    while len(seconds) < 4 or (time.perf_counter() < begin + probe_s and len(seconds) < 1000):
+        start = clock()
+        for _ in range(several):
+            call()
+        seconds.append((clock() - start) / several)
+    taken, passed = clock() - began, time.perf_counter() - begin
     seconds.sort()
-    fast = seconds[len(seconds) // 4]
-    return fast, statistics.median(seconds) / seconds[0] - 1
+    return seconds[len(seconds) // 4], taken, passed
 
 
 def _of_all(ranks: list[Measured]) -> Measured:
@@ -157,7 +175,7 @@ def _of_all(ranks: list[Measured]) -> Measured:
         for kind, points in first.seconds.items()
     }
     peaks = {dtype: statistics.fmean(one.peaks[dtype] for one in ranks) for dtype in first.peaks}
-    return Measured(seconds, statistics.fmean(one.kernel_s for one in ranks), peaks, first.spreads)
+    return Measured(seconds=seconds, kernel_s=statistics.fmean(one.kernel_s for one in ranks), peaks=peaks)
 
 
 # --- between ranks ---------------------------------------------------------------------------------------------------
@@ -167,71 +185,77 @@ def _between(effort: Effort, ranks: int, rank: int, advance: Advance) -> list[Co
     """Messages between neighbours and collectives of all ranks, and of two where there are more."""
     rows: list[CollectiveTiming] = []
 
-    def timed(operation: str, algorithm: str, count: int, call: Callable[[int], object], of: float = 1.0) -> None:
+    def timed(
+        operation: Operation, algorithm: str, count: int, of_size: Callable[[int], Call], part: float = 1.0
+    ) -> None:
         for size in effort.message_bytes:
             advance(f"{operation} of {size} bytes")
-            seconds = _in_step(lambda size=size: call(size), effort.repeats)  # type: ignore[misc]
+            seconds = _in_step(of_size(size), effort.repeats) * part
             rows.append(
                 CollectiveTiming(
-                    operation=operation, algorithm=algorithm, level=BOX, ranks=count, bytes=size, time_s=seconds * of
-                )  # type: ignore[arg-type]
+                    operation=operation, algorithm=algorithm, level=BOX, ranks=count, bytes=size, time_s=seconds
+                )
             )
 
     if ranks % 2 == 0:
-        peer = channel(rank ^ 1)
-        timed("send", "channel", 2, lambda size: _ping_pong(peer, rank % 2 == 0, _buffer(size)), of=0.5)
+        timed("send", "channel", 2, partial(_ping_pong, channel(rank ^ 1), rank % 2 == 0), part=0.5)
     groups = [axis_groups(Mesh.of(all=ranks), rank, {"all": "exchange" if ranks == 2 else "native"})["all"]]
     if ranks > 2 and ranks % 2 == 0:
         groups.append(axis_groups(Mesh.of(rest=ranks // 2, pair=2), rank, {"pair": "exchange"})["pair"])
     for group in groups:
+        timed("all_gather", group.algorithm, group.size, partial(_all_gather, group))
+        timed("reduce_scatter", group.algorithm, group.size, partial(_reduce_scatter, group))
+        timed("broadcast", "native", group.size, partial(_broadcast, group))
         for algorithm in dict.fromkeys((group.algorithm, "native")):
             one = msgspec.structs.replace(group, algorithm=algorithm)
-            timed("all_reduce", algorithm, one.size, lambda size, one=one: _all_reduce(one, _buffer(size)))  # type: ignore[misc]
-            if algorithm == group.algorithm:
-                timed("all_gather", algorithm, one.size, lambda size, one=one: _all_gather(one, size))  # type: ignore[misc]
-                timed("reduce_scatter", algorithm, one.size, lambda size, one=one: _reduce_scatter(one, size))  # type: ignore[misc]
-        timed("broadcast", "native", group.size, lambda size, one=group: broadcast_along(_buffer(size), one, 0))  # type: ignore[misc]
+            timed("all_reduce", algorithm, group.size, partial(_all_reduce, one))
     return rows
 
 
 def _buffer(num_bytes: int) -> Tensor:
-    return torch.zeros(num_bytes // 4)
+    return torch.zeros(max(1, num_bytes // 4))
 
 
-def _ping_pong(peer: object, first: bool, value: Tensor) -> None:
-    for sends in (first, not first):
-        if sends:
-            peer.send(value).wait()  # type: ignore[attr-defined]
-        else:
-            peer.receive(value).wait()  # type: ignore[attr-defined]
+def _ping_pong(peer: Channel, first: bool, num_bytes: int) -> Call:
+    value = _buffer(num_bytes)
+
+    def call() -> None:
+        for sends in (first, not first):
+            (peer.send(value) if sends else peer.receive(value)).wait()
+
+    return call
 
 
-def _all_reduce(group: AxisGroup, value: Tensor) -> None:
-    collectives.WAIT(collectives.ALL_REDUCE(value, "sum", group.name, group.algorithm))
+def _all_reduce(group: AxisGroup, num_bytes: int) -> Call:
+    value = _buffer(num_bytes)
+    return lambda: collectives.WAIT(collectives.ALL_REDUCE(value, "sum", group.name, group.algorithm))
 
 
-def _all_gather(group: AxisGroup, num_bytes: int) -> None:
-    part = _buffer(max(4, num_bytes // group.size))
-    collectives.WAIT(collectives.ALL_GATHER(part, group.name, group.size, group.algorithm))
+def _all_gather(group: AxisGroup, num_bytes: int) -> Call:
+    part = _buffer(num_bytes // group.size)
+    return lambda: collectives.WAIT(collectives.ALL_GATHER(part, group.name, group.size, group.algorithm))
 
 
-def _reduce_scatter(group: AxisGroup, num_bytes: int) -> None:
-    value = _buffer(num_bytes).view(group.size, -1)
-    collectives.WAIT(collectives.REDUCE_SCATTER(value, "sum", group.name, group.size, group.algorithm))
+def _reduce_scatter(group: AxisGroup, num_bytes: int) -> Call:
+    value = torch.zeros(group.size, max(1, num_bytes // 4 // group.size))
+    return lambda: collectives.WAIT(collectives.REDUCE_SCATTER(value, "sum", group.name, group.size, group.algorithm))
 
 
-def _in_step(call: Callable[[], object], repeats: int) -> float:
-    """The seconds of a call that all ranks make together: the median over repeats of a few calls each."""
-    for _ in range(2):
-        call()
-    meet()
+def _broadcast(group: AxisGroup, num_bytes: int) -> Call:
+    value = _buffer(num_bytes)
+    return lambda: broadcast_along(value, group, 0)
+
+
+def _in_step(call: Call, repeats: int) -> float:
+    """The seconds of a call that all ranks make together: the fastest of some, on the slowest rank."""
+    call()
     found = []
     for _ in range(repeats):
+        meet()
         start = time.perf_counter()
         call()
         found.append(time.perf_counter() - start)
-    found.sort()
-    slowest: float = max(from_every_rank(found[len(found) // 4]))
+    slowest: float = max(from_every_rank(min(found)))
     return slowest
 
 
@@ -247,8 +271,11 @@ def made_cluster(
     ranks: int,
     cores: int,
 ) -> Cluster:
-    """The cluster file's contents: peaks are the best of anything that was measured, curves are fractions of them."""
-    peaks = {dtype: peak for dtype, peak in alone.peaks.items()}
+    """The cluster file's contents: peaks are the best of anything that was measured, curves are fractions of them.
+
+    What several threads do can only be told by the clock: on a busy machine it is left out.
+    """
+    peaks = dict(alone.peaks)
     rates = [_rate(size, seconds, alone.kernel_s) for kind, size, seconds in _flat(alone.seconds) if kind in COMPUTE]
     peaks["float32"] = max([peaks["float32"], *rates])
     streams = [
@@ -257,7 +284,7 @@ def made_cluster(
     bandwidth = max(streams)
     conditions = []
     for found, threads, at_once in ((threaded, cores, 1), (together, 1, ranks)):
-        if found is not None:
+        if found is not None and not (threads > 1 and alone.spread > BUSY_SPREAD):
             conditions.append(
                 Condition(
                     threads=threads,
@@ -266,7 +293,6 @@ def made_cluster(
                     efficiency=_curves(found, peaks["float32"] * threads, bandwidth * threads),
                 )
             )
-    spread = statistics.median(alone.spreads) if alone.spreads else 0.0
     name = machine_name()
     device = Device(
         name=name,
@@ -279,7 +305,7 @@ def made_cluster(
         kernels=Kernels(processors=1, matmul_fraction=1.0, bandwidth_fraction=0.7, kernel_s=alone.kernel_s, launch_s=0),
         source="meshwright calibrate: the best rate of any kernel on one core",
     )
-    levels = ()
+    levels: tuple[Level, ...] = ()
     if cores > 1:
         alpha, beta = _line([(row.bytes, row.time_s) for row in timings if row.operation == "send"])
         levels = (Level(name=BOX, fan_out=cores, alpha_s=alpha, beta_s_per_byte=beta, source="meshwright calibrate"),)
@@ -292,7 +318,7 @@ def made_cluster(
         levels=levels,
         collectives=tuple(timings),
         calibration=Calibration(
-            machine=name, torch=str(torch.__version__), time_s=round(time.time()), spread=round(spread, 4)
+            machine=name, torch=str(torch.__version__), time_s=round(time.time()), spread=round(alone.spread, 4)
         ),
     )
 

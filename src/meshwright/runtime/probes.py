@@ -35,40 +35,40 @@ def kernel_probe() -> Probe:
 def matmul_probes(dtype: str, sides: tuple[int, ...]) -> Iterator[Probe]:
     """Square products, the second operand transposed, as linear layers have it."""
     for side in sides:
-        one = torch.randn(side, side).to(getattr(torch, dtype))
-        other = one.t()
-        yield Probe("matmul", 2.0 * side**3, lambda a=one, b=other: torch.mm(a, b))  # type: ignore[misc]
+        yield _product(torch.randn(side, side).to(getattr(torch, dtype)))
+
+
+def _product(one: Tensor) -> Probe:
+    return Probe("matmul", 2.0 * len(one) ** 3, lambda: torch.mm(one, one.t()))
 
 
 def compute_probes(scale: float = 1.0) -> Iterator[Probe]:
     """Attention and convolution; ``scale`` makes them smaller."""
     for batch, length in ((1, 64), (2, 128), (4, 256)):
-        length = max(8, int(length * scale))
-        query = torch.randn(batch, length, 4, 64).transpose(1, 2)
-        flops = 4.0 * query.numel() * length
-        run = torch.ops.meshwright.attention.default
-        back = torch.ops.meshwright.attention_backward.default
-        options = (0.0, True, 0.125, 0, 0)
-        output, logsumexp = run(query, query, query, None, *options)
-        yield Probe("attention", flops, lambda q=query: run(q, q, q, None, *options))  # type: ignore[misc]
-        yield Probe(
-            "attention_backward", 2.5 * flops,
-            lambda q=query, o=output, s=logsumexp: back(o, q, q, q, None, o, s, *options),  # type: ignore[misc]
-        )  # fmt: skip
+        yield from _attention(batch, max(8, int(length * scale)))
     for batch, channels, side in ((2, 16, 16), (8, 32, 16), (8, 64, 32)):
-        side = max(4, int(side * scale))
-        image, weight = torch.randn(batch, channels, side, side), torch.randn(channels, channels, 3, 3)
-        flops = 2.0 * image.numel() * channels * 9
-        rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-        yield Probe(
-            "convolution", flops,
-            lambda x=image, w=weight: aten.convolution.default(x, w, *rest),  # type: ignore[misc]
-        )  # fmt: skip
-        for kind, mask in (("convolution_input", [True, False, False]), ("convolution_weight", [False, True, False])):
-            yield Probe(
-                kind, flops,
-                lambda x=image, w=weight, m=mask: aten.convolution_backward.default(x, x, w, *rest, m),  # type: ignore[misc]
-            )  # fmt: skip
+        yield from _convolution(batch, channels, max(4, int(side * scale)))
+
+
+def _attention(batch: int, length: int) -> Iterator[Probe]:
+    query = torch.randn(batch, length, 4, 64).transpose(1, 2)
+    flops = 4.0 * query.numel() * length
+    run, back = torch.ops.meshwright.attention.default, torch.ops.meshwright.attention_backward.default
+    options = (0.0, True, 0.125, 0, 0)
+    output, logsumexp = run(query, query, query, None, *options)
+    yield Probe("attention", flops, lambda: run(query, query, query, None, *options))
+    arguments = (output, query, query, query, None, output, logsumexp, *options)
+    yield Probe("attention_backward", 2.5 * flops, lambda: back(*arguments))
+
+
+def _convolution(batch: int, channels: int, side: int) -> Iterator[Probe]:
+    image, weight = torch.randn(batch, channels, side, side), torch.randn(channels, channels, 3, 3)
+    flops = 2.0 * image.numel() * channels * 9
+    rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    run, back = aten.convolution.default, aten.convolution_backward.default
+    yield Probe("convolution", flops, lambda: run(image, weight, *rest))
+    yield Probe("convolution_input", flops, lambda: back(image, image, weight, *rest, [True, False, False]))
+    yield Probe("convolution_weight", flops, lambda: back(image, image, weight, *rest, [False, True, False]))
 
 
 def memory_probes(elements: tuple[int, ...] = (2**14, 2**18, 2**21)) -> Iterator[Probe]:
@@ -76,7 +76,7 @@ def memory_probes(elements: tuple[int, ...] = (2**14, 2**18, 2**21)) -> Iterator
     for count in elements:
         yield from _element_wise(torch.randn(count))
         yield from _by_rows(torch.randn(count // ROW, ROW))
-        yield from _by_channels(torch.randn(max(1, count // 4096), 16, 16, 16))
+        yield from _by_channels(torch.randn(max(1, count // 2**14), 64, 16, 16))
         yield from _by_index(torch.randn(count // ROW, ROW))
         yield _update(count)
 
