@@ -172,7 +172,7 @@ class _Stage:
         if not self.blocking:
             for node in order:
                 ready = max((place.get(source, -1) for source in node.inputs), default=-1)
-                if node.early and node.exchanges and ready >= 0 and not node.cost.seconds:
+                if node.early and node.exchanges and ready >= 0:
                     starts.setdefault(ready, []).append(node)
                     ahead.add(node)
 
@@ -183,19 +183,21 @@ class _Stage:
             pending = Cost()
 
         def communicate(node: Node, first: int, blocking: bool) -> None:
-            flush()
+            if node.exchanges[first:]:
+                flush()
             for one in node.exchanges[first : None if blocking else first + 1]:
                 found.append(Communicate(one.what, one.kind, one.axis, one.bytes, blocking))  # type: ignore[arg-type]
 
         for index, node in enumerate(order):
-            pending += node.cost
             if node in ahead:
                 flush()
                 found.append(Wait(node.exchanges[0].what))
                 communicate(node, 1, blocking=True)
-            elif node.exchanges:
+            else:
+                pending += node.cost
                 communicate(node, 0, blocking=True)
             for waiting in starts.get(index, ()):
+                pending += waiting.cost
                 communicate(waiting, 0, blocking=False)
         flush()
         return tuple(found)

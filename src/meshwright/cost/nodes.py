@@ -365,6 +365,9 @@ class StageNodes:
         phase = BACKWARD if self.whole else FINISH
         for label, name in (("loss", self.graph.loss), *self.graph.metrics.items()):
             value = self.values[name]
+            if value.phase in (STEP, PROLOGUE):
+                self._want(name, {}, phase)
+                continue
             have = {axis: one for axis, one in value.placements.items() if axis != TIME}
             item = ITEM_BYTES[self.graph.tensors[name].dtype]
             node = Node(label, phase, "", Cost(), returned=True)

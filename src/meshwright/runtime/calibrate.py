@@ -50,7 +50,7 @@ class Effort(msgspec.Struct, frozen=True):
     elements: tuple[int, ...] = (2**14, 2**18, 2**21)
     scale: float = 1.0
     message_bytes: tuple[int, ...] = (64, 2**14, 2**18, 2**20, 2**23)
-    repeats: int = 8
+    repeats: int = 12
 
 
 Advance = Callable[[str], None]
@@ -247,11 +247,12 @@ def _broadcast(group: AxisGroup, num_bytes: int) -> Call:
 
 
 def _in_step(call: Call, repeats: int) -> float:
-    """The seconds of a call that all ranks make together: the fastest of some, on the slowest rank."""
+    """The seconds of a call that all ranks make together, one after the other: each waits for the others by itself. The
+    fastest of some counts, on the slowest rank."""
     call()
+    meet()
     found = []
     for _ in range(repeats):
-        meet()
         start = time.perf_counter()
         call()
         found.append(time.perf_counter() - start)

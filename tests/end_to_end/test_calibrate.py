@@ -1,0 +1,229 @@
+"""Calibration with tiny sizes: the file is a cluster that loads, and it is made again when it no longer holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright import api, cli
+from meshwright.cost.captured import step_work
+from meshwright.cost.collective import Group, Network
+from meshwright.errors import ClusterError, FileFormatError, LaunchError
+from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.kind import COMPUTE, KINDS
+from meshwright.models import MLP, classification_loss
+from meshwright.runtime import calibrate, launch
+from meshwright.runtime.calibrate import Effort, Measured, made_cluster, stale
+from meshwright.runtime.machine import machine_name
+
+TINY = Effort(probe_s=1e-4, sides=(8, 16), elements=(2**14, 2**15), scale=0.1, message_bytes=(64, 4096), repeats=2)
+
+
+def measure_tiny() -> Cluster | None:
+    return calibrate.measure(TINY, lambda what: None)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    path = tmp_path_factory.mktemp("calibrate") / "deep" / "machine.toml"
+    made = api.calibrate(path, measured_by=measure_tiny)
+    loaded = mw.Cluster.load(path)
+    assert loaded == made
+    return loaded
+
+
+def test_every_kind_of_operator_is_measured(found: Cluster) -> None:
+    assert set(found.device.efficiency) == set(KINDS)
+    for curve in found.device.efficiency.values():
+        sizes = [size for size, _ in curve]
+        assert sizes == sorted(set(sizes))
+        assert all(0 < fraction <= 1 for _, fraction in curve)
+
+
+def test_peaks_are_the_best_of_what_was_measured(found: Cluster) -> None:
+    best = {
+        compute: max(
+            fraction for kind, curve in found.device.efficiency.items() if (kind in COMPUTE) is compute
+            for _, fraction in curve
+        )
+        for compute in (True, False)
+    }  # fmt: skip
+    assert best == {True: pytest.approx(1.0, rel=1e-3), False: pytest.approx(1.0, rel=1e-3)}
+    assert {"float32", "float64"} <= set(found.device.peak_flops_per_s)
+
+
+def test_the_machine_is_described(found: Cluster) -> None:
+    cores = launch.num_cores()
+    assert found.num_devices == cores
+    assert found.device.memory_bytes * cores <= launch.memory_bytes()
+    assert found.calibration is not None
+    assert found.calibration.machine == machine_name()
+    assert found.calibration.torch == str(torch.__version__)
+
+
+@pytest.mark.skipif(launch.num_cores() < 2, reason="one core has no neighbour")
+def test_what_joins_cores_is_measured(found: Cluster) -> None:
+    (box,) = found.levels
+    assert 0 < box.alpha_s < 1
+    measured = {(row.operation, row.bytes) for row in found.collectives}
+    for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        assert {(operation, 64), (operation, 4096)} <= measured
+    network = Network(found)
+    rows = {row.time_s for row in found.collectives if row.operation == "all_reduce" and row.bytes == 64}
+    ranks = calibrate.num_ranks()
+    assert network.all_reduce_s(64, Group(ranks)) in rows
+    together = [one for one in found.device.conditions if one.ranks > 1]
+    assert [one.ranks for one in together] == [ranks]
+    assert set(together[0].efficiency) == set(KINDS)
+
+
+def test_a_step_can_be_predicted_from_it(found: Cluster) -> None:
+    batch = {"inputs": torch.zeros(8, 16), "label": torch.zeros(8, dtype=torch.int64)}
+    graph = mw.capture(MLP((16, 32, 10)), classification_loss, batch)
+    work = step_work(graph, mw.plan(graph, found, layout=mw.Layout()), found)
+    assert all(piece.seconds > 0 for piece in work.stages[0].pieces["F"])  # type: ignore[union-attr]
+
+
+# --- busy, stale -----------------------------------------------------------------------------------------------------
+
+
+def measured(spread: float) -> Measured:
+    return Measured(
+        seconds={"matmul": [(1e6, 1e-5)], "pointwise": [(1e6, 1e-4)]},
+        kernel_s=1e-6, peaks={"float32": 1e11}, taken_s=1.0, passed_s=1.0 + spread,
+    )  # fmt: skip
+
+
+def test_on_a_busy_machine_threads_are_left_out_and_the_spread_is_told() -> None:
+    for spread, conditions in ((0.02, [(2, 1), (1, 2)]), (0.8, [(1, 2)])):
+        made = made_cluster(measured(spread), measured(0), measured(0), [], ranks=2, cores=2)
+        assert [(one.threads, one.ranks) for one in made.device.conditions] == conditions
+        assert made.calibration is not None
+        assert made.calibration.spread == pytest.approx(spread)
+        assert api.is_busy(made.calibration) == (spread > 0.5)
+
+
+def test_more_threads_are_fractions_of_the_peak_of_all() -> None:
+    made = made_cluster(measured(0), measured(0), None, [], ranks=1, cores=2)
+    alone, two = made.device, made.device.under(threads=2)
+    rate = alone.peak("float32") * alone.efficiency_at("matmul", 1e6)
+    assert two.peak("float32") * two.efficiency_at("matmul", 1e6) == pytest.approx(rate, rel=1e-3)
+
+
+def test_a_single_core_has_no_level() -> None:
+    made = made_cluster(measured(0), None, None, [], ranks=1, cores=1)
+    assert (made.num_devices, made.levels, made.device.conditions) == (1, (), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "days", "reason"),
+    [
+        ({}, 0.0, ""),
+        ({}, 29.9, ""),
+        ({}, 31.5, "it is 32 days old"),
+        ({}, -2.0, "it is -2 days old"),
+        ({"machine": "a lathe"}, 0.0, "it was measured on another machine, a lathe"),
+        ({"torch": "1.0"}, 0.0, "it was measured with torch 1.0"),
+    ],
+)
+def test_what_no_longer_holds_is_stale(changes: dict[str, str], days: float, reason: str) -> None:
+    made = made_cluster(measured(0), None, None, [], ranks=1, cores=1)
+    assert made.calibration is not None
+    one = msgspec.structs.replace(made, calibration=msgspec.structs.replace(made.calibration, **changes))
+    assert stale(one, made.calibration.time_s + days * 86400) == reason
+
+
+def test_a_cluster_that_was_not_measured_is_stale() -> None:
+    assert stale(mw.Cluster.load("cpu-local"), time.time()) == "it was not measured"
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def measure_nothing() -> Cluster | None:
+    raise AssertionError("it was measured again")
+
+
+def test_the_cache_is_used_until_it_is_stale(
+    found: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level("INFO", "meshwright")
+    path = tmp_path / "meshwright" / "this-machine.toml"
+    assert api.calibration_file() == path
+    assert api.calibrated() is None
+    path.parent.mkdir()
+    files.save(found, path)
+    assert api.calibrated() == found
+    assert api.calibrate(again=False, measured_by=measure_nothing) == found
+    assert found.calibration is not None
+    old = msgspec.structs.replace(found.calibration, torch="1.0")
+    files.save(msgspec.structs.replace(found, calibration=old), path)
+    assert api.calibrated() is None
+    assert "is stale: it was measured with torch 1.0" in caplog.text
+
+
+def test_a_damaged_cache_is_said_and_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "meshwright").mkdir()
+    api.calibration_file().write_text("version = 1\n")
+    assert api.calibrated() is None
+    assert "cannot be used" in caplog.text
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match="the cluster file cannot be written"):
+        api.calibrate(tmp_path / "file" / "machine.toml", measured_by=measure_tiny)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "box"', 'nom = "box"', "unknown key"),
+        ("alpha_s = ", "alpha_us = ", "alpha_us"),
+        ("memory_bandwidth_bytes_per_s = ", "memory_bandwidth_bytes_per_s = 0.0 # ", "give bytes per second"),
+        ("num_devices = ", "num_devices = 77 # ", "num_devices is 77, but the levels hold"),
+    ],
+)
+@pytest.mark.skipif(launch.num_cores() < 2, reason="one core has no level")
+def test_a_file_with_a_wrong_key_unit_or_product_is_refused(
+    found: Cluster, tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    path = tmp_path / "machine.toml"
+    files.save(found, path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises((ClusterError, FileFormatError), match=message):
+        mw.Cluster.load(path)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_what_it_found(
+    found: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "meshwright").mkdir()
+    assert found.calibration is not None
+    busy = msgspec.structs.replace(found.calibration, spread=0.5)
+    files.save(msgspec.structs.replace(found, calibration=busy), api.calibration_file())
+    assert cli.run(["calibrate", "--if-stale"]) == 0
+    shown = capsys.readouterr().out
+    assert machine_name() in shown
+    assert "layer" not in shown
+    assert "warning: this machine is busy: calls took 50% longer by the clock" in shown
+    assert f"written to {api.calibration_file()}" in shown
+    assert cli.run(["calibrate", "--if-stale", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calibration"]["spread"] == 0.5

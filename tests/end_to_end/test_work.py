@@ -1,0 +1,295 @@
+"""The work of a step, beside what is lowered for it: the same collectives, the same memory from forward to backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import meshwright as mw
+from meshwright.capture.builder import Capture, capture
+from meshwright.catalog import load_cluster
+from meshwright.cost.captured import stage_held, step_work
+from meshwright.cost.closed_form import predict_step
+from meshwright.cost.operators import Rates
+from meshwright.cost.optimizer import ADAMW, MOMENTUM, SGD
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.plan import Plan
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.stages import cut
+from meshwright.lower.pipeline import lower_stage
+from meshwright.lower.program import StageProgram
+from meshwright.lower.spmd import lower
+from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, language_model_loss
+from meshwright.ops import collectives
+from meshwright.planner.explicit import plan_layout
+from meshwright.schedules.passes import add_communication, add_reduction
+from meshwright.schedules.pipeline import build
+
+CPU = load_cluster("cpu-local", 4)
+GPU = load_cluster("a100-80gb-dgx")
+KINDS = {
+    collectives.ALL_REDUCE: "all_reduce",
+    collectives.ALL_GATHER: "all_gather",
+    collectives.REDUCE_SCATTER: "reduce_scatter",
+}
+
+
+@cache
+def captured(model: str) -> Capture:
+    torch.manual_seed(0)
+    if model == "GPT":
+        tokens = torch.zeros(8, 16, dtype=torch.int64)
+        config = GPTConfig(layers=2, width=32, heads=4, vocabulary=64, sequence_length=16)
+        return capture(GPT(config), language_model_loss, {"tokens": tokens, "targets": tokens})
+    label = torch.zeros(8, dtype=torch.int64)
+    if model == "ResNet":
+        return capture(ResNet(8, 4), classification_loss, {"image": torch.zeros(8, 3, 16, 16), "label": label})
+    return capture(MLP((16, 32, 32, 10)), classification_loss, {"inputs": torch.zeros(8, 16), "label": label})
+
+
+def planned(model: str, **layout: Any) -> Plan:
+    asked = mw.Layout(batch_statistics="microbatch" if layout.get("microbatches", 1) > 1 else "global", **layout)
+    return plan_layout(captured(model).graph, asked, world_size=asked.num_ranks, cluster=CPU)
+
+
+def work_of(model: str, cluster: mw.Cluster = CPU, **layout: Any) -> Work:
+    return step_work(captured(model).graph, planned(model, **layout), cluster)
+
+
+def groups_of(plan: Plan) -> dict[str, AxisGroup]:
+    return {axis.name: AxisGroup(axis.name, axis.size, 0) for axis in plan.mesh.axes if axis.size > 1}
+
+
+def programs_of(model: str, plan: Plan) -> list[StageProgram]:
+    one = captured(model)
+    divided = cut(one.graph, plan.firsts)
+    groups = {name: group for name, group in groups_of(plan).items() if name != "pp"}
+    return [lower_stage(one, plan, divided, stage, groups, torch.device("cpu")) for stage in range(divided.num_stages)]
+
+
+def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
+    """The collectives of a lowered graph: kind, axis, bytes of the whole vector."""
+    found: Counter[tuple[str, str, int]] = Counter()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in KINDS:
+            axis = next(argument for argument in node.args if argument in ("dp", "tp", "pp"))
+            value = node.meta["val"]
+            largest = max(value.numel(), node.args[0].meta.get("val", value).numel())
+            found[KINDS[node.target], str(axis), largest * value.element_size()] += 1
+    return found
+
+
+def counted(pieces: tuple[Piece, ...]) -> Counter[tuple[str, str, int]]:
+    return Counter((one.collective, one.axis, one.bytes) for one in pieces if isinstance(one, Communicate))
+
+
+WHOLE = [
+    ("GPT", {"dp": 2}), ("GPT", {"tp": 2}), ("GPT", {"dp": 2, "tp": 2}), ("MLP", {"dp": 2}), ("MLP", {"tp": 2}),
+    ("ResNet", {"dp": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "layout"), WHOLE, ids=str)
+def test_a_step_in_one_piece_has_the_collectives_that_are_lowered(model: str, layout: dict[str, Any]) -> None:
+    plan = planned(model, **layout)
+    lowered = started(lower(captured(model), plan, groups_of(plan)).graph)
+    (stage,) = step_work(captured(model).graph, plan, CPU).stages
+    foretold = sum((counted(pieces) for pieces in (stage.before, *stage.pieces.values())), Counter())
+    assert foretold == lowered
+
+
+STAGED: list[tuple[str, dict[str, Any]]] = [
+    ("GPT", {"microbatches": 4}),
+    ("GPT", {"dp": 2, "microbatches": 2}),
+    ("GPT", {"tp": 2, "microbatches": 2}),
+    ("GPT", {"pp": 2, "microbatches": 4}),
+    ("GPT", {"pp": 2, "dp": 2, "tp": 2, "microbatches": 2}),
+    ("GPT", {"pp": 2, "microbatches": 4, "recompute": "selective"}),
+    ("GPT", {"microbatches": 4, "recompute": "full"}),
+    ("GPT", {"tp": 2, "microbatches": 2, "recompute": "full"}),
+    ("MLP", {"pp": 2, "microbatches": 2}),
+    ("MLP", {"dp": 2, "microbatches": 2}),
+    ("ResNet", {"pp": 2, "microbatches": 4}),
+    ("ResNet", {"microbatches": 4, "recompute": "full"}),
+]
+PHASES = {"F": ("forward",), "B": ("backward",), "I": ("input",), "W": ("weight",)}
+
+
+@pytest.mark.parametrize(("model", "layout"), STAGED, ids=str)
+def test_every_action_has_the_collectives_that_are_lowered(model: str, layout: dict[str, Any]) -> None:
+    plan = planned(model, **layout)
+    work = step_work(captured(model).graph, plan, CPU)
+    for program, stage in zip(programs_of(model, plan), work.stages, strict=True):
+        for kind, names in PHASES.items():
+            lowered = sum((started(program.phases[name].graph) for name in names), Counter())
+            assert counted(stage.pieces[kind]) == lowered, (program.stage, kind)
+        lowered = sum((started(program.phases[name].graph) for name in ("reduce", "finish")), Counter())
+        own = Counter({key: count for key, count in counted(stage.after).items() if key[1] != "pp"})
+        assert counted(stage.pieces["REDUCE_GRAD"]) + own == lowered
+
+
+def kept_bytes(program: StageProgram) -> int:
+    """What the executor keeps of a micro-batch until its backward, by storage."""
+    late = {name for phase in ("backward", "input", "weight") for name in program.phases[phase].inputs}
+    names = {*program.phases["forward"].outputs, *(one.value for one in program.received_up)} & late
+    nodes = {node.name: node for phase in ("forward", "backward") for node in program.phases[phase].graph.nodes}
+    storages = {name: nodes[name].meta["val"].untyped_storage() for name in names}
+    whole_step = {*program.parameters, *program.buffers, *program.inputs, *program.slices}
+    given = {
+        node.meta["val"].untyped_storage()._cdata
+        for phase in program.phases.values()
+        for node in phase.graph.nodes
+        if node.op == "placeholder" and node.name in whole_step
+    }
+    return sum({one._cdata: one.nbytes() for one in storages.values() if one._cdata not in given}.values())
+
+
+@pytest.mark.parametrize(("model", "layout"), STAGED, ids=str)
+def test_what_is_saved_is_what_the_executor_keeps(model: str, layout: dict[str, Any]) -> None:
+    plan = planned(model, **layout)
+    work = step_work(captured(model).graph, plan, CPU)
+    for program, stage in zip(programs_of(model, plan), work.stages, strict=True):
+        assert stage.saved_bytes == pytest.approx(kept_bytes(program), rel=0.05), program.stage
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def step_s(model: str, cluster: mw.Cluster = CPU, **layout: Any) -> float:
+    plan = planned(model, **layout)
+    work = step_work(captured(model).graph, plan, cluster)
+    return predict_step(work, schedule_of(plan), plan.mesh, cluster).step_s
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    schedule = build(plan.schedule, plan.mesh.size("pp") if "pp" in plan.mesh.names else 1, plan.microbatches, 1)
+    return add_reduction(add_communication(schedule))
+
+
+def flops(pieces: tuple[Piece, ...]) -> float:
+    return sum(one.flops for one in pieces if isinstance(one, Compute))
+
+
+@pytest.mark.parametrize("model", ["GPT", "MLP", "ResNet"])
+def test_one_rank_computes_every_flop_once(model: str) -> None:
+    (stage,) = work_of(model).stages
+    total = flops(stage.pieces["F"]) + flops(stage.pieces["B"])
+    assert total == pytest.approx(captured(model).graph.flops(), rel=0.02)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"microbatches": 2}, {"dp": 2, "microbatches": 4}], ids=str)
+def test_a_divided_batch_divides_products(layout: dict[str, Any]) -> None:
+    parts = layout.get("dp", 1) * layout.get("microbatches", 1)
+    (one,), (part,) = work_of("MLP").stages, work_of("MLP", **layout).stages
+    assert flops(part.pieces["F"]) == pytest.approx(flops(one.pieces["F"]) / parts, rel=0.01)
+    assert flops(part.pieces["B"]) == pytest.approx(flops(one.pieces["B"]) / parts, rel=0.01)
+
+
+def test_stages_share_the_flops_and_pass_the_hidden_state() -> None:
+    first, last = work_of("GPT", pp=2, microbatches=4).stages
+    total = sum(flops(stage.pieces[kind]) for stage in (first, last) for kind in "FB")
+    assert total == pytest.approx(captured("GPT").graph.flops() / 4, rel=0.02)
+    assert (first.sent_up_bytes, first.sent_down_bytes) == (2 * 16 * 32 * 4, 0)
+    assert (last.sent_up_bytes, last.sent_down_bytes) == (0, 2 * 16 * 32 * 4)
+
+
+def seconds(pieces: tuple[Piece, ...]) -> float:
+    return sum(one.seconds for one in pieces if isinstance(one, Compute))
+
+
+def test_a_backward_in_two_parts_computes_what_one_does() -> None:
+    for stage in work_of("GPT", pp=2, microbatches=4).stages:
+        two = seconds(stage.pieces["I"]) + seconds(stage.pieces["W"])
+        assert two == pytest.approx(seconds(stage.pieces["B"]), rel=1e-9)
+
+
+def test_recomputation_saves_less_and_computes_more() -> None:
+    (kept,), (again,) = (work_of("GPT", microbatches=4, recompute=recompute).stages for recompute in ("none", "full"))
+    assert again.saved_bytes < kept.saved_bytes / 4
+    assert flops(kept.pieces["B"]) < flops(again.pieces["B"]) < flops(kept.pieces["B"]) + flops(kept.pieces["F"])
+    assert again.pieces["F"] == kept.pieces["F"]
+
+
+def test_what_is_held_is_parameters_gradients_and_the_states_of_the_optimizer() -> None:
+    graph, plan = captured("MLP").graph, planned("MLP", microbatches=2)
+    size = graph.num_parameters() * 4
+    for optimizer, states in ((SGD, 0), (MOMENTUM, 1), (ADAMW, 2)):
+        held = stage_held(graph, plan, 0, CPU, optimizer)
+        assert (held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes) == (size, size, states * size)
+        assert held.inputs_bytes == 8 * 16 * 4 + 8 * 8
+        (stage,) = step_work(graph, plan, CPU, optimizer=optimizer).stages
+        assert stage.held_bytes == held.total_bytes
+
+
+def test_tensor_parallel_ranks_hold_half_of_what_is_split() -> None:
+    graph = captured("MLP").graph
+    whole = stage_held(graph, planned("MLP"), 0, CPU).parameters_bytes
+    half = stage_held(graph, planned("MLP", tp=2), 0, CPU).parameters_bytes
+    assert whole / 2 <= half < 0.6 * whole
+
+
+def test_the_gradients_of_tied_weights_are_joined_over_the_stages() -> None:
+    for stage in work_of("GPT", pp=2, microbatches=2).stages:
+        joined = [one for one in stage.after if isinstance(one, Communicate) and one.collective == "all_reduce"]
+        assert [(one.axis, one.bytes) for one in joined] == [("pp", 64 * 32 * 4)]
+
+
+def waits(stage: StageWork) -> int:
+    return sum(isinstance(one, Wait) for pieces in stage.pieces.values() for one in pieces)
+
+
+def test_collectives_hide_behind_compute_but_on_a_cpu_where_ranks_move_the_bytes_themselves() -> None:
+    (cpu,), (gpu,) = work_of("GPT", CPU, dp=2).stages, work_of("GPT", GPU, dp=2).stages
+    assert waits(cpu) == 0
+    assert waits(gpu) > 0
+    for pieces in gpu.pieces.values():  # what is waited for has been started
+        started_here: set[str] = set()
+        for one in pieces:
+            if isinstance(one, Communicate):
+                assert one.what not in started_here
+                started_here.add(one.what)
+            elif isinstance(one, Wait):
+                assert one.what in started_here
+
+
+@pytest.mark.parametrize("model", ["GPT", "MLP"])
+def test_clipping_and_a_larger_optimizer_take_longer(model: str) -> None:
+    graph, plan = captured(model).graph, planned(model)
+    plain, clipped, adam = (
+        seconds(step_work(graph, plan, CPU, **options).stages[0].after)
+        for options in ({}, {"clips": True}, {"optimizer": ADAMW})
+    )
+    assert plain < clipped
+    assert plain < adam
+
+
+def test_two_ranks_are_faster_than_one_and_a_pipeline_pays_its_bubble() -> None:
+    one, two = step_s("MLP"), step_s("MLP", CPU_WITHOUT_LATENCY, dp=2)
+    assert one / 2.2 < two < one
+    many, few = (step_s("GPT", pp=2, microbatches=m, schedule="gpipe") for m in (4, 2))
+    busy = sum(seconds(stage.pieces[kind]) for stage in work_of("GPT", pp=2, microbatches=4).stages for kind in "FB")
+    assert many > 4 * busy / 2
+    assert few > 0
+
+
+def test_a_kernel_costs_its_dispatch_and_the_larger_of_arithmetic_and_memory() -> None:
+    device = load_cluster("cpu-local").device
+    rates = Rates(device)
+    peak, bandwidth = device.peak("float32"), device.memory_bandwidth_bytes_per_s
+    assert rates.seconds("matmul", "float32", 1e9, 8.0) == rates.kernel_s + 1e9 / peak
+    assert rates.seconds("matmul", "float32", 8.0, 1e9) == rates.kernel_s + 1e9 / bandwidth
+    assert rates.seconds("pointwise", "float32", 1e12, 1e6) == rates.kernel_s + 1e6 / bandwidth
+
+
+CPU_WITHOUT_LATENCY = mw.Cluster(
+    name="ideal",
+    num_devices=2,
+    device=CPU.device,
+    levels=(type(CPU.levels[0])(name="box", fan_out=2, alpha_s=0.0, beta_s_per_byte=1e-15),),
+)

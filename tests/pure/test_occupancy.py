@@ -1,0 +1,206 @@
+"""Memory over a schedule: what lives with which micro-batches, and the verdict against a limit."""
+
+import msgspec
+import pytest
+
+from meshwright.cost.closed_form import predict_step
+from meshwright.cost.collective import Group, Network
+from meshwright.cost.occupancy import memory_verdict, peak_memory
+from meshwright.cost.work import Communicate, Compute, StageWork, Work
+from meshwright.errors import ClusterError
+from meshwright.ir.cluster import Cluster, CollectiveTiming, Level
+from meshwright.ir.device import Condition, Device, Kernels
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.schedule import Action, Schedule
+from meshwright.schedules.check import check
+from meshwright.schedules.passes import add_communication, add_reduction
+from meshwright.schedules.pipeline import build
+from meshwright.schedules.timing import Costs, run
+
+CORE = Device(
+    name="core",
+    kind="cpu",
+    memory_bytes=4_000_000_000,
+    memory_bandwidth_bytes_per_s=1e10,
+    peak_flops_per_s={"float32": 1e11},
+    efficiency={"matmul": ((1e6, 1.0),), "norm": ((1e6, 0.5),)},
+    conditions=(
+        Condition(threads=2, ranks=1, kernel_s=4e-6, efficiency={"matmul": ((1e6, 0.9),)}),
+        Condition(threads=1, ranks=4, kernel_s=3e-6, efficiency={"matmul": ((1e6, 0.7),)}),
+    ),
+    kernels=Kernels(processors=1, kernel_s=2e-6),
+)
+BOX = Level(name="box", fan_out=4, alpha_s=1e-5, beta_s_per_byte=1e-9)
+
+
+def timing(operation: str, algorithm: str, ranks: int, num_bytes: int, time_s: float) -> CollectiveTiming:
+    return CollectiveTiming(  # type: ignore[call-arg]
+        operation=operation,
+        algorithm=algorithm,
+        level="box",
+        ranks=ranks,
+        bytes=num_bytes,
+        time_s=time_s,  # type: ignore[arg-type]
+    )
+
+
+def cluster(*rows: CollectiveTiming) -> Cluster:
+    return Cluster(name="box", num_devices=4, device=CORE, levels=(BOX,), collectives=rows)
+
+
+def stage(**changes: object) -> StageWork:
+    fields: dict[str, object] = {
+        "pieces": {"F": (Compute("F", 1.0),), "B": (Compute("B", 2.0),), "REDUCE_GRAD": ()},
+        "saved_bytes": 10,
+        "held_bytes": 100,
+        "workspace_bytes": 7,
+    }
+    return StageWork(**(fields | changes))  # type: ignore[arg-type]
+
+
+def schedule(name: str, ranks: int, microbatches: int) -> Schedule:
+    return add_reduction(add_communication(build(name, ranks, microbatches, 1)))
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_keeps_as_many_micro_batches_as_the_validator_counts(name: str, ranks: int) -> None:
+    one = schedule(name, ranks, 8)
+    work = Work(tuple(stage() for _ in range(ranks)))
+    for rank, report in zip(peak_memory(work, one), check(one).ranks, strict=True):
+        assert rank.saved_bytes == 10 * report.live_activations
+        assert rank.peak_bytes == 100 + 10 * report.live_activations + 7
+
+
+def test_chunks_of_a_rank_are_counted_together() -> None:
+    one = add_reduction(add_communication(build("interleaved", 2, 4, 2)))
+    (first, second) = peak_memory(Work(tuple(stage() for _ in range(4))), one)
+    assert first.held_bytes == second.held_bytes == 200
+    live = [report.live_activations for report in check(one).ranks]
+    assert [first.saved_bytes, second.saved_bytes] == [10 * count for count in live]
+
+
+def test_the_peak_is_where_workspace_and_saved_are_most_together() -> None:
+    uneven = Work((stage(workspace_bytes=1), stage(saved_bytes=1, workspace_bytes=500)))
+    first, second = peak_memory(uneven, schedule("gpipe", 2, 3))
+    assert (first.peak_bytes, first.action) == (100 + 30 + 1, "0F2")
+    assert (second.peak_bytes, second.action) == (100 + 3 + 500, "1F2")
+
+
+@pytest.mark.parametrize(
+    ("limit", "verdict"), [(127, "fits"), (126, "fits"), (120, "marginal"), (117, "marginal"), (116, "does not fit")]
+)
+def test_the_verdict_leaves_a_margin(limit: float, verdict: str) -> None:
+    peaks = peak_memory(Work((stage(),)), schedule("none", 1, 1))
+    assert peaks[0].peak_bytes == 117
+    assert memory_verdict(peaks, limit) == verdict
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_may_tell_the_cost_of_each_action() -> None:
+    one = schedule("1f1b", 2, 4)
+
+    def cost(action: Action) -> float:
+        return {"F": 1.0, "B": 2.0}.get(action.kind.value, 0.0)
+
+    assert run(one, cost) == run(one, Costs(forward=1.0, backward=2.0))
+
+
+def test_stages_of_equal_work_have_the_bubble_of_the_closed_form() -> None:
+    """m micro-batches of 3 s, and p - 1 more of them for filling and draining (GPipe, 1F1B)."""
+    work = Work((stage(), stage(), stage()))
+    for name in ("gpipe", "1f1b"):
+        found = predict_step(work, schedule(name, 3, 6), Mesh.of(pp=3), cluster())
+        assert found.step_s == pytest.approx((6 + 2) * 3.0)
+        assert found.compute_s == 6 * 3.0
+
+
+def test_messages_and_collectives_are_added() -> None:
+    pieces = {
+        "F": (Compute("F", 1.0),),
+        "B": (Compute("B", 2.0),),
+        "REDUCE_GRAD": (Communicate("g", "all_reduce", "dp", 10**6),),
+    }
+    one = stage(pieces=pieces, sent_up_bytes=10**6, sent_down_bytes=10**6)
+    machine, mesh = cluster(), Mesh.of(pp=2, dp=2)
+    network = Network(machine)
+    found = predict_step(Work((one, one)), schedule("gpipe", 2, 1), mesh, machine)
+    expected = 6.0 + 2 * network.send_s(10**6, 2) + network.all_reduce_s(10**6, Group(2))
+    assert found.step_s == pytest.approx(expected)
+
+
+# --- measured tables -------------------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_taken_from_the_table() -> None:
+    rows = [
+        timing("all_reduce", "native", 2, size, time_s) for size, time_s in ((100, 1e-3), (300, 3e-3), (1000, 5e-3))
+    ]
+    network = Network(cluster(*rows))
+    pair = Group(2)
+    assert network.all_reduce_s(50, pair) == 1e-3  # the least that any takes
+    assert network.all_reduce_s(200, pair) == pytest.approx(2e-3)
+    assert network.all_reduce_s(1000, pair) == 5e-3
+    assert network.all_reduce_s(4000, pair) == pytest.approx(20e-3)  # at the rate of the largest
+
+
+def test_the_fastest_algorithm_counts() -> None:
+    rows = [timing("all_reduce", "native", 2, 64, 5e-4), timing("all_reduce", "exchange", 2, 64, 1e-4)]
+    assert Network(cluster(*rows)).all_reduce_s(64, Group(2)) == 1e-4
+
+
+def test_what_was_not_measured_has_the_closed_form() -> None:
+    plain, measured = Network(cluster()), Network(cluster(timing("all_reduce", "native", 2, 64, 1e-4)))
+    for ask in (
+        lambda network: network.all_reduce_s(1e6, Group(4)),
+        lambda network: network.all_gather_s(1e6, Group(2)),
+        lambda network: network.broadcast_s(1e6, Group(2)),
+        lambda network: network.send_s(1e6, 1),
+    ):
+        assert ask(plain) == ask(measured)
+    assert plain.broadcast_s(1e6, Group(1)) == 0.0
+    assert plain.broadcast_s(1e6, Group(4)) == pytest.approx(2 * 1e-5 + 2 * 1e6 * 1e-9, rel=0.5)
+
+
+# --- conditions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "fraction", "kernel_s"),
+    [(1, 1, 1.0, 2e-6), (4, 1, 0.7, 3e-6), (3, 1, 0.7, 3e-6), (1, 2, 0.9, 4e-6), (1, 8, 0.9, 4e-6)],
+)
+def test_the_nearest_condition_counts(ranks: int, threads: int, fraction: float, kernel_s: float) -> None:
+    found = CORE.under(ranks=ranks, threads=threads)
+    assert found.efficiency_at("matmul", 1e6) == fraction
+    assert found.efficiency_at("norm", 1e6) == 0.5  # not measured then
+    assert found.kernels is not None
+    assert found.kernels.kernel_s == kernel_s
+
+
+def test_several_threads_have_the_peak_of_all() -> None:
+    two = CORE.under(threads=2)
+    assert two.peak("float32") == 2e11
+    assert two.memory_bandwidth_bytes_per_s == 2e10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"threads": 0}, "device.conditions[0]: 0 threads on 1 ranks\n  -> give 1 or more of both"),
+        (
+            {"efficiency": {"matmull": ((1.0, 0.5),)}},
+            "device.conditions[0].efficiency: unknown kind of operator 'matmull'\n  -> did you mean `matmul`",
+        ),
+        ({"efficiency": {"matmul": ((1.0, 1.5),)}}, "device.conditions[0].efficiency.matmul: [[1.0, 1.5]] is not"),
+    ],
+)
+def test_an_impossible_condition_is_refused(changes: dict[str, object], message: str) -> None:
+    device = msgspec.structs.replace(CORE, conditions=(Condition(**changes),))  # type: ignore[arg-type]
+    with pytest.raises(ClusterError) as caught:
+        Cluster(name="box", num_devices=4, device=device, levels=(BOX,))
+    assert str(caught.value).startswith(message)
