@@ -14,16 +14,18 @@ from meshwright.ir.graph import ITEM_BYTES
 aten = torch.ops.aten
 COLD_BYTES = 64 * 2**20
 """What a pass of an optimizer goes through before it comes back: more than caches hold."""
-ROW = 256
+ROW, FLAT = 256, 24
 DTYPES = ("float32", "float64", "bfloat16")
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A call: its kind (``ir/kind.py``), its size (FLOPs, or bytes of inputs and outputs), and what to call."""
+    """A call: its kind (``ir/kind.py``), its size (FLOPs, or bytes of inputs and outputs), and what to call; of
+    products also what they do of the other."""
 
     kind: str
     size: float
     call: Callable[[], Any]
+    other: float = 0.0
 
 
 def kernel_probe() -> Probe:
@@ -39,7 +41,20 @@ def matmul_probes(dtype: str, sides: tuple[int, ...]) -> Iterator[Probe]:
 
 
 def _product(one: Tensor) -> Probe:
-    return Probe("matmul", 2.0 * len(one) ** 3, lambda: torch.mm(one, one.t()))
+    return Probe("matmul", 2.0 * len(one) ** 3, lambda: torch.mm(one, one.t()), 3.0 * one.numel() * one.element_size())
+
+
+def flat_probes(sides: tuple[int, ...]) -> Iterator[Probe]:
+    """Products of few rows with weights that other weights have pushed out of the caches."""
+    for side in sides:
+        yield _flat(side)
+
+
+def _flat(side: int) -> Probe:
+    rows = torch.randn(FLAT, side)
+    size = (side * side + 2 * FLAT * side) * 4
+    weights = cycle(list(torch.randn(max(2, COLD_BYTES // 2 // size), side, side)))
+    return Probe("operands", size, lambda: torch.mm(rows, next(weights).t()), 2.0 * FLAT * side * side)
 
 
 def compute_probes(scale: float = 1.0) -> Iterator[Probe]:
