@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
-from meshwright.comm.groups import axis_groups, broadcast_along, channel, from_every_rank, meet
+from meshwright.comm.groups import axis_groups, broadcast_along, channels, from_every_rank, meet
 from meshwright.comm.transport.base import Channel
 from meshwright.ir.cluster import Calibration, Cluster, CollectiveTiming, Level, Operation
 from meshwright.ir.device import Condition, Curve, Device, Kernels
@@ -212,7 +212,7 @@ def _between(effort: Effort, ranks: int, rank: int, advance: Advance) -> list[Co
             )
 
     if ranks % 2 == 0:
-        timed("send", "channel", 2, partial(_ping_pong, channel(rank ^ 1), rank % 2 == 0), part=0.5)
+        timed("send", "channel", 2, partial(_ping_pong, channels([rank ^ 1])[rank ^ 1], rank % 2 == 0), part=0.5)
     groups = [axis_groups(Mesh.of(all=ranks), rank, {"all": "exchange" if ranks == 2 else "native"})["all"]]
     if ranks > 2 and ranks % 2 == 0:
         groups.append(axis_groups(Mesh.of(rest=ranks // 2, pair=2), rank, {"pair": "exchange"})["pair"])
