@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor matrix clean
+.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ bench-pipelines: $(STAMP) ## measure pipelines against torch.distributed.pipelin
 
 bench-predictor: $(STAMP) ## judge the predictor by published measurements in validation/ (FOLDERS=... for more tables)
 	@$(BIN)/python -m benchmarks.predictor $(FOLDERS)
+
+bench-prediction: $(STAMP) ## calibrate this machine, then predict and measure three models under several layouts
+	@$(BIN)/python -m benchmarks.prediction
 
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix

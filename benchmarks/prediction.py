@@ -22,13 +22,14 @@ from rich.console import Console
 
 import meshwright as mw
 from benchmarks import report
-from benchmarks.report import Result, ms
-from benchmarks.side_by_side import alternate
+from benchmarks.report import ms, new_run
+from meshwright.bench.repeat import alternate
 from meshwright.cost.captured import stage_held, step_work
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import MOMENTUM
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.result import Check, Duration, Finding, Series, Settings
 from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, gpt_s, language_model_loss
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed.pool import Ranks
@@ -219,9 +220,10 @@ def calibrated() -> Cluster:
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 
-def step_times(cluster: Cluster, only: str, rounds: int, steps: int, show: Callable[[Result], None]) -> list[Result]:
+def step_times(cluster: Cluster, only: str, rounds: int, steps: int, show: Callable[[Finding], None]) -> list[Finding]:
     """Predicted beside measured step times."""
-    results = []
+    results: list[Finding] = []
+    run = new_run()
     for num_ranks in (1, 2):
         for model in dict.fromkeys(case.model for case in CASES):
             cases = [one for one in CASES if one.model == model and one.num_ranks == num_ranks and only in str(one)]
@@ -232,33 +234,38 @@ def step_times(cluster: Cluster, only: str, rounds: int, steps: int, show: Calla
             for case in cases:
                 measured, predicted = statistics.median(seconds[str(case)]), predicted_s(case, cluster)
                 error = predicted / measured - 1
+                series = Series.of(seconds[str(case)], steps=steps, settings=str(case), run=run)
                 results.append(
-                    Result(
-                        f"{case}: step time within {ERROR:.0%}",
-                        "pass" if abs(error) <= ERROR else "fail",
-                        f"{error:+.1%}: predicted {ms(predicted)}, measured {ms(measured)} "
-                        f"({ms(min(seconds[str(case)]))} to {ms(max(seconds[str(case)]))})",
-                        {"error": error, "predicted_s": predicted, "seconds_a_step": {"measured": seconds[str(case)]}},
+                    Duration(
+                        target=f"{case}: step time within {ERROR:.0%}",
+                        verdict="pass" if abs(error) <= ERROR else "fail",
+                        measured=f"{error:+.1%}: predicted {ms(predicted)}, measured {ms(measured)} "
+                        f"({ms(min(series.seconds))} to {ms(max(series.seconds))})",
+                        series=series,
+                        notes={"error": error, "predicted_s": predicted},
                     )
                 )
                 show(results[-1])
     return results
 
 
-def memory(cluster: Cluster, only: str, show: Callable[[Result], None]) -> list[Result]:
+def memory(cluster: Cluster, only: str, show: Callable[[Finding], None]) -> list[Finding]:
     """Predicted beside measured peaks, of the rank that needs most."""
-    results = []
+    results: list[Finding] = []
     for case in (one for one in MEMORY_CASES if only in str(one)):
         with Ranks() as ranks:  # fresh processes: memory is not given back
             measured = max(ranks(case.num_ranks, peak_bytes, case, timeout=1800.0))
         predicted = max(predicted_peaks(case, cluster))
         error = predicted / measured - 1
+        passed = abs(error) <= MEMORY_ERROR
         results.append(
-            Result(
-                f"{case}: peak memory within {MEMORY_ERROR:.0%}",
-                "pass" if abs(error) <= MEMORY_ERROR else "fail",
-                f"{error:+.1%}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB",
-                {"memory_error": error, "predicted_bytes": predicted, "measured_bytes": measured},
+            Check(
+                target=f"{case}: peak memory within {MEMORY_ERROR:.0%}",
+                verdict="pass" if passed else "fail",
+                measured=f"{error:+.1%}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB",
+                passed=int(passed),
+                total=1,
+                notes={"error": error, "predicted_bytes": predicted, "measured_bytes": measured},
             )
         )
         show(results[-1])
@@ -278,21 +285,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
 
-    def show(result: Result) -> None:
+    def show(result: Finding) -> None:
         console.print(f"{result.verdict:<8}  {result.target}\n          {result.measured}", markup=False)
 
     cluster = mw.Cluster.load(options.cluster) if options.cluster else calibrated()
-    results: list[Result] = []
+    results: list[Finding] = []
     if options.skip != "time":
         results += step_times(cluster, options.only, options.rounds, options.steps, show)
-    errors = [abs(result.figures["error"]) for result in results]
+    errors = [abs(one.notes["error"]) for one in results if isinstance(one.notes["error"], float)]
     if errors:
         median = statistics.median(errors)
+        passed = sum(error <= ERROR for error in errors)
         results.append(
-            Result(
-                f"median error of step time at most {MEDIAN_ERROR:.0%}",
-                "pass" if median <= MEDIAN_ERROR else "fail",
-                f"{median:.1%} of {len(errors)} cases; the largest {max(errors):.1%}",
+            Check(
+                target=f"median error of step time at most {MEDIAN_ERROR:.0%}",
+                verdict="pass" if median <= MEDIAN_ERROR else "fail",
+                measured=f"{median:.1%} of {len(errors)} cases; the largest {max(errors):.1%}",
+                passed=passed,
+                total=len(errors),
             )
         )
         show(results[-1])
@@ -304,8 +314,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "`meshwright calibrate` has just measured. Memory is the larger rank's peak over two steps, minus what was "
             f"resident before. Calibration: spread {cluster.calibration.spread if cluster.calibration else 0:.1%}."
         )
-        how = {"rounds": options.rounds, "steps_a_round": options.steps}
-        report.write("prediction", "Prediction beside measurement", COMMAND, how, results, text)
+        timed = "a step of the trainer: forward, loss, backward, reduction, update; from when all ranks have met"
+        settings = {
+            str(case): Settings(dtype="float32", ranks=case.num_ranks, threads=1, sizes={"model": case.model})
+            for case in CASES
+        }
+        report.write("prediction", "Prediction beside measurement", COMMAND, timed, settings, results, text)
         console.print("written to benchmarks/results/prediction.md and .json")
     return 1 if any(result.verdict == "fail" for result in results) else 0
 

@@ -23,7 +23,15 @@ from meshwright.runtime import calibrate, launch
 from meshwright.runtime.calibrate import Effort, Measured, made_cluster, stale
 from meshwright.runtime.machine import machine_name
 
-TINY = Effort(probe_s=1e-4, sides=(8, 16), elements=(2**14, 2**15), scale=0.1, message_bytes=(64, 4096), repeats=2)
+TINY = Effort(
+    probe_s=1e-4,
+    sides=(8, 16),
+    flat_sides=(32, 64),
+    elements=(2**14, 2**15),
+    scale=0.1,
+    message_bytes=(64, 4096),
+    repeats=2,
+)
 
 
 def measure_tiny() -> Cluster | None:
@@ -189,7 +197,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('name = "box"', 'nom = "box"', "unknown key"),
+        ('name = "box"', 'nom = "box"', "unknown field `nom`"),
         ("alpha_s = ", "alpha_us = ", "alpha_us"),
         ("memory_bandwidth_bytes_per_s = ", "memory_bandwidth_bytes_per_s = 0.0 # ", "give bytes per second"),
         ("num_devices = ", "num_devices = 77 # ", "num_devices is 77, but the levels hold"),

@@ -8,7 +8,7 @@ from meshwright.cost.collective import Group, Network
 from meshwright.cost.occupancy import memory_verdict, peak_memory
 from meshwright.cost.work import Communicate, Compute, StageWork, Work
 from meshwright.errors import ClusterError
-from meshwright.ir.cluster import Cluster, CollectiveTiming, Level
+from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Operation
 from meshwright.ir.device import Condition, Device, Kernels
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, Schedule
@@ -33,14 +33,9 @@ CORE = Device(
 BOX = Level(name="box", fan_out=4, alpha_s=1e-5, beta_s_per_byte=1e-9)
 
 
-def timing(operation: str, algorithm: str, ranks: int, num_bytes: int, time_s: float) -> CollectiveTiming:
-    return CollectiveTiming(  # type: ignore[call-arg]
-        operation=operation,
-        algorithm=algorithm,
-        level="box",
-        ranks=ranks,
-        bytes=num_bytes,
-        time_s=time_s,  # type: ignore[arg-type]
+def timing(operation: Operation, algorithm: str, ranks: int, num_bytes: int, time_s: float) -> CollectiveTiming:
+    return CollectiveTiming(
+        operation=operation, algorithm=algorithm, level="box", ranks=ranks, bytes=num_bytes, time_s=time_s
     )
 
 

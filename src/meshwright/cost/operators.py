@@ -42,11 +42,14 @@ class Cost(msgspec.Struct, frozen=True):
 class Rates:
     """Seconds of kernels on a device, by kind, dtype and size: the roofline with the device's efficiency curves.
 
-        seconds = kernel_s + max(FLOPs / (peak * efficiency(kind, FLOPs)),
-                                 bytes / (bandwidth * efficiency(kind, bytes)))
+        arithmetic_s = FLOPs / (peak * efficiency(kind, FLOPs))
+        memory_s     = bytes / (bandwidth * efficiency(kind, bytes))
+        seconds      = kernel_s + memory_s                          kinds that are bound by memory
+                       kernel_s + max(arithmetic_s, memory_s)       others, with bytes at the full bandwidth
+                       kernel_s + arithmetic_s + memory_s           products, where their operands' cost was measured
 
-    Of kinds that are bound by arithmetic the bytes count at the full bandwidth, of others the FLOPs do not count
-    (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009; efficiency curves as measured by ``calibrate``).
+    (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.) A product that is flat, with few rows for its weights,
+    pays for bringing them in order before it multiplies, and a core does not do both at once.
     """
 
     def __init__(self, device: Device) -> None:
@@ -68,7 +71,10 @@ class Rates:
         if kind not in COMPUTE:
             return self.kernel_s + streamed / self.device.efficiency_at(kind, num_bytes)
         peak = self._peaks.get(dtype, self._peaks["float32"])
-        return self.kernel_s + max(flops / (peak * self.device.efficiency_at(kind, flops)), streamed)
+        arithmetic_s = flops / (peak * self.device.efficiency_at(kind, flops))
+        if kind == "matmul" and "operands" in self.device.efficiency:
+            return self.kernel_s + arithmetic_s + streamed / self.device.efficiency_at("operands", num_bytes)
+        return self.kernel_s + max(arithmetic_s, streamed)
 
     def stream(self, kind: str, num_bytes: float, kernels: int = 1) -> Cost:
         """Kernels of a kind that is bound by memory, over so many bytes together."""

@@ -9,10 +9,12 @@ COMPUTE = (
 MEMORY = (
     "pointwise", "activation", "activation_backward", "softmax", "norm", "norm_backward", "batch_norm",
     "batch_norm_backward", "reduction", "gather", "scatter", "copy", "random", "update",
+    "operands",
 )  # fmt: skip
 """Kinds that are bound by memory: the size is the bytes of inputs and outputs, the fraction one of the bandwidth.
 ``activation`` are functions that take many instructions an element; ``copy`` changes the order of elements; ``update``
-is a pass of an optimizer over parameters."""
+is a pass of an optimizer over parameters; ``operands`` is what a product does with its operands and its result besides
+multiplying: it counts where a product is flat."""
 KINDS = (*COMPUTE, *MEMORY)
 
 _TARGETS = {

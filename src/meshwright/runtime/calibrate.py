@@ -32,7 +32,15 @@ from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ops import collectives
 from meshwright.runtime import launch
 from meshwright.runtime.machine import machine_name
-from meshwright.runtime.probes import DTYPES, Probe, compute_probes, kernel_probe, matmul_probes, memory_probes
+from meshwright.runtime.probes import (
+    DTYPES,
+    Probe,
+    compute_probes,
+    flat_probes,
+    kernel_probe,
+    matmul_probes,
+    memory_probes,
+)
 
 MAX_RANKS = 8
 BUSY_SPREAD = 0.15
@@ -47,6 +55,7 @@ class Effort(msgspec.Struct, frozen=True):
 
     probe_s: float = 0.012
     sides: tuple[int, ...] = (48, 128, 384, 896)
+    flat_sides: tuple[int, ...] = (128, 512, 1536)
     elements: tuple[int, ...] = (2**14, 2**18, 2**21)
     scale: float = 1.0
     message_bytes: tuple[int, ...] = (64, 2**14, 2**18, 2**20, 2**23)
@@ -60,12 +69,13 @@ Seconds = dict[str, list[tuple[float, float]]]
 
 
 class Measured(msgspec.Struct):
-    """What one condition gave: by kind, the dispatch of a kernel, the best FLOP/s of products by dtype; what all calls
-    took of the processor, and by the clock."""
+    """What one condition gave: by kind, the dispatch of a kernel, the best FLOP/s of products by dtype; the bytes of
+    square products and the FLOPs of flat ones; what all calls took of the processor, and by the clock."""
 
     seconds: Seconds = {}
     kernel_s: float = 0.0
     peaks: dict[str, float] = {}
+    others: dict[tuple[str, float], float] = {}
     taken_s: float = 0.0
     passed_s: float = 0.0
 
@@ -123,7 +133,7 @@ def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
         sides = effort.sides if dtype == "float32" else effort.sides[1:2]
         for probe in matmul_probes(dtype, sides):
             yield dtype, probe
-    for probe in (*compute_probes(effort.scale), *memory_probes(effort.elements)):
+    for probe in (*flat_probes(effort.flat_sides), *compute_probes(effort.scale), *memory_probes(effort.elements)):
         yield "float32", probe
 
 
@@ -141,6 +151,8 @@ def _measure(probes: list[tuple[str, Probe]], probe_s: float, show: Advance, *, 
             found.kernel_s = fast
         elif probe.kind == "matmul":
             found.peaks[dtype] = max(found.peaks.get(dtype, 0.0), probe.size / fast)
+        if probe.other:
+            found.others[probe.kind, probe.size] = probe.other
         if probe.kind != "dispatch" and dtype == "float32":
             found.seconds.setdefault(probe.kind, []).append((probe.size, fast))
     return found
@@ -175,7 +187,9 @@ def _of_all(ranks: list[Measured]) -> Measured:
         for kind, points in first.seconds.items()
     }
     peaks = {dtype: statistics.fmean(one.peaks[dtype] for one in ranks) for dtype in first.peaks}
-    return Measured(seconds=seconds, kernel_s=statistics.fmean(one.kernel_s for one in ranks), peaks=peaks)
+    return Measured(
+        seconds=seconds, kernel_s=statistics.fmean(one.kernel_s for one in ranks), peaks=peaks, others=first.others
+    )
 
 
 # --- between ranks ---------------------------------------------------------------------------------------------------
@@ -276,15 +290,15 @@ def made_cluster(
 
     What several threads do can only be told by the clock: on a busy machine it is left out.
     """
+    alone = _without_operands(alone)
     peaks = dict(alone.peaks)
-    rates = [_rate(size, seconds, alone.kernel_s) for kind, size, seconds in _flat(alone.seconds) if kind in COMPUTE]
+    flat = _flat(alone.seconds)
+    rates = [_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind in COMPUTE]
     peaks["float32"] = max([peaks["float32"], *rates])
-    streams = [
-        _rate(size, seconds, alone.kernel_s) for kind, size, seconds in _flat(alone.seconds) if kind not in COMPUTE
-    ]
-    bandwidth = max(streams)
+    bandwidth = max(_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind not in COMPUTE)
     conditions = []
     for found, threads, at_once in ((threaded, cores, 1), (together, 1, ranks)):
+        found = _without_operands(found) if found is not None else None
         if found is not None and not (threads > 1 and alone.spread > BUSY_SPREAD):
             conditions.append(
                 Condition(
@@ -322,6 +336,29 @@ def made_cluster(
             machine=name, torch=str(torch.__version__), time_s=round(time.time()), spread=round(alone.spread, 4)
         ),
     )
+
+
+def _without_operands(found: Measured) -> Measured:
+    """Products as multiplying and, besides, what their operands cost: flat ones tell the one, square ones the other."""
+    if "operands" not in found.seconds:
+        return found
+    best = max(_rate(size, seconds, found.kernel_s) for size, seconds in found.seconds["matmul"])
+    flat = [
+        (size, max(seconds - found.others["operands", size] / best, 0.1 * seconds))
+        for size, seconds in sorted(found.seconds["operands"])
+    ]
+    rates = [_rate(size, seconds, found.kernel_s) for size, seconds in flat]
+    square = [
+        (size, max(seconds - _at(found.others["matmul", size], flat, rates), 0.7 * seconds))
+        for size, seconds in found.seconds["matmul"]
+    ]
+    return msgspec.structs.replace(found, seconds=found.seconds | {"operands": flat, "matmul": square})
+
+
+def _at(num_bytes: float, flat: list[tuple[float, float]], rates: list[float]) -> float:
+    """The seconds of operands, at the rate of the measured size nearest to theirs."""
+    nearest = min(range(len(flat)), key=lambda index: abs(math.log(flat[index][0] / num_bytes)))
+    return num_bytes / rates[nearest]
 
 
 def _flat(seconds: Seconds) -> list[tuple[str, float, float]]:

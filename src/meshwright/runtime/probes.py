@@ -13,17 +13,19 @@ from meshwright.ir.graph import ITEM_BYTES
 
 aten = torch.ops.aten
 COLD_BYTES = 64 * 2**20
-"""What a pass of an optimizer goes through before it comes back: more than caches hold."""
-ROW = 256
+"""What is gone through before it comes back, so that it is not found in a core's caches."""
+ROW, FLAT = 256, 24
 DTYPES = ("float32", "float64", "bfloat16")
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A call: its kind (``ir/kind.py``), its size (FLOPs, or bytes of inputs and outputs), and what to call."""
+    """A call: its kind (``ir/kind.py``), its size (FLOPs, or bytes of inputs and outputs), and what to call; of
+    products also what they do of the other."""
 
     kind: str
     size: float
     call: Callable[[], Any]
+    other: float = 0.0
 
 
 def kernel_probe() -> Probe:
@@ -39,7 +41,20 @@ def matmul_probes(dtype: str, sides: tuple[int, ...]) -> Iterator[Probe]:
 
 
 def _product(one: Tensor) -> Probe:
-    return Probe("matmul", 2.0 * len(one) ** 3, lambda: torch.mm(one, one.t()))
+    return Probe("matmul", 2.0 * len(one) ** 3, lambda: torch.mm(one, one.t()), 3.0 * one.numel() * one.element_size())
+
+
+def flat_probes(sides: tuple[int, ...]) -> Iterator[Probe]:
+    """Products of few rows with weights that other weights have pushed out of the caches."""
+    for side in sides:
+        yield _flat(side)
+
+
+def _flat(side: int) -> Probe:
+    rows = torch.randn(FLAT, side)
+    size = (side * side + 2 * FLAT * side) * 4
+    weights = cycle(list(torch.randn(max(2, COLD_BYTES // 2 // size), side, side)))
+    return Probe("operands", size, lambda: torch.mm(rows, next(weights).t()), 2.0 * FLAT * side * side)
 
 
 def compute_probes(scale: float = 1.0) -> Iterator[Probe]:
@@ -72,55 +87,62 @@ def _convolution(batch: int, channels: int, side: int) -> Iterator[Probe]:
 
 
 def memory_probes(elements: tuple[int, ...] = (2**14, 2**18, 2**21)) -> Iterator[Probe]:
-    """What is bound by memory, in float32, over so many elements."""
+    """What is bound by memory, in float32, over so many elements: each call on others than the one before, for in a
+    step there is much between the making of a tensor and its use."""
     for count in elements:
-        yield from _element_wise(torch.randn(count))
-        yield from _by_rows(torch.randn(count // ROW, ROW))
-        yield from _by_channels(torch.randn(max(1, count // 2**14), 64, 16, 16))
-        yield from _by_index(torch.randn(count // ROW, ROW))
+        pool = list(torch.rand(max(2, COLD_BYTES // 8 // count), count))
+        yield from _element_wise(pool)
+        yield from _by_rows([x.view(-1, ROW) for x in pool])
+        yield from _by_channels([x.view(-1, 64, 16, 16) for x in pool])
+        yield from _by_index([x.view(-1, ROW) for x in pool])
         yield _update(count)
 
 
-def _element_wise(x: Tensor) -> Iterator[Probe]:
-    size = x.numel() * ITEM_BYTES["float32"]
-    y, out = torch.randn_like(x), torch.empty_like(x)
-    yield Probe("pointwise", 3 * size, lambda: torch.add(x, y, out=out))
-    yield Probe("activation", 2 * size, lambda: aten.gelu.default(x))
-    yield Probe("activation_backward", 3 * size, lambda: aten.gelu_backward.default(x, y))
+def _element_wise(pool: list[Tensor]) -> Iterator[Probe]:
+    x, y, out = cycle(pool), cycle(pool[1:] + pool[:1]), torch.empty_like(pool[0])
+    size = out.numel() * ITEM_BYTES["float32"]
+    yield Probe("pointwise", 3 * size, lambda: torch.add(next(x), next(y), out=out))
+    yield Probe("activation", 2 * size, lambda: aten.gelu.default(next(x)))
+    yield Probe("activation_backward", 3 * size, lambda: aten.gelu_backward.default(next(x), next(y)))
     # the generator is made and seeded for each call, as keyed random numbers need it
-    yield Probe("random", size, lambda: torch.ops.meshwright.bernoulli.default(x, 0.9, 1, 2))
+    yield Probe("random", size, lambda: torch.ops.meshwright.bernoulli.default(out, 0.9, 1, 2))
 
 
-def _by_rows(x: Tensor) -> Iterator[Probe]:
-    size = x.numel() * ITEM_BYTES["float32"]
+def _by_rows(pool: list[Tensor]) -> Iterator[Probe]:
+    x, y, one = cycle(pool), cycle(pool[1:] + pool[:1]), pool[0]
+    size = one.numel() * ITEM_BYTES["float32"]
     weight = torch.ones(ROW)
-    _, mean, scale = aten.native_layer_norm.default(x, [ROW], weight, weight, 1e-5)
+    _, mean, scale = aten.native_layer_norm.default(one, [ROW], weight, weight, 1e-5)
     back = aten.native_layer_norm_backward.default
-    yield Probe("softmax", 2 * size, lambda: aten._log_softmax.default(x, 1, False))
-    yield Probe("norm", 2 * size, lambda: aten.native_layer_norm.default(x, [ROW], weight, weight, 1e-5))
-    yield Probe("norm_backward", 3 * size, lambda: back(x, x, [ROW], mean, scale, weight, weight, [True] * 3))
-    yield Probe("reduction", size, lambda: aten.sum.dim_IntList(x, [0], True))
-    yield Probe("copy", 2 * size, lambda: torch.cat([x[:, :128], x[:, 128:]], 1))
+    yield Probe("softmax", 2 * size, lambda: aten._log_softmax.default(next(x), 1, False))
+    yield Probe("norm", 2 * size, lambda: aten.native_layer_norm.default(next(x), [ROW], weight, weight, 1e-5))
+    yield Probe(
+        "norm_backward", 3 * size, lambda: back(next(x), next(y), [ROW], mean, scale, weight, weight, [True] * 3)
+    )
+    yield Probe("reduction", size, lambda: aten.sum.dim_IntList(next(x), [0], True))
+    yield Probe("copy", 2 * size, lambda: torch.cat(next(x).chunk(2, 1)[::-1], 1))
 
 
-def _by_channels(x: Tensor) -> Iterator[Probe]:
-    size = x.numel() * ITEM_BYTES["float32"]
-    vector = torch.ones(x.shape[1])
+def _by_channels(pool: list[Tensor]) -> Iterator[Probe]:
+    x, y, one = cycle(pool), cycle(pool[1:] + pool[:1]), pool[0]
+    size = one.numel() * ITEM_BYTES["float32"]
+    vector = torch.ones(one.shape[1])
     run = aten._native_batch_norm_legit_functional.default
     back = aten.native_batch_norm_backward.default
-    _, mean, scale, _, _ = run(x, vector, vector, vector, vector, True, 0.1, 1e-5)
-    yield Probe("batch_norm", 2 * size, lambda: run(x, vector, vector, vector, vector, True, 0.1, 1e-5))
+    _, mean, scale, _, _ = run(one, vector, vector, vector, vector, True, 0.1, 1e-5)
+    yield Probe("batch_norm", 2 * size, lambda: run(next(x), vector, vector, vector, vector, True, 0.1, 1e-5))
     yield Probe(
         "batch_norm_backward", 3 * size,
-        lambda: back(x, x, vector, vector, vector, mean, scale, True, 1e-5, [True] * 3),
+        lambda: back(next(x), next(y), vector, vector, vector, mean, scale, True, 1e-5, [True] * 3),
     )  # fmt: skip
 
 
-def _by_index(x: Tensor) -> Iterator[Probe]:
-    size = x.numel() * ITEM_BYTES["float32"]
-    index = torch.randint(len(x), (len(x),))
-    yield Probe("gather", 2 * size, lambda: aten.embedding.default(x, index))
-    yield Probe("scatter", 2 * size, lambda: aten.embedding_dense_backward.default(x, index, len(x), -1, False))
+def _by_index(pool: list[Tensor]) -> Iterator[Probe]:
+    x, rows = cycle(pool), len(pool[0])
+    size = pool[0].numel() * ITEM_BYTES["float32"]
+    index = torch.randint(rows, (rows,))
+    yield Probe("gather", 2 * size, lambda: aten.embedding.default(next(x), index))
+    yield Probe("scatter", 2 * size, lambda: aten.embedding_dense_backward.default(next(x), index, rows, -1, False))
 
 
 def _update(count: int) -> Probe:
