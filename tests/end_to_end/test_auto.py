@@ -57,7 +57,8 @@ def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | No
     plan = mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=limit)
     step_s, peak = every[auto.layout_text(plan.layout)]
     assert plan.prediction is not None
-    assert (plan.prediction.step_s, plan.prediction.peak_memory_bytes) == (pytest.approx(step_s), peak)
+    assert plan.prediction.step_s == pytest.approx(step_s)
+    assert plan.prediction.peak_memory_bytes == peak
     assert peak <= limit
     fastest = min(seconds for seconds, needed in every.values() if needed <= limit)
     assert step_s <= (1 + auto.ALIKE) * fastest

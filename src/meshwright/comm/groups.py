@@ -101,12 +101,6 @@ def meet() -> None:
         dist.barrier()
 
 
-def meet() -> None:
-    """Wait for all ranks of the world, where there are several."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
-
-
 def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     """The sum of a small tensor over the group."""
     value = value.clone()
