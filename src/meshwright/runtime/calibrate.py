@@ -6,11 +6,12 @@ Every rank runs ``measure``, on one core each:
     together  all ranks measure the same kernels at the same time: cores share caches, memory and power
     between   messages and collectives, by size
 
-Each call is repeated for some milliseconds, and the quarter of the fastest calls counts. With one thread its processor
-time is taken, which does not run while somebody else has the core; how much longer it took by the clock is the spread,
-which tells of a busy machine.
+Each call is repeated for some milliseconds, and the median counts. With one thread its processor time is taken, which
+does not run while somebody else has the core; how much longer it took by the clock is the spread, which tells of a busy
+machine.
 """
 
+import dataclasses
 import math
 import statistics
 import time
@@ -96,7 +97,6 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
     torch.set_num_threads(1)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with torch.inference_mode():
-        _settle_allocator()
         probes = list(_probes(effort))
         alone = threaded = None
         if rank == 0:
@@ -118,12 +118,6 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
     if alone is None:
         return None
     return made_cluster(alone, threaded, together, timings, ranks=ranks, cores=cores)
-
-
-def _settle_allocator() -> None:
-    """Let the allocator keep memory as it does after some steps of training: a large block that was given back once
-    makes the C library take blocks up to that size from its heap, instead of new pages from the system each time."""
-    torch.zeros(30 * 2**20, dtype=torch.uint8)
 
 
 def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
@@ -159,7 +153,7 @@ def _measure(probes: list[tuple[str, Probe]], probe_s: float, show: Advance, *, 
 
 
 def repeated(call: Call, probe_s: float, clock: Callable[[], float]) -> tuple[float, float, float]:
-    """The seconds of a call on ``clock``, by the faster quarter of what ``probe_s`` hold; what they all took on it, and
+    """The seconds of a call on ``clock``, the median of what ``probe_s`` hold; what they all took on it, and
     what they took by the wall's clock."""
     begin = time.perf_counter()
     call()
@@ -172,8 +166,7 @@ def repeated(call: Call, probe_s: float, clock: Callable[[], float]) -> tuple[fl
             call()
         seconds.append((clock() - start) / several)
     taken, passed = clock() - began, time.perf_counter() - begin
-    seconds.sort()
-    return seconds[len(seconds) // 4], taken, passed
+    return statistics.median(seconds), taken, passed
 
 
 def _of_all(ranks: list[Measured]) -> Measured:
@@ -299,6 +292,8 @@ def made_cluster(
     conditions = []
     for found, threads, at_once in ((threaded, cores, 1), (together, 1, ranks)):
         found = _without_operands(found) if found is not None else None
+        if found is not None and at_once > 1:
+            found = _seldom_in_step(alone, found)
         if found is not None and not (threads > 1 and alone.spread > BUSY_SPREAD):
             conditions.append(
                 Condition(
@@ -336,6 +331,19 @@ def made_cluster(
             machine=name, torch=str(torch.__version__), time_s=round(time.time()), spread=round(alone.spread, 4)
         ),
     )
+
+
+def _seldom_in_step(alone: Measured, together: Measured) -> Measured:
+    """What a kernel takes while other ranks train too: the mean of alone and together. ``together`` all ranks run the
+    same kernel at the same time, which hurts most; in a step their kernels differ, and only some want the memory."""
+    seconds = {
+        kind: [
+            (size, (taken + dict(alone.seconds[kind])[size]) / 2 if size in dict(alone.seconds[kind]) else taken)
+            for size, taken in points
+        ]
+        for kind, points in together.seconds.items()
+    }
+    return dataclasses.replace(together, seconds=seconds)
 
 
 def _without_operands(found: Measured) -> Measured:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import LaunchError
+from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
 
@@ -34,6 +35,8 @@ def start(device: torch.device | str | None = None) -> torch.device:
     device = _device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_memory()
     if not dist.is_initialized() and _number("WORLD_SIZE", "1") > 1:
         _join("nccl" if device.type == "cuda" else "gloo")
         atexit.register(_finish_at_exit)
