@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from meshwright.catalog import load_cluster
-from meshwright.catalog.models import family_names, load_model, model_names
+from meshwright.catalog.models import family_names, load_model, load_network, model_names, network_names
 from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import Estimate, estimate_step
@@ -14,13 +14,15 @@ from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.cases import COLUMNS, OPTIONAL
+from meshwright.planner.layerwise import Layerwise, divide_layers
 from meshwright.planner.remedy import Change, smallest_change
 from meshwright.planner.search import PARTS, Found, Option, search
 from meshwright.planner.validate import Validation, validate
 
 __all__ = [
-    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "family_names", "find_layouts",
-    "is_model", "load_model", "model_names", "predict", "validate",
+    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "divide_network", "family_names",
+    "find_layouts", "is_model", "is_network", "load_model", "load_network", "model_names", "network_names", "predict",
+    "validate",
 ]  # fmt: skip
 
 
@@ -41,6 +43,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 def is_model(name: str) -> bool:
     """Whether ``name`` is a model of the catalog or a config.json."""
     return name in model_names() or name.endswith(".json")
+
+
+def is_network(name: str) -> bool:
+    """Whether ``name`` is a convolutional network of the catalog."""
+    return name in network_names()
 
 
 def predict(
@@ -117,3 +124,16 @@ def find_layouts(
         known, machine, global_batch=global_batch, precision=precision, flash=flash, memory_bytes=memory_bytes,
         progress=progress,
     )  # fmt: skip
+
+
+def divide_network(
+    name: str, cluster: Cluster | str, *, devices: int | None = None, images: int = 1024, precision: Any = "fp16"
+) -> Layerwise:
+    """A convolutional network on ``cluster``, layer by layer (``planner.layerwise.divide_layers``).
+
+    Raises:
+        LayoutError: the network is unknown, or nothing divides.
+        ClusterError: the cluster is unknown, or cannot have so many devices.
+    """
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, devices)
+    return divide_layers(load_network(name), machine, images=images, precision=precision)

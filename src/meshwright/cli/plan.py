@@ -8,6 +8,7 @@ import typer
 from meshwright import config
 from meshwright.cli import display
 from meshwright.cli.layouts import show_layouts
+from meshwright.cli.networks import show_network
 from meshwright.cli.overrides import overridden
 from meshwright.cli.train import EXTRA
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
@@ -25,6 +26,8 @@ EPILOG = """[bold]Examples[/bold]
   meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --batch 512
 
   meshwright plan gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --batch 1536 --vary devices=256..2048
+
+  meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024
 
 A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by its sizes.
 """
@@ -44,7 +47,7 @@ def plan(
     cluster: str = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine."),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
-    batch: int = typer.Option(512, min=1, help="Sequences of a step, for a model of `meshwright models`."),
+    batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
     sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
     vary: str = typer.Option("", help="The best layout for each: devices=64..512, cluster=A,B, seq=.. or batch=.."),
     scaling: str = typer.Option("strong", help="With --vary devices: strong (the batch stays) or weak (it grows)."),
@@ -52,13 +55,16 @@ def plan(
     """Show how a model is divided over ranks, module by module, with the reason."""
     from meshwright import prediction
 
-    if target not in config.REFERENCES and prediction.is_model(target):
+    by_name = prediction.is_model(target) or prediction.is_network(target)
+    if target not in config.REFERENCES and by_name:
         if scaling not in ("strong", "weak"):
             raise LayoutError(f"unknown scaling {scaling!r}", where="--scaling", remedy="write strong or weak")
         if not cluster:
             raise ClusterError(
                 "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
             )
+        if prediction.is_network(target):
+            return show_network(target, cluster, ranks, batch, vary, as_json)
         return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, as_json)
     run = run_of(target, dp, tp, context.args, cluster=cluster)
     from meshwright import api
