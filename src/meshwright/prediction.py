@@ -18,11 +18,13 @@ from meshwright.planner.layerwise import Layerwise, divide_layers
 from meshwright.planner.remedy import Change, smallest_change
 from meshwright.planner.search import PARTS, Found, Option, search
 from meshwright.planner.validate import Validation, validate
+from meshwright.planner.worked import Worked, recompute, worked_names
 
 __all__ = [
-    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "divide_network", "family_names",
+    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "Worked", "divide_network",
+    "family_names",
     "find_layouts", "is_model", "is_network", "load_model", "load_network", "model_names", "network_names", "predict",
-    "validate",
+    "recompute", "validate", "worked_names",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, clusters, demo, models, plan, predict, schedule, train, validate, verify
+from meshwright.cli import bench, clusters, demo, models, plan, predict, recompute, schedule, train, validate, verify
 from meshwright.errors import MeshwrightError
 
 INTERRUPTED = 130
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, plan, predict, validate, verify, schedule, clusters, models, bench):
+for command in (demo, train, plan, predict, validate, recompute, verify, schedule, clusters, models, bench):
     command.add_to(app)
 
 
