@@ -16,18 +16,21 @@ EXPERT_SPREAD = 1.1
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Seconds of the device, seconds of communication that the device waits for, and kernels to be launched."""
+    """Seconds of the device, seconds of communication that the device waits for, kernels to be launched, and of the
+    device's seconds those of the parameters' gradients."""
 
     device_s: float = 0.0
     comm_s: float = 0.0
     kernels: float = 0.0
+    weight_s: float = 0.0
 
     def __add__(self, other: "Span") -> "Span":
-        return Span(self.device_s + other.device_s, self.comm_s + other.comm_s, self.kernels + other.kernels)
-
-    def times(self, factor: float) -> "Span":
-        """So many of them."""
-        return Span(self.device_s * factor, self.comm_s * factor, self.kernels * factor)
+        return Span(
+            self.device_s + other.device_s,
+            self.comm_s + other.comm_s,
+            self.kernels + other.kernels,
+            self.weight_s + other.weight_s,
+        )
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -43,19 +46,23 @@ class _Tally:
 
     def __init__(self, rates: Rates, element_bytes: int) -> None:
         self._rates, self._element = rates, element_bytes
-        self.device_s, self.comm_s, self.kernels = 0.0, 0.0, 0.0
+        self.device_s, self.comm_s, self.kernels, self.weight_s = 0.0, 0.0, 0.0, 0.0
 
     def matmul(self, m: float, n: float, k: float, batch: float = 1) -> None:
         self.device_s += self._rates.matmul_s(m, n, k, batch=batch, element_bytes=self._element)
         self.kernels += 1
 
-    def backward_matmul(self, m: float, n: float, k: float, batch: float = 1) -> None:
-        """Both gradients of a product."""
+    def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> None:
+        """Both gradients of a product; the second is that of ``weights``, or of another activation."""
         self.matmul(m, k, n, batch)
+        before_s = self.device_s
         self.matmul(k, n, m, batch)
+        self.weight_s += (self.device_s - before_s) * weights
 
-    def stream(self, moved_bytes: float, kernels: int = 1) -> None:
-        self.device_s += self._rates.stream_s(moved_bytes, kernels)
+    def stream(self, moved_bytes: float, kernels: int = 1, *, weights: bool = False) -> None:
+        seconds = self._rates.stream_s(moved_bytes, kernels)
+        self.device_s += seconds
+        self.weight_s += seconds * weights
         self.kernels += kernels
 
     def attention(self, flops: float, moved_bytes: float) -> None:
@@ -67,7 +74,7 @@ class _Tally:
         self.kernels += collectives
 
     def span(self) -> Span:
-        return Span(self.device_s, self.comm_s, self.kernels)
+        return Span(self.device_s, self.comm_s, self.kernels, self.weight_s)
 
 
 def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = False) -> Pass:
@@ -159,11 +166,11 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span,
             forward.stream(2 * scores * element + mask)
         forward.matmul(rows, model.head_width, keyed, batch)
         forward.stream(2 * query)
-        backward.backward_matmul(rows, model.head_width, keyed, batch)
+        backward.backward_matmul(rows, model.head_width, keyed, batch, weights=False)
         if model.dropout:
             backward.stream(2 * scores * element + mask)
         backward.stream(3 * scores * element)
-        backward.backward_matmul(rows, keyed, model.head_width, batch)
+        backward.backward_matmul(rows, keyed, model.head_width, batch, weights=False)
         backward.stream(3 * query, 2)
     if setup.cp > 1:
         # The ring passes keys and values cp - 1 times, behind the attention of the block before.
@@ -190,7 +197,7 @@ def _attention_rest(setup: Setup, network: Network, forward: _Tally, backward: _
     weights = model.hidden * (columns + model.query_width / tp)
     _residual(setup, forward, backward, local)
     if model.bias:
-        backward.stream(tokens * (columns + model.hidden) * element, 2)
+        backward.stream(tokens * (columns + model.hidden) * element, 2, weights=True)
     _accumulate(setup, backward, weights, 2)
     _tensor_collective(setup, network, forward, backward)
 
@@ -201,7 +208,7 @@ def _mlp(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> N
     _norm(setup, forward, backward)
     _feed_forward(setup, forward, backward, setup.tokens, width, 1)
     if model.bias:
-        backward.stream(setup.tokens * (inputs * width + model.hidden) * element, 2)
+        backward.stream(setup.tokens * (inputs * width + model.hidden) * element, 2, weights=True)
     _accumulate(setup, backward, (inputs + 1) * model.hidden * width, 2)
     _residual(setup, forward, backward, _local_tokens(setup) * model.hidden * element)
     _tensor_collective(setup, network, forward, backward)
@@ -262,4 +269,4 @@ def _residual(setup: Setup, forward: _Tally, backward: _Tally, moved: float) -> 
 def _accumulate(setup: Setup, backward: _Tally, weights: float, tensors: int) -> None:
     """Adding a micro-batch's gradients to those before it."""
     if setup.microbatches > 1:
-        backward.stream(weights * 3 * setup.element_bytes, tensors)
+        backward.stream(weights * 3 * setup.element_bytes, tensors, weights=True)

@@ -103,6 +103,8 @@ def in_flight(setup: Setup, stage: int) -> float:
         held = setup.microbatches
     elif setup.schedule == "interleaved":
         held = (2 * (rest - 1) + (chunks - 1) * setup.pp + 1) / chunks
+    elif setup.schedule == "zb-h1":
+        held = setup.pp  # every rank keeps what its delayed gradients of parameters still need
     elif setup.schedule == "zb-h2":
         held = 2 * rest - 1
     elif setup.schedule == "zb-v":

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -69,12 +70,14 @@ def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Acti
     return ()
 
 
-def run(schedule: Schedule, costs: Costs) -> tuple[Times, ...]:
+def run(schedule: Schedule, costs: Costs | Sequence[Costs]) -> tuple[Times, ...]:
     """The times of the actions of every rank, as far as it comes: a rank with fewer times than actions waits for ever.
 
-    Receives block; sends do not. With v chunks every action takes 1/v of its cost.
+    Receives block; sends do not. ``costs`` are a rank's, of whose v chunks every action takes 1/v, or those of each
+    stage.
     """
     explicit = communicates(schedule)
+    of_stage, chunks = ([costs] * schedule.num_stages, schedule.num_chunks) if isinstance(costs, Costs) else (costs, 1)
     times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
     ends: dict[Action, float] = {}
     waiting: dict[Action, list[int]] = {}
@@ -90,8 +93,7 @@ def run(schedule: Schedule, costs: Costs) -> tuple[Times, ...]:
                 break
             start = max(times[rank][-1][1] if times[rank] else 0.0, *there, 0.0)
             # Whole costs are added, and divided by the number of chunks once: so whole numbers stay exact.
-            ends[action] = start + costs.of(action.kind)
+            ends[action] = start + of_stage[action.stage].of(action.kind)
             times[rank].append((start, ends[action]))
             ready.extend(waiting.pop(action, ()))
-    chunks = schedule.num_chunks
     return tuple(tuple((start / chunks, end / chunks) for start, end in each) for each in times)

@@ -1,0 +1,146 @@
+"""What the plan side does by itself, without torch: predict, search, validate. The command line calls these."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from meshwright.catalog import load_cluster
+from meshwright.catalog.models import family_names, load_model, load_network, model_names, network_names
+from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import Estimate, estimate_step
+from meshwright.errors import ClusterError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.device import check_quantity
+from meshwright.ir.transformer import Transformer
+from meshwright.planner.cases import COLUMNS, OPTIONAL
+from meshwright.planner.front import front
+from meshwright.planner.layerwise import Layerwise, divide_layers
+from meshwright.planner.remedy import Change, smallest_change
+from meshwright.planner.search import PARTS, Found, Option, search
+from meshwright.planner.validate import Validation, validate
+from meshwright.planner.worked import Worked, recompute, worked_names
+from meshwright.prediction.explain import explain
+
+__all__ = [
+    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "Worked", "divide_network",
+    "explain", "family_names", "find_layouts", "front", "is_model", "is_network", "load_cluster", "load_model",
+    "load_network", "model_names", "network_names", "predict", "recompute", "validate", "worked_names",
+]  # fmt: skip
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """A setup's step and memory, whether it fits, and the smallest change that would make it fit."""
+
+    setup: Setup
+    cluster: str
+    estimate: Estimate
+    memory: Memory
+    verdict: Verdict
+    device_memory_bytes: float
+    mfu: float
+    """Model FLOP/s of all devices over their peak, in the setup's precision."""
+    change: Change | None = None
+
+
+def is_model(name: str) -> bool:
+    """Whether ``name`` is a model of the catalog or a config.json."""
+    return name in model_names() or name.endswith(".json")
+
+
+def is_network(name: str) -> bool:
+    """Whether ``name`` is a convolutional network of the catalog."""
+    return name in network_names()
+
+
+def predict(
+    model: Transformer | str,
+    cluster: Cluster | str,
+    *,
+    devices: int | None = None,
+    sequence: int = 0,
+    memory_bytes: float | None = None,
+    **layout: Any,
+) -> Prediction:
+    """A training step of ``model`` on ``cluster``, in closed form.
+
+    ``layout`` has fields of ``cost.setup.Setup``; ``dp`` may be left out: it is what ``devices`` leave.
+
+    Raises:
+        LayoutError: the model is unknown, or the layout does not fit model, batch or devices.
+        ClusterError: the cluster is unknown or too small.
+    """
+    if memory_bytes is not None:
+        check_quantity(memory_bytes, "memory_bytes", "memory_bytes")
+    known = load_model(model, sequence=sequence) if isinstance(model, str) else model
+    inner = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
+    if "dp" not in layout and devices:
+        layout["dp"] = max(1, devices // inner)
+    setup = Setup(model=known, **layout)
+    if devices and setup.world_size != devices:
+        raise ClusterError(
+            f"the layout has {setup.world_size} ranks, not {devices}",
+            where="devices",
+            remedy="correct an axis, or leave dp out",
+        )
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, setup.world_size)
+    if machine.num_devices < setup.world_size:
+        raise ClusterError(
+            f"it has {machine.num_devices} devices, the layout {setup.world_size} ranks",
+            where=f"cluster {machine.name}",
+            remedy="take a smaller layout or a larger cluster",
+        )
+    estimate, memory = estimate_step(setup, machine), estimate_memory(setup, machine)
+    peaks = machine.device.peak_flops_per_s
+    peak = peaks.get(setup.dtype) or max(peaks.values())
+    return Prediction(
+        setup=setup,
+        cluster=machine.name,
+        estimate=estimate,
+        memory=memory,
+        verdict=verdict(memory, machine, memory_bytes),
+        device_memory_bytes=memory_bytes or machine.device.memory_bytes,
+        mfu=estimate.model_flops_per_s / (setup.world_size * peak),
+        change=smallest_change(setup, machine, memory_bytes),
+    )
+
+
+def find_layouts(
+    model: Transformer | str,
+    cluster: Cluster | str,
+    *,
+    devices: int | None = None,
+    global_batch: int = 512,
+    sequence: int = 0,
+    precision: Any = "bf16",
+    flash: bool = True,
+    memory_bytes: float | None = None,
+    usd_per_hour: float | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> Found:
+    """The layouts of ``model`` on ``cluster``, fastest first (``planner.search.search``).
+
+    Raises:
+        LayoutError: the model is unknown, or nothing divides.
+        ClusterError: the cluster is unknown, or cannot have so many devices.
+    """
+    known = load_model(model, sequence=sequence) if isinstance(model, str) else model
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, devices)
+    return search(
+        known, machine, global_batch=global_batch, precision=precision, flash=flash, memory_bytes=memory_bytes,
+        usd_per_hour=usd_per_hour, progress=progress,
+    )  # fmt: skip
+
+
+def divide_network(
+    name: str, cluster: Cluster | str, *, devices: int | None = None, images: int = 1024, precision: Any = "fp16"
+) -> Layerwise:
+    """A convolutional network on ``cluster``, layer by layer (``planner.layerwise.divide_layers``).
+
+    Raises:
+        LayoutError: the network is unknown, or nothing divides.
+        ClusterError: the cluster is unknown, or cannot have so many devices.
+    """
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, devices)
+    return divide_layers(load_network(name), machine, images=images, precision=precision)
