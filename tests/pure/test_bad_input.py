@@ -66,11 +66,11 @@ PLAN = ["plan", "llama2-7b", "--cluster", DGX]
         ),
         (
             ["predict", "llama2-7b", "--cluster", "a100-80gb-dgx-hdr300", "--global-batch", "8"],
-            "a link of hdr has 200 Gb/s, not 300",
+            "a link of hdr has 100 or 200 Gb/s, not 300",
         ),
         (
             ["predict", "llama2-7b", "--cluster", "generic-cpu-dgx", "--global-batch", "8"],
-            "a dgx joins devices by nvlink, and generic-cpu has",
+            "a dgx joins devices by mesh or nvlink, and generic-cpu has",
         ),
         # negative and unit-less numbers
         ([*PREDICT, "--tp", "-8"], "Invalid value for '--tp': Input should be greater than or equal to 1"),

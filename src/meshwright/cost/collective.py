@@ -70,7 +70,7 @@ class Network:
     def send_s(self, num_bytes: float, stride: int) -> float:
         """A message to the rank ``stride`` further, while all ranks of a unit send theirs."""
         for level, _, unit in self._members(Group(2, stride)):
-            return level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit)
+            return level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit) / level.ring_fraction(2)
         return 0.0
 
     def _members(self, group: Group) -> list[tuple[Level, int, int]]:
@@ -98,6 +98,10 @@ class Network:
             tree += math.log2(fan) * level.alpha_s if unit > 1 else (fan - 1) * level.alpha_s
             # A ring enters and leaves a unit once: its members share what the unit's devices have of the links.
             shared = level.shared_beta_s_per_byte(unit) / before
-            beta = max(beta, shared / (1 - SHORT_RING / inside**2) if unit == 1 else shared)
+            if level.rings:
+                shared /= level.ring_fraction(inside)
+            elif unit == 1:
+                shared /= 1 - SHORT_RING / inside**2
+            beta = max(beta, shared)
             before = inside
         return ring, tree, beta

@@ -11,6 +11,10 @@ from meshwright.cost.setup import Setup
 LOSS_BYTES = 73.0
 """Read and written per logit by the softmax cross-entropy in float32, kernel by kernel, forward and backward."""
 
+CAST_BYTES = 5.0
+"""Read and written per operand's element of a float8 product that is scaled as it comes (its maximum, then its
+rounding). Megatron-LM's kernels round where they write, by the maxima of earlier steps."""
+
 EXPERT_SPREAD = 1.1
 """The busiest expert's tokens over the mean's."""
 
@@ -32,25 +36,33 @@ class Span(msgspec.Struct, frozen=True):
             self.weight_s + other.weight_s,
         )
 
+    def times(self, factor: float) -> "Span":
+        """So many of them."""
+        return Span(self.device_s * factor, self.comm_s * factor, self.kernels * factor, self.weight_s * factor)
+
 
 class Pass(msgspec.Struct, frozen=True):
-    """Forward and backward of something, and the forward of its attention core (what selective recompute repeats)."""
+    """Forward and backward of something; of the forward, the attention core (what selective recomputation repeats) and
+    the rest."""
 
     forward: Span
     backward: Span
     core: Span = Span()
+    rest: Span = Span()
 
 
 class _Tally:
     """Adds up kernels of one direction."""
 
-    def __init__(self, rates: Rates, element_bytes: int) -> None:
-        self._rates, self._element = rates, element_bytes
+    def __init__(self, rates: Rates, element_bytes: int, cast_bytes: float = 0.0) -> None:
+        self._rates, self._element, self._cast = rates, element_bytes, cast_bytes
         self.device_s, self.comm_s, self.kernels, self.weight_s = 0.0, 0.0, 0.0, 0.0
 
     def matmul(self, m: float, n: float, k: float, batch: float = 1) -> None:
         self.device_s += self._rates.matmul_s(m, n, k, batch=batch, element_bytes=self._element)
         self.kernels += 1
+        if self._cast:
+            self.stream(self._cast * batch * (m * k + k * n), 4)
 
     def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> None:
         """Both gradients of a product; the second is that of ``weights``, or of another activation."""
@@ -81,16 +93,18 @@ def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = 
     """One layer on one micro-batch: attention and MLP with their norms, residuals and tensor-parallel collectives.
 
     Kernels are those of Megatron-LM: bias, activation, dropout and addition are fused as there, softmax with its
-    scale and mask; without ``flash`` the scores go through memory.
+    scale and mask; without ``flash`` the scores go through memory. With ZeRO 3 what Llama's PyTorch code writes in
+    several operations (its norm, rotation and gate) is that many kernels.
     """
     core, core_back = _attention_core(setup, rates, network)
-    forward, backward = _Tally(rates, setup.element_bytes), _Tally(rates, setup.element_bytes)
+    cast = CAST_BYTES if setup.precision == "fp8" and setup.zero == 3 else 0.0
+    forward, backward = (_Tally(rates, setup.element_bytes, cast) for _ in range(2))
     _attention_rest(setup, network, forward, backward)
     if experts:
         _experts(setup, network, forward, backward)
     else:
         _mlp(setup, network, forward, backward)
-    return Pass(forward.span() + core, backward.span() + core_back, core)
+    return Pass(forward.span() + core, backward.span() + core_back, core, forward.span())
 
 
 def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
@@ -190,8 +204,9 @@ def _attention_rest(setup: Setup, network: Network, forward: _Tally, backward: _
     backward.backward_matmul(tokens, columns, model.hidden)
     if model.rotary:
         turned = tokens * (model.query_width / tp + setup.key_width) * element
-        forward.stream(2 * turned, 2)
-        backward.stream(2 * turned, 2)
+        passes, kernels = (10, 6) if setup.unfused else (2, 2)
+        forward.stream(passes * turned, kernels)
+        backward.stream(passes * turned, kernels)
     forward.matmul(tokens, model.hidden, model.query_width / tp)
     backward.backward_matmul(tokens, model.hidden, model.query_width / tp)
     weights = model.hidden * (columns + model.query_width / tp)
@@ -244,15 +259,20 @@ def _feed_forward(setup: Setup, forward: _Tally, backward: _Tally, tokens: float
     inputs = 2 if model.gated else 1
     tokens = math.ceil(tokens)
     forward.matmul(tokens, inputs * width, model.hidden, batch)
-    forward.stream((inputs + 1) * batch * tokens * width * element)
+    extra = 2 if model.gated and setup.unfused else 0
+    forward.stream((inputs + 1 + extra) * batch * tokens * width * element, 1 + extra // 2)
     forward.matmul(tokens, model.hidden, width, batch)
     backward.backward_matmul(tokens, model.hidden, width, batch)
-    backward.stream((2 * inputs + 1) * batch * tokens * width * element)
+    backward.stream((2 * inputs + 1 + 2 * extra) * batch * tokens * width * element, 1 + extra)
     backward.backward_matmul(tokens, inputs * width, model.hidden, batch)
 
 
 def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
     moved = _local_tokens(setup) * setup.model.hidden * setup.element_bytes
+    if setup.unfused and setup.model.gated:  # to float32, its square, mean and product, and back, each on its own
+        forward.stream(18 * moved, 6)
+        backward.stream(35 * moved, 12)
+        return
     forward.stream(2 * moved)
     backward.stream(5 * moved, 2)  # input and parameters, in two kernels
 

@@ -54,7 +54,7 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
     others_s = sum(_bubble_s(setup, stage) for stage in stages) - _bubble_s(setup, pace)
     waits = 0 if setup.schedule in ("zb-h2", "zb-v") else setup.pp - 1
     bubble_s = (others_s + waits * send_s) / setup.chunks
-    sends_s = setup.microbatches * setup.chunks * send_s
+    sends_s = setup.microbatches * setup.chunks * send_s * _exposed(setup)
     after = _after(setup, rates, network, slowest, pace)
     busy_s = setup.microbatches * pace.total_s
     step_s = busy_s + bubble_s + sends_s + sum(after)
@@ -177,10 +177,12 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
     for part, experts in ((1 - share, False), (share, True)):
         if part:
             one = layer_pass(setup, rates, network, experts=experts)
-            both = Stage(_timed(one.forward, rates), _timed(one.backward + _recomputed(setup, one), rates))
+            back = one.backward + _recomputed(setup, one)
+            both = Stage(_timed(one.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
             layer += both.times(part * (1 + model.cross / model.layers / 2))  # an attention is about half a layer
     stages = [layer.times(layers / chunks) for layers in setup.stage_layers] * chunks
-    for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, rates, network))):
+    half = rates.in_16_bit() if setup.precision == "fp8" else rates  # no framework rounds the head further
+    for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, half, network))):
         stages[stage] += Stage(_timed(ends.forward, rates), _timed(ends.backward, rates))
     return stages
 
@@ -202,14 +204,22 @@ def _after(setup: Setup, rates: Rates, network: Network, slowest: int, pace: Sta
 def _recomputed(setup: Setup, layer: Pass) -> Span:
     if setup.recompute == "full":
         return layer.forward
-    return layer.core if setup.recompute == "selective" and not setup.flash else Span()
+    if setup.alternate:
+        return layer.rest.times(0.5)
+    return layer.core if setup.recompute == "selective" else Span()
 
 
-def _timed(span: Span, rates: Rates) -> Busy:
-    busy_s, launch_s = span.device_s + span.comm_s, span.kernels * rates.launch_s
+def _exposed(setup: Setup) -> float:
+    """The part of the communication inside and between stages that the device waits for."""
+    return 1 - HIDDEN if setup.overlap == "all" else 1.0
+
+
+def _timed(span: Span, rates: Rates, exposed: float = 1.0) -> Busy:
+    comm_s = max(exposed * span.comm_s, span.comm_s - span.device_s)
+    busy_s, launch_s = span.device_s + comm_s, span.kernels * rates.launch_s
     total_s = (busy_s**HOST_BLEND + launch_s**HOST_BLEND) ** (1 / HOST_BLEND)
     weight_s = span.weight_s * total_s / busy_s if busy_s else 0.0
-    return Busy(span.device_s, span.comm_s, total_s - busy_s, weight_s)
+    return Busy(span.device_s, comm_s, total_s - busy_s, weight_s)
 
 
 def _send_s(setup: Setup, network: Network) -> float:
@@ -229,15 +239,16 @@ def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s
     if data.size < 2:
         return 0.0
     moved = parameters * setup.element_bytes
-    if setup.zero == 0:
-        return network.all_reduce_s(moved, data)
     scatter_s, gather_s = network.reduce_scatter_s(moved, data), network.all_gather_s(moved, data)
-    if setup.zero < 3:
-        return scatter_s + gather_s
-    # Fully sharded: gathered for the forward and again for the backward of every micro-batch, behind the compute of
-    # other layers.
-    each_s = 2 * gather_s + scatter_s
-    return setup.microbatches * max((1 - HIDDEN) * each_s, each_s - HIDDEN * microbatch_s)
+    if setup.resharded:
+        # Gathered for the forward and again for the backward of every micro-batch, behind the compute of other layers.
+        each_s = 2 * gather_s + scatter_s
+        return setup.microbatches * max((1 - HIDDEN) * each_s, each_s - HIDDEN * microbatch_s)
+    once_s = scatter_s + gather_s if setup.zero else network.all_reduce_s(moved, data)
+    if setup.overlap == "none":
+        return once_s
+    # Gradients behind the last micro-batch's backward, parameters behind the next one's forward.
+    return max((1 - HIDDEN) * once_s, once_s - HIDDEN * microbatch_s)
 
 
 def _tied_s(setup: Setup, network: Network) -> float:

@@ -40,13 +40,13 @@ COLUMNS: dict[str, str] = {
     "micro_batch": "Sequences of a micro-batch on one replica. Blank: the planner picks the fastest that fits.",
     "global_batch": "Sequences of a step.",
     "schedule": "gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v. Blank: 1f1b.",
-    "recompute": "none, selective (the attention core) or full. Blank: none.",
+    "recompute": "none, selective (the attention core; with zero 3 every other product too) or full. Blank: none.",
     "sequence_parallel": "0 or 1. Blank: 0.",
     "zero": "0, 1, 2 or 3 (fully sharded). Blank: 0.",
     "precision": "fp32, tf32, bf16, fp16 or fp8. Blank: bf16.",
     "flash": "1: attention is one fused kernel; 0: scores go through memory. Blank: 0.",
     "tied_embeddings": "1: embedding and vocabulary head share their matrix. Blank: as the family.",
-    "step_time_s": "Measured seconds of a step. Blank where the run had no memory for it.",
+    "step_time_s": "Measured seconds of a step. Blank where it ran out of memory, or only peak_memory_bytes is known.",
     "peak_memory_bytes": "Measured peak of a device. May be blank.",
     "status": "ok or oom. Blank: ok.",
 }
@@ -60,8 +60,14 @@ OPTIONAL: dict[str, str] = {
     "expert_every": "Every so many layers have experts. Blank: 1.",
     "expert_ffn": "Width of an expert. Blank: ffn.",
     "shared_experts": "Experts that every token visits. Blank: 0.",
+    "compiled": "1: the model's own operations are fused (torch.compile). Blank: 0.",
+    "overlap": "What of communication runs beside compute: none, dp, or all (tp and pp too). Blank: none.",
 }
 """Columns that a table may have besides."""
+
+
+WORDS = ("gated", "compiled", "overlap")
+"""Those of them that are no numbers."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +157,7 @@ class _Clusters:
 
 
 def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Case:
-    status = row["status"] or "ok"
+    status = row["status"].lower() or "ok"
     if status not in ("ok", "oom"):
         raise FileFormatError(f"{status!r} is neither ok nor oom", where="status", remedy="give one of them")
     devices = _whole(row, "devices")
@@ -167,7 +173,7 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
         "vocabulary": _whole(row, "vocab", least=0),
         "sequence": _whole(row, "seq"),
     }
-    sizes |= {key: _whole(row, key) for key in ("ffn", *OPTIONAL) if row.get(key) and key != "gated"}
+    sizes |= {key: _whole(row, key) for key in ("ffn", *OPTIONAL) if row.get(key) and key not in WORDS}
     sizes |= {
         key: _flag(row, column) for key, column in (("tied", "tied_embeddings"), ("gated", "gated")) if row.get(column)
     }
@@ -188,7 +194,8 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
             recompute=row["recompute"] or "none",  # type: ignore[arg-type]
             precision=row["precision"] or "bf16",  # type: ignore[arg-type]
             sequence_parallel=_flag(row, "sequence_parallel"), zero=_whole(row, "zero", 0, least=0),
-            flash=_flag(row, "flash"),
+            flash=_flag(row, "flash"), compiled=_flag(row, "compiled"),
+            overlap=row.get("overlap") or "none",  # type: ignore[arg-type]
         )  # fmt: skip
 
     if row["micro_batch"]:
@@ -197,7 +204,7 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
         make(1)  # says what does not divide
         setup = pick_micro_batch(make, global_batch // dp, cluster)
     measured_s = _seconds(row, "step_time_s")
-    if status == "ok" and measured_s is None:
+    if status == "ok" and measured_s is None and not row["peak_memory_bytes"]:
         raise FileFormatError("there is no time", where="step_time_s", remedy="give seconds, or status oom")
     return Case(
         name=name,
