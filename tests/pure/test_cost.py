@@ -244,6 +244,30 @@ def test_float8_is_faster_where_the_device_has_it() -> None:
     assert 0.75 * times[2] < times[3] < times[2]  # rounding operands as they come takes time of its own
 
 
+def test_the_axis_that_is_nearer_is_served_better() -> None:
+    """Boxes of 8 with tp = 2: four neighbours are replicas, or four stages."""
+
+    def parts(inner: str) -> tuple[float, float]:
+        one = setup(tp=2, dp=4, pp=4, inner=inner)
+        found = estimate_step(one, load_cluster(DGX, 32))
+        return found.data_comm_s, found.pipeline_comm_s
+
+    replicas, stages = parts("dp"), parts("pp")
+    assert replicas[0] < 0.5 * stages[0]
+    assert stages[1] < replicas[1]
+    with pytest.raises(LayoutError, match="inner: with cp above 1"):
+        setup(cp=2, inner="pp")
+
+
+def test_embedding_and_head_may_stand_in_for_layers() -> None:
+    """46 layers in 16 stages of 3 chunks, as zero-bubble runs have them."""
+    model = msgspec.structs.replace(GPT, layers=46)
+    one = setup(model=model, pp=16, chunks=3, schedule="interleaved")
+    assert one.stage_layers == (2, *[3] * 14, 2)
+    with pytest.raises(LayoutError, match="64 layers"):
+        setup(model=model, pp=16, chunks=4, schedule="interleaved")
+
+
 def test_faster_devices_are_faster() -> None:
     one = setup(tp=8, micro_batch=4)
     v100, a100, h100 = (

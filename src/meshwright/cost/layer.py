@@ -242,7 +242,7 @@ def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) 
     for tally in (forward, backward):
         tally.stream(4 * moved, 8)
         if setup.ep > 1:
-            tally.wait(2 * network.all_to_all_s(moved, Group(setup.ep, setup.tp)), 2)
+            tally.wait(2 * network.all_to_all_s(moved, Group(setup.ep, setup.data_stride)), 2)
     busiest = visits / local * (EXPERT_SPREAD if setup.ep > 1 else 1.0)
     _feed_forward(setup, forward, backward, busiest, width, local)
     _accumulate(setup, backward, local * model.mlp_matrices * model.hidden * width, 2)

@@ -12,6 +12,7 @@ from meshwright.ir.transformer import Transformer
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "dp", "all"]
+Inner = Literal["dp", "pp"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 DTYPES: dict[str, str] = {
@@ -25,7 +26,8 @@ DTYPES: dict[str, str] = {
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How one training step is run. Ranks: ``dp * cp * tp * pp``, tp innermost, then cp, dp and pp.
+    """How one training step is run. Ranks: ``dp * cp * tp * pp``, tp innermost, then cp, then dp and pp (``inner``:
+    which of these two is nearer).
 
     ``global_batch`` and ``micro_batch`` count sequences, of the whole step and of one micro-batch on one replica.
     ``chunks`` is the number of model chunks per pipeline rank (interleaved and zb-v). ``recompute``: ``selective`` is
@@ -56,6 +58,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     flash: bool = True
     compiled: bool = False
     overlap: Overlap = "none"
+    inner: Inner = "dp"
 
     def __post_init__(self) -> None:
         model = self.model
@@ -77,7 +80,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         _divides("cp", self.cp, "sequence", model.sequence)
         if self.sequence_parallel:
             _divides("tp x cp (sequence parallel)", self.tp * self.cp, "sequence", model.sequence)
-        if self.pp * self.chunks > model.layers:
+        # Embedding and head may stand in for a layer each, on the first stage and the last.
+        if self.pp > model.layers or self.pp * self.chunks > model.layers + 2:
             raise LayoutError(
                 f"{self.pp} stages of {self.chunks} chunks need {self.pp * self.chunks} layers, the model has "
                 f"{model.layers}",
@@ -93,11 +97,23 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if self.ep > 1:
             _divides("ep", self.ep, "experts", model.experts)
             _divides("ep", self.ep, "dp x cp", self.dp * self.cp)
+        if self.inner == "pp" and self.cp > 1:
+            raise LayoutError("with cp above 1, dp lies beside it", where="inner", remedy='give "dp", or cp = 1')
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def data_stride(self) -> int:
+        """How many ranks lie between one of dp x cp and the next."""
+        return self.tp * (self.pp if self.inner == "pp" else 1)
+
+    @property
+    def stage_stride(self) -> int:
+        """How many ranks lie between one pipeline stage and the next."""
+        return self.tp * self.cp * (self.dp if self.inner == "dp" else 1)
 
     @property
     def microbatches(self) -> int:
@@ -150,7 +166,10 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return math.ceil(heads / self.tp) * self.model.head_width
 
 
-SPELLED = (("schedule", ScheduleName), ("recompute", Recompute), ("precision", Precision), ("overlap", Overlap))
+SPELLED = (
+    ("schedule", ScheduleName), ("recompute", Recompute), ("precision", Precision), ("overlap", Overlap),
+    ("inner", Inner),
+)  # fmt: skip
 """The fields that are one of a few words."""
 
 

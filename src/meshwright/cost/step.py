@@ -230,12 +230,12 @@ def _send_s(setup: Setup, network: Network) -> float:
     gathered = 0.0
     if setup.tp > 1 and not setup.sequence_parallel:
         gathered = network.all_gather_s(moved * setup.tp, Group(setup.tp))
-    return 2 * (network.send_s(moved, setup.tp * setup.cp * setup.dp) + gathered)
+    return 2 * (network.send_s(moved, setup.stage_stride) + gathered)
 
 
 def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s: float) -> float:
     """Gradients (and parameters, where they are sharded) over dp x cp, as far as they are not hidden."""
-    data = Group(setup.dp * setup.cp, setup.tp)
+    data = Group(setup.dp * setup.cp, setup.data_stride)
     if data.size < 2:
         return 0.0
     moved = parameters * setup.element_bytes
@@ -256,7 +256,7 @@ def _tied_s(setup: Setup, network: Network) -> float:
     model = setup.model
     if setup.pp < 2 or not model.tied:
         return 0.0
-    ends = Group(2, setup.tp * setup.cp * setup.dp * (setup.pp - 1))
+    ends = Group(2, setup.stage_stride * (setup.pp - 1))
     return network.all_reduce_s(model.hidden * model.vocabulary / setup.tp * setup.element_bytes, ends)
 
 

@@ -61,12 +61,13 @@ OPTIONAL: dict[str, str] = {
     "expert_ffn": "Width of an expert. Blank: ffn.",
     "shared_experts": "Experts that every token visits. Blank: 0.",
     "compiled": "1: the model's own operations are fused (torch.compile). Blank: 0.",
+    "inner": "Which of dp and pp has its ranks nearer to each other: dp or pp. Blank: dp.",
     "overlap": "What of communication runs beside compute: none, dp, or all (tp and pp too). Blank: none.",
 }
 """Columns that a table may have besides."""
 
 
-WORDS = ("gated", "compiled", "overlap")
+WORDS = ("gated", "compiled", "overlap", "inner")
 """Those of them that are no numbers."""
 
 
@@ -196,6 +197,7 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
             sequence_parallel=_flag(row, "sequence_parallel"), zero=_whole(row, "zero", 0, least=0),
             flash=_flag(row, "flash"), compiled=_flag(row, "compiled"),
             overlap=row.get("overlap") or "none",  # type: ignore[arg-type]
+            inner=row.get("inner") or "dp",  # type: ignore[arg-type]
         )  # fmt: skip
 
     if row["micro_batch"]:

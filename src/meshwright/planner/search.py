@@ -1,12 +1,13 @@
 """The search: every layout of a catalog model that its devices allow, screened in closed form; the best rehearsed."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
-from meshwright.cost.setup import Precision, Recompute, ScheduleName, Setup
+from meshwright.cost.setup import Inner, Precision, Recompute, ScheduleName, Setup
 from meshwright.cost.step import Estimate, estimate_step
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
@@ -18,6 +19,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (2, 3, 4, 6, 8)
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1")
 """What pipelines may do where nobody says otherwise."""
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 REHEARSED = 12
 """How many of the best axes are timed action by action."""
@@ -68,6 +71,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         words.append(f"micro_batch={setup.micro_batch}")
         if setup.pp > 1:
             words.append(setup.schedule + (f" x{setup.chunks}" if setup.chunks > 1 else ""))
+        if setup.inner == "pp":
+            words.append("inner=pp")
         if setup.recompute != "none":
             words.append(f"recompute={setup.recompute}")
         if setup.sequence_parallel:
@@ -198,38 +203,40 @@ def _setups(
                 dp, rest = divmod(devices, tp * pp * cp)
                 if rest or global_batch % dp:
                     continue
-                yield from _runs(model, dp, tp, pp, cp, global_batch, precision, flash, schedules)
+                # Which of dp and pp is nearer matters where a box has room for some of either.
+                inner: tuple[Inner, ...] = ("dp", "pp") if dp > 1 < pp and cp == 1 and tp < box else ("dp",)
+                for nearer in inner:
+                    axes = Setup(
+                        model=model, dp=dp, tp=tp, pp=pp, cp=cp, inner=nearer, precision=precision, flash=flash,
+                        global_batch=global_batch,
+                    )  # fmt: skip
+                    yield from _runs(axes, schedules)
 
 
-def _runs(
-    model: Transformer, dp: int, tp: int, pp: int, cp: int, global_batch: int, precision: Precision, flash: bool,
-    schedules: Sequence[ScheduleName],
-) -> Iterator[Setup]:  # fmt: skip
+def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
     """Micro-batch, schedule, recomputation, ZeRO and experts for given axes."""
+    model, dp, pp = axes.model, axes.dp, axes.pp
     chunked: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
     if pp > 1:
         chunked = [(name, 1) for name in schedules if name != "interleaved"]
     if pp > 1 and "interleaved" in schedules:
         chunked += [("interleaved", chunks) for chunks in CHUNKS if model.layers % (pp * chunks) == 0]
-    recomputes: tuple[Recompute, ...] = ("none", "full") if flash else ("none", "selective", "full")
-    zeros = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 3)
-    experts = _divisors(math.gcd(model.experts, dp * cp)) if model.experts else [1]
+    zeros = (0,) if dp * axes.cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
+    experts = _divisors(math.gcd(model.experts, dp * axes.cp)) if model.experts else [1]
+    whole: tuple[Recompute, ...] = ("none", "full")
     for micro_batch in MICRO_BATCHES:
-        if global_batch % (dp * micro_batch):
+        if axes.global_batch % (dp * micro_batch):
             break
-        microbatches = global_batch // (dp * micro_batch)
-        for schedule, chunks in chunked:
+        microbatches = axes.global_batch // (dp * micro_batch)
+        for (schedule, chunks), zero, ep in itertools.product(chunked, zeros, experts):
             if (schedule == "interleaved" and microbatches % pp) or (schedule == "zb-h1" and microbatches < pp):
                 continue
-            for recompute in recomputes:
-                for zero in zeros:
-                    for ep in experts:
-                        yield Setup(
-                            model=model, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, chunks=chunks, micro_batch=micro_batch,
-                            global_batch=global_batch, schedule=schedule, recompute=recompute, zero=zero,
-                            sequence_parallel=tp > 1 and model.sequence % (tp * cp) == 0, precision=precision,
-                            flash=flash,
-                        )  # fmt: skip
+            # Fused attention keeps nothing that would be worth its recomputation alone.
+            for recompute in RECOMPUTES if zero == 3 or not axes.flash else whole:
+                yield msgspec.structs.replace(
+                    axes, ep=ep, chunks=chunks, micro_batch=micro_batch, schedule=schedule, recompute=recompute,
+                    zero=zero, sequence_parallel=axes.tp > 1 and model.sequence % (axes.tp * axes.cp) == 0,
+                )  # fmt: skip
 
 
 def _divisors(number: int) -> list[int]:
