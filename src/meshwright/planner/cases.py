@@ -71,6 +71,18 @@ WORDS = ("gated", "compiled", "overlap", "inner")
 """Those of them that are no numbers."""
 
 
+SPELLINGS = {
+    "schedule": {
+        "zb-1p": "zb-h1", "zb-2p": "zb-h2", "zbv": "zb-v", "1f1b-interleaved": "interleaved", "1f1b-i": "interleaved",
+        "interleaved-1f1b": "interleaved",
+    },
+    "precision": {
+        "float32": "fp32", "tfloat32": "tf32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8",
+    },
+}  # fmt: skip
+"""Other ways to write what may stand in a column; capitals do not matter."""
+
+
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A row: the setup and its cluster, and what was measured (None: nothing was, or it ran out of memory)."""
 
@@ -178,7 +190,7 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
     sizes |= {
         key: _flag(row, column) for key, column in (("tied", "tied_embeddings"), ("gated", "gated")) if row.get(column)
     }
-    model = make_model(row["family"], **sizes)
+    model = make_model(row["family"].lower(), **sizes)
     axes = {axis: _whole(row, axis, 1) for axis in ("tp", "pp", "cp")}
     rest = devices // math.prod(axes.values())
     dp = _whole(row, "dp", max(1, rest))
@@ -191,13 +203,13 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
         return Setup(
             model=model, dp=dp, **axes, ep=_whole(row, "ep", 1), chunks=_whole(row, "virtual_stages", 1),
             micro_batch=micro_batch, global_batch=global_batch,
-            schedule=row["schedule"] or "1f1b",  # type: ignore[arg-type]
-            recompute=row["recompute"] or "none",  # type: ignore[arg-type]
-            precision=row["precision"] or "bf16",  # type: ignore[arg-type]
+            schedule=_word(row, "schedule", "1f1b"),  # type: ignore[arg-type]
+            recompute=_word(row, "recompute", "none"),  # type: ignore[arg-type]
+            precision=_word(row, "precision", "bf16"),  # type: ignore[arg-type]
             sequence_parallel=_flag(row, "sequence_parallel"), zero=_whole(row, "zero", 0, least=0),
             flash=_flag(row, "flash"), compiled=_flag(row, "compiled"),
-            overlap=row.get("overlap") or "none",  # type: ignore[arg-type]
-            inner=row.get("inner") or "dp",  # type: ignore[arg-type]
+            overlap=_word(row, "overlap", "none"),  # type: ignore[arg-type]
+            inner=_word(row, "inner", "dp"),  # type: ignore[arg-type]
         )  # fmt: skip
 
     if row["micro_batch"]:
@@ -234,6 +246,11 @@ def _whole(row: dict[str, str], key: str, default: int | None = None, *, least: 
             remedy=COLUMNS.get(key, OPTIONAL.get(key, "")),
         )
     return int(value)
+
+
+def _word(row: dict[str, str], key: str, default: str) -> str:
+    text = row.get(key, "").lower() or default
+    return SPELLINGS.get(key, {}).get(text, text)
 
 
 def _flag(row: dict[str, str], key: str) -> bool:
