@@ -1,5 +1,6 @@
 """The layouts of a model that is known by its sizes: what ``meshwright plan`` says of it, and its what-ifs."""
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from meshwright.errors import LayoutError
 
 if TYPE_CHECKING:
     from meshwright.prediction import Found, Option
+
+SHOWN = 15
+"""Rows of a front that are printed at most."""
 
 VARIED = ("cluster", "devices", "seq", "batch")
 
@@ -44,7 +48,7 @@ def show_layouts(
         bars.end()
     if as_json:
         told = [_as_json(value, found) for value, found, _ in rows]
-        if vary:
+        if vary and not vary.startswith("seq"):  # sequences of unlike lengths are not the same work
             joint = prediction.front(option for _, found, _ in rows for option in found.front)
             told = [
                 one | {"joint_front": [option for option in found.front if option in joint]}
@@ -115,7 +119,7 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Fou
         terminal.print(f"{scaling} scaling: the batch {'grows with the devices' if scaling == 'weak' else 'stays'}\n")
     table = Table(box=None, pad_edge=False)
     for title in (key, "batch", "step", "sequences/s", "a device", "", "1,000 sequences", "layout"):
-        table.add_column(title, justify="left" if title == "layout" else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title == "layout" else "right", no_wrap=title != "layout")
     for value, found, _ in rows:
         if not found.options:
             table.add_row(f"{value[key]}", f"{value['batch']}", "", "", "", "", "", "nothing fits")
@@ -129,13 +133,18 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Fou
             _dollars(best), best.text,
         )  # fmt: skip
     terminal.print(table)
+    if missing := _unpriced(rows):
+        terminal.print(missing)
+    if key == "seq":
+        return  # sequences of unlike lengths are not the same work
     where = {id(option): str(value[key]) for value, found, _ in rows for option in found.front}
     joint = prediction.front(option for _, found, _ in rows for option in found.front)
     if joint:
         terminal.print(f"\nno other {key} and layout takes as little time, memory and money for a sequence:")
-        terminal.print(_table([(option, where[id(option)]) for option in joint[:12]], key))
-    if missing := _unpriced(rows):
-        terminal.print(missing)
+        each = max(1, math.ceil(len(joint) / SHOWN))
+        terminal.print(_table([(option, where[id(option)]) for option in joint[::each]], key))
+        if each > 1:
+            terminal.print(f"every {each} of {len(joint)}: --json has all")
 
 
 def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
@@ -145,7 +154,7 @@ def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
     titles = [key, "step", "memory", "", "a device", "1,000 sequences", "layout"]
     shown = [title for title in titles if title not in ({"1,000 sequences"} if not priced else set())]
     for title in shown if key else shown[1:]:
-        table.add_column(title, justify="left" if title in ("layout", "") else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title in ("layout", "") else "right", no_wrap=title != "layout")
     for one, value in options:
         rate = one.flops_per_s / one.setup.world_size / 1e12
         cells = [f"{one.step_s:.4g} s", f"{one.memory.peak_bytes / 2**30:.1f} GiB", one.verdict]
