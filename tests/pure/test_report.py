@@ -141,14 +141,16 @@ def test_where_nothing_fits_the_report_says_so() -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
-    asked = ["plan", "llama2-7b", "--cluster", DGX, "--ranks", "16", "--batch", "64"]
+    asked = ["plan", "llama2-7b", "--cluster", DGX, "--ranks", "16", "--batch", "16"]
     assert cli([*asked, "--report", str(page)]) == 0
     assert capsys.readouterr().out.startswith("fits: The fastest of ")
     text = page.read_text()
     balanced(text)
-    assert "meshwright plan llama2-7b --cluster a100-80gb-dgx-hdr200x8 --ranks 16 --batch 64" in text
+    assert "meshwright plan llama2-7b --cluster a100-80gb-dgx-hdr200x8 --ranks 16 --batch 16" in text
     assert "With more devices, and fewer" in text
     assert cli([*asked, "--report", str(tmp_path / "no" / "plan.html")]) == 2
-    assert "cannot write the file: No such file or directory" in capsys.readouterr().err
+    assert "plan.html: there is no folder " in capsys.readouterr().err
+    assert cli([*asked, "--report", str(tmp_path)]) == 2
+    assert "cannot write the file: Is a directory" in capsys.readouterr().err
     assert cli([*asked, "--report", str(page), "--vary", "devices=8..16"]) == 2
     assert "--report: a report is of one plan" in capsys.readouterr().err

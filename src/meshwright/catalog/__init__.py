@@ -1,5 +1,6 @@
 """The catalog: devices and clusters by name, and the grammar DEVICE-BOX-FABRIC for clusters that no file has."""
 
+import functools
 import os
 import re
 from importlib import resources
@@ -202,16 +203,19 @@ def _unknown(name: str, why: str) -> ClusterError:
     )
 
 
+@functools.cache
 def _known_devices() -> dict[str, str]:
     """Every name of a device, aliases included, and the name of its file."""
     names = device_names()
     return {alias: name for name in names for alias in (name, *_device_file(name).aliases)}
 
 
+@functools.cache
 def _parts() -> Parts:
     return _read("parts.toml", Parts)
 
 
+@functools.cache
 def _device_file(name: str) -> DeviceFile:
     return _read(f"devices/{name}.toml", DeviceFile)
 

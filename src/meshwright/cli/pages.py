@@ -19,6 +19,11 @@ def write_report(
     """
     from meshwright import prediction, report
 
+    if not path.parent.is_dir():  # said before the search, not after it
+        raise FileFormatError(
+            f"there is no folder {path.parent}", where=str(path), remedy="make it, or give another path"
+        )
+
     def found_on(size: int) -> "prediction.Found":
         return prediction.find_layouts(
             model, cluster, devices=size or None, global_batch=batch, sequence=sequence, usd_per_hour=price or None
