@@ -85,6 +85,7 @@ def test_other_columns_and_orders_do_no_harm(tmp_path: Path) -> None:
         ({"flash": "maybe"}, "flash: 'maybe' is neither 0 nor 1"),
         ({"schedule": "1fb1"}, "schedule: unknown schedule '1fb1'; did you mean `1f1b`?"),
         ({"precision": "fp64"}, "precision: unknown precision 'fp64'"),
+        ({"family": "gshard"}, "experts: a model of the family gshard has experts, and the row does not say how many"),
     ],
 )
 def test_a_bad_row_is_left_out_and_the_others_are_not(tmp_path: Path, cells: dict[str, str], reason: str) -> None:
@@ -203,6 +204,12 @@ def test_a_row_with_memory_alone_is_judged_by_it(tmp_path: Path) -> None:
     found = validate(path)
     assert (found.cases, found.mape) == (2, None)
     assert found.oom_balanced_accuracy == 0.5  # the second fits, it is said
+
+
+def test_mixtral_has_eight_experts_without_being_told(tmp_path: Path) -> None:
+    (sparse, dense), _ = read_cases(table(tmp_path / "t.csv", {"family": "mixtral"}, {"family": "mistral"}))
+    assert (sparse.setup.model.experts, sparse.setup.model.experts_per_token) == (8, 2)
+    assert sparse.setup.model.parameters > 4 * dense.setup.model.parameters
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ WORDS = ("gated", "compiled", "overlap", "inner")
 """Those of them that are no numbers."""
 
 
+SPARSE = ("deepseek", "gshard")
+"""Families whose models have experts, each another number of them (Mixtral's have 8)."""
+
 SPELLINGS = {
     "schedule": {
         "zb-1p": "zb-h1", "zb-2p": "zb-h2", "zbv": "zb-v", "1f1b-interleaved": "interleaved", "1f1b-i": "interleaved",
@@ -191,6 +194,12 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
         key: _flag(row, column) for key, column in (("tied", "tied_embeddings"), ("gated", "gated")) if row.get(column)
     }
     model = make_model(row["family"].lower(), **sizes)
+    if row["family"].lower() in SPARSE and not model.experts:
+        raise FileFormatError(
+            f"a model of the family {row['family']} has experts, and the row does not say how many",
+            where="experts",
+            remedy="add the columns experts and experts_per_token",
+        )
     axes = {axis: _whole(row, axis, 1) for axis in ("tp", "pp", "cp")}
     rest = devices // math.prod(axes.values())
     dp = _whole(row, "dp", max(1, rest))

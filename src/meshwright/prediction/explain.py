@@ -34,6 +34,7 @@ LAYOUT = {
     "pp": "stages of layers, one behind the other",
     "cp": "devices that share every sequence",
     "ep": "devices that share the experts",
+    "inner": "of replicas and stages, those whose devices are nearer to each other",
     "micro_batch": "sequences that pass through the pipeline together",
     "microbatches": "micro-batches of each replica in a step",
     "schedule": "the order of forwards and backwards",
@@ -42,6 +43,7 @@ LAYOUT = {
     "sequence_parallel": "between the split parts of a layer, tp splits the sequence",
     "zero": "what replicas shard: optimizer (1), gradients (2), parameters (3)",
     "precision": "of the matrix products",
+    "overlap": "communication that runs beside compute",
 }
 
 NOTES = (
@@ -132,7 +134,8 @@ def _layout(setup: Setup) -> tuple[tuple[str, str, str], ...]:
     rows = []
     for key, meaning in LAYOUT.items():
         value = getattr(setup, key)
-        usual = value in (1, False, 0, "none") or (key == "schedule" and setup.pp == 1)
+        alone = (key == "schedule" and setup.pp == 1) or (key == "inner" and 1 in (setup.dp, setup.pp))
+        usual = alone or value in (1, False, 0, "none")
         if key in ("dp", "micro_batch", "microbatches", "precision") or not usual:
             rows.append((key.replace("_", " "), "yes" if value is True else str(value), meaning))
     return tuple(rows)
