@@ -124,6 +124,12 @@ def test_a_search_becomes_a_report() -> None:
     assert sum(part.size for part in told.time) == pytest.approx(best.estimate.step_s)
     assert sum(part.size for part in told.memory) == pytest.approx(best.memory.peak_bytes)
     assert told.verdict == best.verdict
+    layout = {name: value for name, value, _ in told.layout}
+    assert (layout.get("zero", "0"), "sequence parallel" in layout) == (
+        str(best.setup.zero), best.setup.sequence_parallel,
+    )  # fmt: skip
+    assert (best.setup.zero, best.setup.sequence_parallel) != (0, False)
+    assert "cp" not in layout
     assert told.alternatives
     assert all(one.why for one in told.alternatives)
     assert (told.trace is None) == (best.setup.pp == 1)

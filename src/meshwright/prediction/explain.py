@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from meshwright import __version__
 from meshwright.cost.memory import Memory
 from meshwright.cost.setup import Setup
@@ -132,10 +134,11 @@ def _facts(best: Option, cluster: Cluster) -> tuple[tuple[str, str], ...]:
 
 def _layout(setup: Setup) -> tuple[tuple[str, str, str], ...]:
     rows = []
+    usually = {field.name: field.default for field in msgspec.structs.fields(Setup)} | {"schedule": "", "inner": ""}
     for key, meaning in LAYOUT.items():
         value = getattr(setup, key)
         alone = (key == "schedule" and setup.pp == 1) or (key == "inner" and 1 in (setup.dp, setup.pp))
-        usual = alone or value in (1, False, 0, "none")
+        usual = alone or value == usually.get(key)
         if key in ("dp", "micro_batch", "microbatches", "precision") or not usual:
             rows.append((key.replace("_", " "), "yes" if value is True else str(value), meaning))
     return tuple(rows)
