@@ -98,16 +98,17 @@ def test_the_grammar_knows_any_combination(device: str, size: int, fabric: str, 
     assert cluster.num_devices == size * (boxes if fabric else 1)
 
 
-BOXES = "dgx, hgx, dgx1, dgx2, dgx2h, p3, p3dn, p4d, p4de, p5, pcieN, workstation, boxN"
+BOXES = "dgx, hgx, dgx1, dgx2, dgx2h, p3, p3dn, p4d, p4de, p5, nvl72, pcieN, workstation, boxN"
 FABRICS = "edr, hdr, ndr, ib, fdr, xdr, roce, efa, ss, eth"
 
 
 @pytest.mark.parametrize(
     ("name", "problem", "near"),
     [
-        ("a100-80g-dgx-hdr200x8", "it starts with no device of the catalog", "`a100-80gb-dgx-hdr200x8`"),
-        ("a100-dgx", "it starts with no device of the catalog", "`a100-80gb-dgx`"),
-        ("h100-dgx-ndr200x8", "a link of ndr has 400 Gb/s, not 200", "`h100-dgx-ndr400x8`"),
+        ("a100-80g-dgx-hdr200x8", f"'80g' is not a box ({BOXES})", "`a100-80gb-dgx-hdr200x8`"),
+        ("a200-dgx", "it starts with no device of the catalog", "`h200-dgx`"),
+        ("perlmuter", "it starts with no device of the catalog", "`perlmutter`"),
+        ("h100-dgx-ndr100x8", "a link of ndr has 200 or 400 Gb/s, not 100", "`h100-dgx-ndr400x8`"),
         (
             "h100-dgx-nrd400x8",
             f"'nrd400x8' is not a fabric (one of {FABRICS} with a rate in Gb/s, such as hdr200x8)",
@@ -115,7 +116,7 @@ FABRICS = "edr, hdr, ndr, ib, fdr, xdr, roce, efa, ss, eth"
         ),
         ("v100-dgx16-edr100x4", f"'dgx16' is not a box ({BOXES})", "`v100-dgx-edr100x4`"),
         ("v100-box-edr100x4", f"'box' is not a box ({BOXES})", "`v100-dgx-edr100x4`"),
-        ("generic-cpu-dgx", "a dgx joins devices by nvlink, and generic-cpu has memory", "`generic-cpu-box4`"),
+        ("generic-cpu-dgx", "a dgx joins devices by mesh or nvlink, and generic-cpu has memory", "`generic-cpu-box4`"),
         ("cpu-locl", "it starts with no device of the catalog", "`cpu-local`"),
     ],
 )
@@ -137,6 +138,23 @@ def test_an_unknown_device_says_what_there_is() -> None:
     assert str(caught.value) == (
         f"unknown device 'h10'\n  -> did you mean `h100`? devices: {', '.join(device_names())}"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "spelled", "devices"),
+    [
+        ("dgx-2h", "v100-dgx2h-edr100x8", 64), ("dgx-a100", "a100-80gb-dgx-hdr200x8", 64),
+        ("dgx-h100", "h100-dgx-ndr400x8", 64), ("p3.16xlarge", "v100-16gb-p3-eth25", 16),
+        ("p4d.24xlarge", "a100-40gb-p4d-efa400", 16), ("p5.48xlarge", "h100-p5-efa3200", 16),
+        ("perlmutter", "a100-40gb-box4-ss200x4", 64), ("frontier", "mi250x-box8-ss200x4", 64),
+        ("alps", "gh200-box4-ss200x4", 64), ("a100-dgx", "a100-80gb-dgx", 8), ("gb200-nvl72", "gb200-box72", 72),
+        ("mi250x-frontier-slingshot200x4", "mi250x-box8-ss200x4", 64),
+    ],
+)  # fmt: skip
+def test_machines_go_by_their_own_names_too(name: str, spelled: str, devices: int) -> None:
+    one, other = load_cluster(name, devices), load_cluster(spelled, devices)
+    assert one.name == name
+    assert (one.device, one.levels) == (other.device, other.levels)
 
 
 def test_a_path_is_a_file_and_no_name() -> None:

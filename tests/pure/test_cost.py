@@ -86,6 +86,16 @@ def test_all_reduce_in_a_box_is_as_measured(ranks: int, num_bytes: int, measured
     assert Network(load_cluster(DGX)).all_reduce_s(num_bytes, Group(ranks)) == pytest.approx(measured_s, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "measured_s"),
+    [(2, 1.5088e-3), (3, 1.0148e-3), (4, 0.6180e-3), (5, 1.4929e-3), (6, 1.2478e-3), (7, 0.7051e-3), (8, 0.4792e-3)],
+)
+def test_a_box_without_a_switch_has_few_links_between_few_devices(ranks: int, measured_s: float) -> None:
+    """All-reduce of 32 MiB among V100 (vTrain's NCCL table)."""
+    assert Network(load_cluster("v100-dgx1")).all_reduce_s(2**25, Group(ranks)) == pytest.approx(measured_s, rel=0.1)
+    assert Network(load_cluster("v100-dgx2")).all_reduce_s(2**25, Group(2)) < 0.5e-3
+
+
 @given(st.sampled_from([1, 2, 4, 8, 16, 64, 512]), st.sampled_from([1, 8, 64]), st.integers(2**31, 2**36))
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, stride: int, num_bytes: int) -> None:
     network, group = Network(load_cluster(DGX, 32768)), Group(size, stride)
@@ -185,6 +195,77 @@ def test_more_work_takes_longer(dp: int, tp: int, pp: int, micro_batch: int) -> 
     assert step_s(**layout, recompute="full") > step_s(**layout, recompute="selective")
     longer = msgspec.structs.replace(GPT, sequence=2 * GPT.sequence)
     assert step_s(**layout, model=longer) > 1.5 * base
+
+
+def test_a_pipeline_gathers_sharded_parameters_once_a_step() -> None:
+    def shared(pp: int, zero: int, m: int) -> float:
+        one = setup(pp=pp, dp=8, zero=zero, global_batch=8 * m)
+        return estimate_step(one, load_cluster(DGX, one.world_size)).data_comm_s
+
+    assert shared(4, 3, 16) == pytest.approx(shared(4, 1, 16))
+    assert shared(4, 3, 16) == pytest.approx(shared(4, 3, 32))
+    assert shared(1, 3, 32) == pytest.approx(2 * shared(1, 3, 16))
+
+
+@pytest.mark.parametrize("changes", [{"tp": 8, "sequence_parallel": True}, {"dp": 32, "zero": 1}, {"pp": 4, "tp": 4}])
+def test_what_overlaps_costs_less_but_not_nothing(changes: dict[str, Any]) -> None:
+    def waits(overlap: str) -> float:
+        one = setup(**changes, overlap=overlap)
+        found = estimate_step(one, load_cluster(DGX, one.world_size))
+        return found.tensor_comm_s + found.data_comm_s + found.pipeline_comm_s
+
+    assert 0.3 * waits("none") < waits("all") < 0.8 * waits("none")
+    assert waits("all") <= waits("dp") <= waits("none")
+
+
+def test_llamas_own_operations_are_more_kernels_than_megatrons() -> None:
+    llama = load_model("llama2-7b")
+    eager = step_s(model=llama, dp=8, zero=3, flash=True)
+    fused = step_s(model=llama, dp=8, zero=3, flash=True, compiled=True)
+    assert 1.05 < eager / fused < 1.3
+    assert step_s(dp=8, zero=3) == step_s(dp=8, zero=3, compiled=True)  # GPT's norm is one kernel
+
+
+def test_selective_recomputation_is_less_than_full_and_more_than_none() -> None:
+    for changes in ({"zero": 3, "dp": 8, "flash": True}, {"zero": 0, "flash": True}, {"zero": 0, "flash": False}):
+        times = [step_s(recompute=one, **changes) for one in ("none", "selective", "full")]
+        assert times == sorted(times)
+        assert len(set(times)) == 3
+
+
+def test_float8_is_faster_where_the_device_has_it() -> None:
+    cluster = load_cluster("h100-dgx-ndr400x8", 8)
+    times = [
+        estimate_step(setup(dp=8, zero=zero, flash=True, precision=precision), cluster).step_s
+        for zero in (1, 3)
+        for precision in ("bf16", "fp8")
+    ]
+    assert times[1] < 0.75 * times[0]
+    assert 0.75 * times[2] < times[3] < times[2]  # rounding operands as they come takes time of its own
+
+
+def test_the_axis_that_is_nearer_is_served_better() -> None:
+    """Boxes of 8 with tp = 2: four neighbours are replicas, or four stages."""
+
+    def parts(inner: str) -> tuple[float, float]:
+        one = setup(tp=2, dp=4, pp=4, inner=inner)
+        found = estimate_step(one, load_cluster(DGX, 32))
+        return found.data_comm_s, found.pipeline_comm_s
+
+    replicas, stages = parts("dp"), parts("pp")
+    assert replicas[0] < 0.5 * stages[0]
+    assert stages[1] < replicas[1]
+    with pytest.raises(LayoutError, match="inner: with cp above 1"):
+        setup(cp=2, inner="pp")
+
+
+def test_embedding_and_head_may_stand_in_for_layers() -> None:
+    """46 layers in 16 stages of 3 chunks, as zero-bubble runs have them."""
+    model = msgspec.structs.replace(GPT, layers=46)
+    one = setup(model=model, pp=16, chunks=3, schedule="interleaved")
+    assert one.stage_layers == (2, *[3] * 14, 2)
+    with pytest.raises(LayoutError, match="64 layers"):
+        setup(model=model, pp=16, chunks=4, schedule="interleaved")
 
 
 def test_faster_devices_are_faster() -> None:

@@ -114,6 +114,30 @@ def test_a_what_if_that_says_nothing_is_refused(text: str) -> None:
         varied(text, {})
 
 
+def test_what_ifs_say_what_costs_least_and_what_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "llama2-7b", "--cluster", DGX, "--ranks", "16", "--batch", "64", "--vary"]
+    assert cli([*asked, f"cluster={DGX},a800-dgx-hdr200x8"]) == 0
+    text = capsys.readouterr().out
+    assert "no price is known of a800-dgx-hdr200x8: give one with --price" in text
+    assert "no other cluster and layout takes as little time, memory and money for a sequence:" in text
+    assert "$ " in text
+    assert cli([*asked, "seq=2048,4096"]) == 0
+    assert "no other" not in capsys.readouterr().out  # sequences of unlike lengths are not the same work
+    assert cli([*asked, "devices=8..16", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert all(option["usd"] > 0 for one in told for option in one["joint_front"])
+
+
+def test_the_nearer_axis_and_the_schedules_are_searched() -> None:
+    model = load_model("gpt3-175b")
+    found = search(model, load_cluster(DGX, 64), global_batch=512)
+    setups = [option.setup for option in (*found.options, *found.front)]
+    assert {one.inner for one in setups} == {"dp", "pp"}
+    plain = search(model, load_cluster(DGX, 64), global_batch=512, schedules=("1f1b",))
+    assert {option.setup.schedule for option in (*plain.options, *plain.front)} == {"1f1b"}
+    assert plain.considered < found.considered
+
+
 def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["--devices", "64", "--tp", "8", "--pp", "8", "--global-batch", "64"]
     assert cli(["predict", "gpt3-175b", "--cluster", DGX, *layout, "--no-flash"]) == 1

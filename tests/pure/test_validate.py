@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cli import run as cli
+from meshwright.cost.memory import estimate_memory
 from meshwright.cost.step import estimate_step
 from meshwright.errors import FileFormatError
 from meshwright.planner.cases import COLUMNS, read_cases
@@ -66,7 +67,7 @@ def test_other_columns_and_orders_do_no_harm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
-        ({"cluster": "a100-80g-dgx"}, "unknown cluster 'a100-80g-dgx': it starts with no device of the catalog"),
+        ({"cluster": "a100-80g-dgx"}, "unknown cluster 'a100-80g-dgx': '80g' is not a box"),
         ({"cluster": ""}, "cluster: no cluster is named"),
         ({"family": "gtp"}, "family: unknown family 'gtp'; did you mean `gpt`?"),
         ({"devices": "16"}, "devices: dp=2 x tp=2 x pp=2 x cp=1 are not 16 devices"),
@@ -84,6 +85,7 @@ def test_other_columns_and_orders_do_no_harm(tmp_path: Path) -> None:
         ({"flash": "maybe"}, "flash: 'maybe' is neither 0 nor 1"),
         ({"schedule": "1fb1"}, "schedule: unknown schedule '1fb1'; did you mean `1f1b`?"),
         ({"precision": "fp64"}, "precision: unknown precision 'fp64'"),
+        ({"family": "gshard"}, "experts: a model of the family gshard has experts, and the row does not say how many"),
     ],
 )
 def test_a_bad_row_is_left_out_and_the_others_are_not(tmp_path: Path, cells: dict[str, str], reason: str) -> None:
@@ -163,14 +165,86 @@ def test_the_command_prints_what_the_issue_asks_for(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"),
-    [("korthikanti_2022", 4.0), ("narayanan_2021", 5.0), ("llm_foundry", 12.0), ("zero_bubble", 12.0)],
+    ("name", "limit", "tight"),
+    [
+        ("korthikanti_2022", 4.0, []),
+        ("narayanan_2021", 5.0, []),
+        ("llm_foundry", 12.0, []),
+        ("zero_bubble", 4.0, []),
+        ("torchtitan", 9.0, ["llama2-70b 64xa100 batch 2 selective"]),  # which ran out of memory
+        ("nemo_2024", 7.0, ["Nemotron-340B 128xh100"]),  # which ran
+    ],
 )
-def test_published_measurements_are_met(name: str, limit: float) -> None:
+def test_published_measurements_are_met(name: str, limit: float, tight: list[str]) -> None:
+    """Better than one constant efficiency, and ``tight`` is all that does not fit."""
     found = validate(Path(__file__).parents[2] / "validation" / f"{name}.csv")
     assert not found.left_out
-    assert all(row.fits for row in found.rows)
+    assert [row.case for row in found.rows if not row.fits] == tight
     assert found.mape is not None
-    assert found.mape < limit
+    assert found.baseline_mape is not None
+    assert found.mape < min(limit, found.baseline_mape)
     assert found.spearman is not None
     assert found.spearman > 0.95
+
+
+def test_published_memory_is_met() -> None:
+    """Peaks that torchtitan reports: a little more than predicted of the small model, not a third off of any."""
+    cases, _ = read_cases(Path(__file__).parents[2] / "validation" / "torchtitan.csv")
+    ratios = {
+        case.name: estimate_memory(case.setup, case.cluster).peak_bytes / case.measured_peak_bytes
+        for case in cases
+        if case.measured_peak_bytes
+    }
+    assert all(0.84 < ratio < 1.0 for name, ratio in ratios.items() if "llama3-8b" in name and "h200" not in name)
+    assert all(0.65 < ratio < 1.3 for ratio in ratios.values())
+
+
+def test_a_row_with_memory_alone_is_judged_by_it(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"step_time_s": "", "peak_memory_bytes": "3e10"}, {"case": "two", "status": "OOM"})
+    found = validate(path)
+    assert (found.cases, found.mape) == (2, None)
+    assert found.oom_balanced_accuracy == 0.5  # the second fits, it is said
+
+
+def test_mixtral_has_eight_experts_without_being_told(tmp_path: Path) -> None:
+    (sparse, dense), _ = read_cases(table(tmp_path / "t.csv", {"family": "mixtral"}, {"family": "mistral"}))
+    assert (sparse.setup.model.experts, sparse.setup.model.experts_per_token) == (8, 2)
+    assert sparse.setup.model.parameters > 4 * dense.setup.model.parameters
+
+
+@pytest.mark.parametrize(
+    ("cells", "same"),
+    [
+        ({"precision": "float16"}, {"precision": "fp16"}), ({"precision": "BF16"}, {"precision": "bf16"}),
+        ({"schedule": "ZB-1p"}, {"schedule": "zb-h1"}), ({"family": "GPT"}, {"family": "gpt"}),
+        (
+            {"schedule": "1F1B-I", "virtual_stages": "2"},
+            {"schedule": "interleaved", "virtual_stages": "2"},
+        ),
+    ],
+)  # fmt: skip
+def test_words_may_be_written_otherwise(tmp_path: Path, cells: dict[str, str], same: dict[str, str]) -> None:
+    (one, other), left_out = read_cases(table(tmp_path / "t.csv", cells, same))
+    assert not left_out
+    assert one.setup == other.setup
+
+
+def test_compiled_and_overlapping_runs_are_faster(tmp_path: Path) -> None:
+    columns = [*ROW, "compiled", "overlap"]
+    sharded = {"zero": "3", "tp": "1", "pp": "1", "dp": "8", "family": "llama", "flash": "1"}
+    path = table(
+        tmp_path / "t.csv", {}, {"case": "overlap", "overlap": "all"}, sharded, {**sharded, "compiled": "1"},
+        columns=columns,
+    )  # fmt: skip
+    plain, hidden, eager, fused = validate(path).rows
+    assert hidden.predicted_s < plain.predicted_s
+    assert fused.predicted_s < eager.predicted_s
+    (left,) = validate(table(tmp_path / "t.csv", {"overlap": "some"}, columns=columns)).left_out
+    assert left.reason.startswith("overlap: unknown overlap 'some'")
+
+
+def test_a_table_that_is_not_met_stays_as_far_off_as_the_docs_say() -> None:
+    """Megatron-Turing NLG ran a quarter slower than the same model in the same layout had in Narayanan et al. 2021."""
+    found = validate(Path(__file__).parents[2] / "validation" / "mt_nlg_2022.csv")
+    assert found.bias == pytest.approx(-24, abs=2)
+    assert found.spearman == 1.0

@@ -1,5 +1,6 @@
 """The catalog: devices and clusters by name, and the grammar DEVICE-BOX-FABRIC for clusters that no file has."""
 
+import functools
 import os
 import re
 from importlib import resources
@@ -18,10 +19,11 @@ _EXAMPLE = "a100-80gb-dgx-hdr200x8"
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What joins devices inside a box: one message between two devices, in one direction."""
+    """What joins devices inside a box: one message between two devices, in one direction. ``rings``: see ``Level``."""
 
     alpha_s: float
     beta_s_per_byte: float
+    rings: tuple[float, ...] = ()
     source: str
 
 
@@ -59,10 +61,13 @@ class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``parts.toml``: the boxes and fabrics of the grammar."""
+    """``parts.toml``: the boxes and fabrics of the grammar, other names for them, and machines by their own names."""
 
     boxes: dict[str, Box]
     fabrics: dict[str, Fabric]
+    box_aliases: dict[str, str]
+    fabric_aliases: dict[str, str]
+    machines: dict[str, str]
 
 
 def device_names() -> list[str]:
@@ -71,10 +76,10 @@ def device_names() -> list[str]:
 
 
 def cluster_names() -> list[str]:
-    """The names worth listing: the catalog's cluster files, and each device in the boxes and fabrics it is known in.
-    The grammar knows more (see ``load_cluster``)."""
+    """The names worth listing: the catalog's cluster files, machines by their own names, and each device in the boxes
+    and fabrics it is known in. The grammar knows more (see ``load_cluster``)."""
     known = [f"{name}-{tail}" for name in device_names() for tail in _device_file(name).clusters]
-    return sorted([*_names("clusters"), *known])
+    return sorted([*_names("clusters"), *_parts().machines, *known])
 
 
 def load_device(name: str) -> Device:
@@ -98,6 +103,7 @@ def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None =
       as ``dgx`` (8 devices, NVLink), ``dgx2`` (16) or ``workstation`` (4, PCIe), or ``boxN`` (N, with the best link
       they have). FABRIC is a kind (``edr``, ``hdr``, ``ndr``, ``ib``, ``roce``, ``efa``, ``ss``, ``eth``, ...), a rate
       in Gb/s, and the links of a box: ``hdr200x8``; without a number of links the rate is the whole box's: ``ib800``.
+    - A machine by its own name (``perlmutter``, ``dgx-h100``, ``p4d.24xlarge``) is one of those (``parts.toml``).
     - A name with a fabric means one box until ``num_devices`` asks for more; without a fabric there is only one box.
 
     Raises:
@@ -111,20 +117,21 @@ def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None =
     elif text in _names("clusters"):
         cluster = _read(f"clusters/{text}.toml", Cluster)
     else:
-        cluster = _from_grammar(text)
+        cluster = _from_grammar(text, _parts().machines.get(text, text))
     return cluster if num_devices is None else cluster.resized(num_devices)
 
 
-def _from_grammar(name: str) -> Cluster:
+def _from_grammar(name: str, spelled: str) -> Cluster:
+    """The cluster ``name`` as the grammar spells it."""
     # Device names have hyphens themselves: the longest that fits is meant.
     known = _known_devices()
-    fitting = [device for device in known if name.startswith(f"{device}-")]
+    fitting = [device for device in known if spelled.startswith(f"{device}-")]
     if not fitting:
         raise _unknown(name, "it starts with no device of the catalog")
     prefix = max(fitting, key=len)
     device_name = known[prefix]
-    box_name, *fabric_name = name.removeprefix(f"{prefix}-").split("-", 1)
-    parts = _read("parts.toml", Parts)
+    box_name, *fabric_name = spelled.removeprefix(f"{prefix}-").split("-", 1)
+    parts = _parts()
     entry = _device_file(device_name)
     box = _box(name, box_name, device_name, entry.links, parts)
     levels = (box, *(_fabric(name, text, parts) for text in fabric_name))
@@ -132,13 +139,14 @@ def _from_grammar(name: str) -> Cluster:
         name=name,
         num_devices=box.fan_out,
         open_ended=bool(fabric_name),
-        source="the name, read as DEVICE-BOX-FABRIC",
+        source=f"{'the name' if spelled == name else spelled}, read as DEVICE-BOX-FABRIC",
         device=entry.device,
         levels=levels,
     )
 
 
 def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts) -> Level:
+    text = parts.box_aliases.get(text, text)
     match = re.fullmatch(r"([a-z]+)([1-9]\d*)", text)
     kind = parts.boxes.get(text) or (parts.boxes.get(match[1]) if match else None)
     devices = kind.devices if kind and text in parts.boxes else int(match[2]) if match else 0
@@ -156,13 +164,14 @@ def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts
         fan_out=devices,
         alpha_s=link.alpha_s,
         beta_s_per_byte=link.beta_s_per_byte,
+        rings=link.rings,
         source=f"{available[0]}; {link.source}",
     )
 
 
 def _fabric(name: str, text: str, parts: Parts) -> Level:
     match = re.fullmatch(r"([a-z]+)([1-9]\d*)(?:x([1-9]\d*))?", text)
-    kind = parts.fabrics.get(match[1]) if match else None
+    kind = parts.fabrics.get(parts.fabric_aliases.get(match[1], match[1])) if match else None
     if match is None or kind is None:
         known = ", ".join(parts.fabrics)
         raise _unknown(name, f"{text!r} is not a fabric (one of {known} with a rate in Gb/s, such as hdr200x8)")
@@ -194,12 +203,19 @@ def _unknown(name: str, why: str) -> ClusterError:
     )
 
 
+@functools.cache
 def _known_devices() -> dict[str, str]:
     """Every name of a device, aliases included, and the name of its file."""
     names = device_names()
     return {alias: name for name in names for alias in (name, *_device_file(name).aliases)}
 
 
+@functools.cache
+def _parts() -> Parts:
+    return _read("parts.toml", Parts)
+
+
+@functools.cache
 def _device_file(name: str) -> DeviceFile:
     return _read(f"devices/{name}.toml", DeviceFile)
 

@@ -17,6 +17,7 @@ from meshwright.cli import (
     models,
     plan,
     predict,
+    recompute,
     schedule,
     simulate,
     train,
@@ -36,7 +37,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, plan, simulate, predict, validate, verify, schedule, calibrate, clusters, models, bench):
+for command in (
+    demo, train, plan, simulate, predict, validate, recompute, verify, schedule, calibrate, clusters, models, bench,
+):  # fmt: skip
     command.add_to(app)
 
 

@@ -40,6 +40,8 @@ def clusters(
     if not name:
         terminal.print("\n+: grows to as many devices as are asked for. Other names are read as DEVICE-BOX-FABRIC.")
         return
+    if found[0].device.usd_per_hour is not None:
+        terminal.print(f"\n$ {found[0].device.usd_per_hour:.2f} a device and hour  ({found[0].device.price_source})")
     terminal.print()
     for level in found[0].levels:
         rate = 1 / level.beta_s_per_byte / 1e9

@@ -1,5 +1,6 @@
 """The layouts of a model that is known by its sizes: what ``meshwright plan`` says of it, and its what-ifs."""
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,18 @@ from meshwright.errors import LayoutError
 if TYPE_CHECKING:
     from meshwright.prediction import Found, Option
 
+SHOWN = 15
+"""Rows of a front that are printed at most."""
+
 VARIED = ("cluster", "devices", "seq", "batch")
 
 
 def show_layouts(
-    model: str, cluster: str, devices: int, batch: int, sequence: int, vary: str, scaling: str, as_json: bool
-) -> int:
-    """Search, and print what was found; with ``vary``, the best layout of each value."""
+    model: str, cluster: str, devices: int, batch: int, sequence: int, vary: str, scaling: str, price: float,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Search, and print what was found; with ``vary``, the best layout of each value. ``price``: US dollars an hour for
+    a device, 0 for the catalog's."""
     from meshwright import prediction
 
     asked: dict[str, Any] = {"cluster": cluster, "devices": devices, "seq": sequence, "batch": batch}
@@ -34,7 +40,7 @@ def show_layouts(
             started = time.perf_counter()
             found = prediction.find_layouts(
                 model, value["cluster"], devices=value["devices"] or None, global_batch=value["batch"],
-                sequence=value["seq"],
+                sequence=value["seq"], usd_per_hour=price or None,
             )  # fmt: skip
             rows.append((value, found, time.perf_counter() - started))
             bars.advance()
@@ -42,6 +48,12 @@ def show_layouts(
         bars.end()
     if as_json:
         told = [_as_json(value, found) for value, found, _ in rows]
+        if vary and not vary.startswith("seq"):  # sequences of unlike lengths are not the same work
+            joint = prediction.front(option for _, found, _ in rows for option in found.front)
+            told = [
+                one | {"joint_front": [option for option in found.front if option in joint]}
+                for one, (_, found, _) in zip(told, rows, strict=True)
+            ]
         typer.echo(msgspec.json.format(msgspec.json.encode(told if vary else told[0])).decode())
     elif vary:
         _print_varied(vary, scaling, rows)
@@ -68,10 +80,12 @@ def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
     low, dots, high = text.partition("..")
     try:
         numbers = [int(low)] if dots else [int(one) for one in text.split(",")]
-        while dots and numbers[-1] * 2 <= int(high):
+        while dots and 0 < numbers[-1] * 2 <= int(high):
             numbers.append(numbers[-1] * 2)
     except ValueError:
         raise LayoutError(f"{text!r} are no numbers", where="--vary", remedy="write 64,128 or 64..512") from None
+    if dots and int(high) < numbers[0]:
+        raise LayoutError(f"{text} runs backwards", where="--vary", remedy="write the smaller number first: 64..512")
     if min(numbers) < 1:
         raise LayoutError(f"{min(numbers)} is less than 1", where="--vary", remedy="give 1 or more")
     return [asked | {key: number} for number in numbers]
@@ -90,41 +104,72 @@ def _print(model: str, value: dict[str, Any], found: "Found", seconds: float) ->
             lacking = found.nearest.memory.peak_bytes / 2**30
             terminal.print(f"; nearest, with {lacking:.1f} GiB a device: {found.nearest.text}")
         return
-    terminal.print(_table(list(found.options[:10])))
-    terminal.print("\nno other is faster with as little memory:")
-    terminal.print(_table(list(found.front[:6])))
-    terminal.print(f"\n{found.explain()}")
+    terminal.print(_table([(option, "") for option in found.options[:10]]))
+    terminal.print("\nno other is faster with as little memory and money:")
+    terminal.print(_table([(option, "") for option in found.front[:6]]))
+    terminal.print(f"\n{found.explain()}{_unpriced([(value, found, seconds)])}")
 
 
 def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Found", float]]) -> None:
+    from meshwright import prediction
+
     key = vary.partition("=")[0]
     terminal = display.console()
     if key == "devices":
         terminal.print(f"{scaling} scaling: the batch {'grows with the devices' if scaling == 'weak' else 'stays'}\n")
     table = Table(box=None, pad_edge=False)
-    for title in (key, "batch", "step", "sequences/s", "a device", "", "layout"):
-        table.add_column(title, justify="left" if title == "layout" else "right", no_wrap=True)
+    for title in (key, "batch", "step", "sequences/s", "a device", "", "1,000 sequences", "layout"):
+        table.add_column(title, justify="left" if title == "layout" else "right", no_wrap=title != "layout")
     for value, found, _ in rows:
         if not found.options:
-            table.add_row(f"{value[key]}", f"{value['batch']}", "", "", "", "", "nothing fits")
+            table.add_row(f"{value[key]}", f"{value['batch']}", "", "", "", "", "", "nothing fits")
             continue
         best = found.options[0]
-        rate = value["batch"] / best.estimate.step_s
-        per_device = best.estimate.model_flops_per_s / best.setup.world_size
+        rate = value["batch"] / best.step_s
+        per_device = best.flops_per_s / best.setup.world_size
         table.add_row(
-            f"{value[key]}", f"{value['batch']}", f"{best.estimate.step_s:.4g} s", f"{rate:.4g}",
-            f"{rate / best.setup.world_size:.3g}", f"{per_device / 1e12:.0f} TFLOP/s", best.text,
+            f"{value[key]}", f"{value['batch']}", f"{best.step_s:.4g} s", f"{rate:.4g}",
+            f"{rate / best.setup.world_size:.3g}", f"{per_device / 1e12:.0f} TFLOP/s",
+            _dollars(best), best.text,
         )  # fmt: skip
     terminal.print(table)
+    if missing := _unpriced(rows):
+        terminal.print(missing)
+    if key == "seq":
+        return  # sequences of unlike lengths are not the same work
+    where = {id(option): str(value[key]) for value, found, _ in rows for option in found.front}
+    joint = prediction.front(option for _, found, _ in rows for option in found.front)
+    if joint:
+        terminal.print(f"\nno other {key} and layout takes as little time, memory and money for a sequence:")
+        each = max(1, math.ceil(len(joint) / SHOWN))
+        terminal.print(_table([(option, where[id(option)]) for option in joint[::each]], key))
+        if each > 1:
+            terminal.print(f"every {each} of {len(joint)}: --json has all")
 
 
-def _table(options: "list[Option]") -> Table:
+def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
+    """Options as rows; ``key`` heads a column for the second of each pair."""
+    priced = any(option.usd is not None for option, _ in options)
     table = Table(box=None, pad_edge=False)
-    for title in ("step", "memory", "", "a device", "layout"):
-        table.add_column(title, justify="left" if title in ("layout", "") else "right", no_wrap=True)
-    for one in options:
-        table.add_row(
-            f"{one.estimate.step_s:.4g} s", f"{one.memory.peak_bytes / 2**30:.1f} GiB", one.verdict,
-            f"{one.estimate.model_flops_per_s / one.setup.world_size / 1e12:.0f} TFLOP/s", one.text,
-        )  # fmt: skip
+    titles = [key, "step", "memory", "", "a device", "1,000 sequences", "layout"]
+    shown = [title for title in titles if title not in ({"1,000 sequences"} if not priced else set())]
+    for title in shown if key else shown[1:]:
+        table.add_column(title, justify="left" if title in ("layout", "") else "right", no_wrap=title != "layout")
+    for one, value in options:
+        rate = one.flops_per_s / one.setup.world_size / 1e12
+        cells = [f"{one.step_s:.4g} s", f"{one.memory.peak_bytes / 2**30:.1f} GiB", one.verdict]
+        cells += [f"{rate:.0f} TFLOP/s", *([_dollars(one)] if priced else []), one.text]
+        table.add_row(*([value] if key else []), *cells)
     return table
+
+
+def _dollars(option: "Option") -> str:
+    """For 1,000 sequences."""
+    return "" if option.sequence_usd is None else f"$ {1000 * option.sequence_usd:,.3g}"
+
+
+def _unpriced(rows: list[tuple[dict[str, Any], "Found", float]]) -> str:
+    """What is said where a price is missing."""
+    found = {str(value["cluster"]): option for value, known, _ in rows for option in known.options[:1]}
+    missing = sorted(name for name, option in found.items() if option.usd is None)
+    return f"\nno price is known of {', '.join(missing)}: give one with --price" if missing else ""

@@ -1,16 +1,24 @@
 """``meshwright models``: the models that are known by name."""
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import typer
 from rich.table import Table
 
 from meshwright.cli import display
 
+if TYPE_CHECKING:
+    from meshwright.ir.convnet import ConvNet
+    from meshwright.ir.transformer import Transformer
+
 EPILOG = """[bold]Examples[/bold]
 
   meshwright models
 
   meshwright models llama3-70b --json
+
+  meshwright models resnet50
 
   meshwright models path/to/config.json
 """
@@ -27,10 +35,22 @@ def models(
     if families:
         typer.echo("\n".join(prediction.family_names()))
         return
-    found = [prediction.load_model(one) for one in ([name] if name else prediction.model_names())]
+    known = prediction.network_names()
+    found = [prediction.load_model(one) for one in ([name] if name else prediction.model_names()) if one not in known]
+    networks = [prediction.load_network(one) for one in known if name in ("", one)]
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found[0] if name else found)).decode())
+        told = [*found, *networks]
+        typer.echo(msgspec.json.format(msgspec.json.encode(told[0] if name else told)).decode())
         return
+    if found:
+        _print_transformers(found)
+    if networks:
+        if found:
+            typer.echo()
+        _print_networks(networks, by_layer=bool(name))
+
+
+def _print_transformers(found: "list[Transformer]") -> None:
     table = Table(box=None, pad_edge=False)
     titles = ("model", "parameters", "active", "layers", "hidden", "heads", "ffn", "vocabulary", "sequence", "source")
     for title in titles:
@@ -42,6 +62,34 @@ def models(
             f"{one.ffn}{f' x{one.experts}' if one.experts else ''}", f"{one.vocabulary}", f"{one.sequence}", one.source,
         )  # fmt: skip
     display.console().print(table)
+
+
+def _print_networks(networks: "list[ConvNet]", *, by_layer: bool) -> None:
+    table = Table(box=None, pad_edge=False)
+    titles = ("network", "parameters", "in dense layers", "GFLOP an image", "layers", "image", "source")
+    for title in titles:
+        table.add_column(
+            title, justify="left" if title in ("network", "source") else "right", no_wrap=title != "source"
+        )
+    for one in networks:
+        table.add_row(
+            one.name, _count(one.parameters), f"{one.share('dense')[1]:.1%}", f"{one.forward_flops / 1e9:,.4g}",
+            f"{len(one.layers)}", f"{one.image[1]} x {one.image[1]}", one.source,
+        )  # fmt: skip
+    terminal = display.console()
+    terminal.print(table)
+    if not by_layer:
+        return
+    layers = Table(box=None, pad_edge=False)
+    for title in ("layer", "inputs", "outputs", "kernel", "positions", "parameters", "GFLOP an image"):
+        layers.add_column(title, justify="left" if title == "layer" else "right", no_wrap=True)
+    for layer in networks[0].layers:
+        layers.add_row(
+            layer.name, f"{layer.inputs}", f"{layer.outputs}", f"{layer.kernel}", f"{layer.pixels_out}",
+            f"{layer.parameters:,}", f"{layer.forward_flops / 1e9:.4g}",
+        )  # fmt: skip
+    terminal.print()
+    terminal.print(layers)
 
 
 def _count(number: int) -> str:

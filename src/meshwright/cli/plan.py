@@ -8,7 +8,9 @@ import typer
 from meshwright import config
 from meshwright.cli import display
 from meshwright.cli.layouts import show_layouts
+from meshwright.cli.networks import show_network
 from meshwright.cli.overrides import overridden
+from meshwright.cli.pages import write_report
 from meshwright.cli.train import EXTRA
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 from meshwright.ir import files
@@ -25,6 +27,12 @@ EPILOG = """[bold]Examples[/bold]
   meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --batch 512
 
   meshwright plan gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --batch 1536 --vary devices=256..2048
+
+  meshwright plan llama3-8b --cluster h100-dgx-ndr400x8 --ranks 32 --vary cluster=h100-dgx-ndr400x8,h200-dgx-ndr400x8
+
+  meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --report plan.html
+
+  meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024
 
 A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by its sizes.
 """
@@ -44,22 +52,38 @@ def plan(
     cluster: str = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine."),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
-    batch: int = typer.Option(512, min=1, help="Sequences of a step, for a model of `meshwright models`."),
+    batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
     sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
     vary: str = typer.Option("", help="The best layout for each: devices=64..512, cluster=A,B, seq=.. or batch=.."),
+    price: float = typer.Option(
+        0.0, min=0.0, help="US dollars an hour for a device, for such a model; 0: the catalog's list price, if any."
+    ),
+    report: Path | None = typer.Option(None, help="Write an HTML page of the plan of such a model."),
     scaling: str = typer.Option("strong", help="With --vary devices: strong (the batch stays) or weak (it grows)."),
 ) -> int:
     """Show how a model is divided over ranks, module by module, with the reason."""
     from meshwright import prediction
 
-    if target not in config.REFERENCES and prediction.is_model(target):
+    by_name = prediction.is_model(target) or prediction.is_network(target)
+    if target not in config.REFERENCES and by_name:
         if scaling not in ("strong", "weak"):
             raise LayoutError(f"unknown scaling {scaling!r}", where="--scaling", remedy="write strong or weak")
         if not cluster:
             raise ClusterError(
                 "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
             )
-        return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, as_json)
+        if prediction.is_network(target):
+            return show_network(target, cluster, ranks, batch, vary, as_json)
+        if report is not None:
+            if vary:
+                raise LayoutError(
+                    "a report is of one plan", where="--report", remedy="leave out --vary: the page has a scaling curve"
+                )
+            words = ["meshwright", "plan", target, "--cluster", cluster, "--ranks", f"{ranks}", "--batch", f"{batch}"]
+            words += ["--seq", f"{sequence}"] if sequence else []
+            words += ["--price", f"{price:g}"] if price else []
+            return write_report(report, target, cluster, ranks, batch, sequence, price, " ".join(words))
+        return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, as_json)
     run = run_of(target, dp, tp, context.args, cluster=cluster)
     from meshwright import api
 
@@ -85,7 +109,9 @@ def run_of(target: str, dp: int | None, tp: int | None, arguments: list[str], cl
     elif Path(target).suffix == ".toml" or Path(target).exists():
         raw = config.read(target)
     else:
-        known = [*config.REFERENCES, "RUN.toml"]
+        from meshwright import prediction
+
+        known = [*config.REFERENCES, "RUN.toml", *prediction.model_names(), *prediction.network_names()]
         raise FileFormatError(
             "neither a file nor a model",
             where=target,

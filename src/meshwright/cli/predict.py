@@ -42,6 +42,9 @@ def predict(
     zero: int = typer.Option(0, min=0, max=3, help="What dp shards: optimizer (1), gradients (2), parameters (3)."),
     precision: str = typer.Option("bf16", help="fp32, tf32, bf16, fp16, fp8."),
     flash: bool = typer.Option(True, help="Attention as one fused kernel."),
+    compiled: bool = typer.Option(False, help="With --zero 3: torch.compile fuses the model's own operations."),
+    overlap: str = typer.Option("none", help="What of communication runs beside compute: none, dp, all."),
+    inner: str = typer.Option("dp", help="Which of dp and pp has its ranks nearer to each other: dp, pp."),
     memory: float = typer.Option(0.0, min=0.0, help="Bytes a device has; 0: what the cluster says."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> int:
@@ -51,7 +54,7 @@ def predict(
     layout = {
         "tp": tp, "pp": pp, "cp": cp, "ep": ep, "global_batch": global_batch, "micro_batch": micro_batch,
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "sequence_parallel": sequence_parallel,
-        "zero": zero, "precision": precision, "flash": flash,
+        "zero": zero, "precision": precision, "flash": flash, "compiled": compiled, "overlap": overlap, "inner": inner,
     } | ({"dp": dp} if dp else {})  # fmt: skip
     found = prediction.predict(
         model, cluster, devices=devices or None, sequence=sequence, memory_bytes=memory or None, **layout

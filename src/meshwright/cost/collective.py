@@ -95,7 +95,7 @@ class Network:
         if (measured := self._table_s("send", num_bytes, Group(2, stride))) is not None:
             return measured
         for level, _, unit in self._members(Group(2, stride)):
-            return level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit)
+            return level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit) / level.ring_fraction(2)
         return 0.0
 
     def _table_s(self, operation: str, num_bytes: float, group: Group) -> float | None:
@@ -131,7 +131,11 @@ class Network:
             tree += math.log2(fan) * level.alpha_s if unit > 1 else (fan - 1) * level.alpha_s
             # A ring enters and leaves a unit once: its members share what the unit's devices have of the links.
             shared = level.shared_beta_s_per_byte(unit) / before
-            beta = max(beta, shared / (1 - SHORT_RING / inside**2) if unit == 1 else shared)
+            if level.rings:
+                shared /= level.ring_fraction(inside)
+            elif unit == 1:
+                shared /= 1 - SHORT_RING / inside**2
+            beta = max(beta, shared)
             before = inside
         return ring, tree, beta
 

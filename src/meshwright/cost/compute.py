@@ -25,6 +25,7 @@ class Rates:
 
     def __init__(self, device: Device, dtype: str) -> None:
         kernels = device.kernels or default_kernels(device)
+        self._device = device
         # Old devices have no bfloat16, and their users take float16.
         known = device.peak_flops_per_s
         chosen = dtype if dtype in known else {"bfloat16": "float16", "float16": "bfloat16"}.get(dtype, dtype)
@@ -34,6 +35,10 @@ class Rates:
         self.bandwidth = device.memory_bandwidth_bytes_per_s * kernels.bandwidth_fraction
         self.kernel_s = kernels.kernel_s
         self.launch_s = kernels.launch_s
+
+    def in_16_bit(self) -> "Rates":
+        """The same device with products in 16 bit."""
+        return Rates(self._device, "bfloat16")
 
     def matmul_s(self, m: float, n: float, k: float, *, batch: float = 1, element_bytes: int = 2) -> float:
         """``batch`` products of (m x k) by (k x n); one kernel."""

@@ -11,51 +11,70 @@ from meshwright.cost.setup import Setup
 LOSS_BYTES = 73.0
 """Read and written per logit by the softmax cross-entropy in float32, kernel by kernel, forward and backward."""
 
+CAST_BYTES = 5.0
+"""Read and written per operand's element of a float8 product that is scaled as it comes (its maximum, then its
+rounding). Megatron-LM's kernels round where they write, by the maxima of earlier steps."""
+
 EXPERT_SPREAD = 1.1
 """The busiest expert's tokens over the mean's."""
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Seconds of the device, seconds of communication that the device waits for, and kernels to be launched."""
+    """Seconds of the device, seconds of communication that the device waits for, kernels to be launched, and of the
+    device's seconds those of the parameters' gradients."""
 
     device_s: float = 0.0
     comm_s: float = 0.0
     kernels: float = 0.0
+    weight_s: float = 0.0
 
     def __add__(self, other: "Span") -> "Span":
-        return Span(self.device_s + other.device_s, self.comm_s + other.comm_s, self.kernels + other.kernels)
+        return Span(
+            self.device_s + other.device_s,
+            self.comm_s + other.comm_s,
+            self.kernels + other.kernels,
+            self.weight_s + other.weight_s,
+        )
 
     def times(self, factor: float) -> "Span":
         """So many of them."""
-        return Span(self.device_s * factor, self.comm_s * factor, self.kernels * factor)
+        return Span(self.device_s * factor, self.comm_s * factor, self.kernels * factor, self.weight_s * factor)
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """Forward and backward of something, and the forward of its attention core (what selective recompute repeats)."""
+    """Forward and backward of something; of the forward, the attention core (what selective recomputation repeats) and
+    the rest."""
 
     forward: Span
     backward: Span
     core: Span = Span()
+    rest: Span = Span()
 
 
 class _Tally:
     """Adds up kernels of one direction."""
 
-    def __init__(self, rates: Rates, element_bytes: int) -> None:
-        self._rates, self._element = rates, element_bytes
-        self.device_s, self.comm_s, self.kernels = 0.0, 0.0, 0.0
+    def __init__(self, rates: Rates, element_bytes: int, cast_bytes: float = 0.0) -> None:
+        self._rates, self._element, self._cast = rates, element_bytes, cast_bytes
+        self.device_s, self.comm_s, self.kernels, self.weight_s = 0.0, 0.0, 0.0, 0.0
 
     def matmul(self, m: float, n: float, k: float, batch: float = 1) -> None:
         self.device_s += self._rates.matmul_s(m, n, k, batch=batch, element_bytes=self._element)
         self.kernels += 1
+        if self._cast:
+            self.stream(self._cast * batch * (m * k + k * n), 4)
 
-    def backward_matmul(self, m: float, n: float, k: float, batch: float = 1) -> None:
-        """Both gradients of a product."""
+    def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> None:
+        """Both gradients of a product; the second is that of ``weights``, or of another activation."""
         self.matmul(m, k, n, batch)
+        before_s = self.device_s
         self.matmul(k, n, m, batch)
+        self.weight_s += (self.device_s - before_s) * weights
 
-    def stream(self, moved_bytes: float, kernels: int = 1) -> None:
-        self.device_s += self._rates.stream_s(moved_bytes, kernels)
+    def stream(self, moved_bytes: float, kernels: int = 1, *, weights: bool = False) -> None:
+        seconds = self._rates.stream_s(moved_bytes, kernels)
+        self.device_s += seconds
+        self.weight_s += seconds * weights
         self.kernels += kernels
 
     def attention(self, flops: float, moved_bytes: float) -> None:
@@ -67,23 +86,25 @@ class _Tally:
         self.kernels += collectives
 
     def span(self) -> Span:
-        return Span(self.device_s, self.comm_s, self.kernels)
+        return Span(self.device_s, self.comm_s, self.kernels, self.weight_s)
 
 
 def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = False) -> Pass:
     """One layer on one micro-batch: attention and MLP with their norms, residuals and tensor-parallel collectives.
 
     Kernels are those of Megatron-LM: bias, activation, dropout and addition are fused as there, softmax with its
-    scale and mask; without ``flash`` the scores go through memory.
+    scale and mask; without ``flash`` the scores go through memory. With ZeRO 3 what Llama's PyTorch code writes in
+    several operations (its norm, rotation and gate) is that many kernels.
     """
     core, core_back = _attention_core(setup, rates, network)
-    forward, backward = _Tally(rates, setup.element_bytes), _Tally(rates, setup.element_bytes)
+    cast = CAST_BYTES if setup.precision == "fp8" and setup.zero == 3 else 0.0
+    forward, backward = (_Tally(rates, setup.element_bytes, cast) for _ in range(2))
     _attention_rest(setup, network, forward, backward)
     if experts:
         _experts(setup, network, forward, backward)
     else:
         _mlp(setup, network, forward, backward)
-    return Pass(forward.span() + core, backward.span() + core_back, core)
+    return Pass(forward.span() + core, backward.span() + core_back, core, forward.span())
 
 
 def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
@@ -159,11 +180,11 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span,
             forward.stream(2 * scores * element + mask)
         forward.matmul(rows, model.head_width, keyed, batch)
         forward.stream(2 * query)
-        backward.backward_matmul(rows, model.head_width, keyed, batch)
+        backward.backward_matmul(rows, model.head_width, keyed, batch, weights=False)
         if model.dropout:
             backward.stream(2 * scores * element + mask)
         backward.stream(3 * scores * element)
-        backward.backward_matmul(rows, keyed, model.head_width, batch)
+        backward.backward_matmul(rows, keyed, model.head_width, batch, weights=False)
         backward.stream(3 * query, 2)
     if setup.cp > 1:
         # The ring passes keys and values cp - 1 times, behind the attention of the block before.
@@ -183,14 +204,15 @@ def _attention_rest(setup: Setup, network: Network, forward: _Tally, backward: _
     backward.backward_matmul(tokens, columns, model.hidden)
     if model.rotary:
         turned = tokens * (model.query_width / tp + setup.key_width) * element
-        forward.stream(2 * turned, 2)
-        backward.stream(2 * turned, 2)
+        passes, kernels = (10, 6) if setup.unfused else (2, 2)
+        forward.stream(passes * turned, kernels)
+        backward.stream(passes * turned, kernels)
     forward.matmul(tokens, model.hidden, model.query_width / tp)
     backward.backward_matmul(tokens, model.hidden, model.query_width / tp)
     weights = model.hidden * (columns + model.query_width / tp)
     _residual(setup, forward, backward, local)
     if model.bias:
-        backward.stream(tokens * (columns + model.hidden) * element, 2)
+        backward.stream(tokens * (columns + model.hidden) * element, 2, weights=True)
     _accumulate(setup, backward, weights, 2)
     _tensor_collective(setup, network, forward, backward)
 
@@ -201,7 +223,7 @@ def _mlp(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> N
     _norm(setup, forward, backward)
     _feed_forward(setup, forward, backward, setup.tokens, width, 1)
     if model.bias:
-        backward.stream(setup.tokens * (inputs * width + model.hidden) * element, 2)
+        backward.stream(setup.tokens * (inputs * width + model.hidden) * element, 2, weights=True)
     _accumulate(setup, backward, (inputs + 1) * model.hidden * width, 2)
     _residual(setup, forward, backward, _local_tokens(setup) * model.hidden * element)
     _tensor_collective(setup, network, forward, backward)
@@ -220,7 +242,7 @@ def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) 
     for tally in (forward, backward):
         tally.stream(4 * moved, 8)
         if setup.ep > 1:
-            tally.wait(2 * network.all_to_all_s(moved, Group(setup.ep, setup.tp)), 2)
+            tally.wait(2 * network.all_to_all_s(moved, Group(setup.ep, setup.data_stride)), 2)
     busiest = visits / local * (EXPERT_SPREAD if setup.ep > 1 else 1.0)
     _feed_forward(setup, forward, backward, busiest, width, local)
     _accumulate(setup, backward, local * model.mlp_matrices * model.hidden * width, 2)
@@ -237,15 +259,20 @@ def _feed_forward(setup: Setup, forward: _Tally, backward: _Tally, tokens: float
     inputs = 2 if model.gated else 1
     tokens = math.ceil(tokens)
     forward.matmul(tokens, inputs * width, model.hidden, batch)
-    forward.stream((inputs + 1) * batch * tokens * width * element)
+    extra = 2 if model.gated and setup.unfused else 0
+    forward.stream((inputs + 1 + extra) * batch * tokens * width * element, 1 + extra // 2)
     forward.matmul(tokens, model.hidden, width, batch)
     backward.backward_matmul(tokens, model.hidden, width, batch)
-    backward.stream((2 * inputs + 1) * batch * tokens * width * element)
+    backward.stream((2 * inputs + 1 + 2 * extra) * batch * tokens * width * element, 1 + extra)
     backward.backward_matmul(tokens, inputs * width, model.hidden, batch)
 
 
 def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
     moved = _local_tokens(setup) * setup.model.hidden * setup.element_bytes
+    if setup.unfused and setup.model.gated:  # to float32, its square, mean and product, and back, each on its own
+        forward.stream(18 * moved, 6)
+        backward.stream(35 * moved, 12)
+        return
     forward.stream(2 * moved)
     backward.stream(5 * moved, 2)  # input and parameters, in two kernels
 
@@ -262,4 +289,4 @@ def _residual(setup: Setup, forward: _Tally, backward: _Tally, moved: float) -> 
 def _accumulate(setup: Setup, backward: _Tally, weights: float, tensors: int) -> None:
     """Adding a micro-batch's gradients to those before it."""
     if setup.microbatches > 1:
-        backward.stream(weights * 3 * setup.element_bytes, tensors)
+        backward.stream(weights * 3 * setup.element_bytes, tensors, weights=True)

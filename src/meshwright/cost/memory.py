@@ -62,11 +62,13 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     states = 12.0 if mixed else 8.0  # Adam's two moments, and with 16-bit parameters their float32 copy
     layers = setup.stage_layers[stage]
     saved = layer_activation_bytes(setup)
-    if setup.zero == 3:
+    if setup.resharded:
         # The float32 copy is what is sharded; two layers are gathered at a time.
         parameters_bytes, gathered = 0.0, 2 * parameters / layers * element
     else:
         parameters_bytes, gathered = parameters * element, 0.0
+    # A pipeline adds gradients up whole over its micro-batches, and shards them once.
+    shards = data if setup.zero >= 2 and setup.pp == 1 else 1
     working = _layer_bytes(setup, setup.recompute == "full") if setup.recompute != "none" else 0.0
     workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup)
     loss = _loss_bytes(setup) if stage == setup.pp - 1 else 0.0
@@ -78,7 +80,7 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
         if in_loss
         else "the first backward with all micro-batches in flight",
         parameters_bytes=parameters_bytes,
-        gradients_bytes=parameters * gradient / (data if setup.zero >= 2 else 1),
+        gradients_bytes=parameters * gradient / shards,
         optimizer_bytes=parameters * states / (data if setup.zero else 1),
         activations_bytes=layers * saved * in_flight(setup, stage),
         ends_bytes=_ends_bytes(setup, stage) + (loss if in_loss else 0.0),
@@ -103,6 +105,8 @@ def in_flight(setup: Setup, stage: int) -> float:
         held = setup.microbatches
     elif setup.schedule == "interleaved":
         held = (2 * (rest - 1) + (chunks - 1) * setup.pp + 1) / chunks
+    elif setup.schedule == "zb-h1":
+        held = setup.pp  # every rank keeps what its delayed gradients of parameters still need
     elif setup.schedule == "zb-h2":
         held = 2 * rest - 1
     elif setup.schedule == "zb-v":
@@ -118,7 +122,17 @@ def layer_activation_bytes(setup: Setup) -> float:
     """
     if setup.recompute == "full":
         return setup.tokens * setup.model.hidden * setup.element_bytes / (setup.tp if setup.sequence_parallel else 1)
+    if setup.alternate:
+        return _alternate_bytes(setup)
     return _layer_bytes(setup, scores=setup.recompute == "none")
+
+
+def _alternate_bytes(setup: Setup) -> float:
+    """A layer's input and, of its products in order, the first, the third and so on (queries, values, the MLP's first
+    and last); attention's output."""
+    model, shared = setup.model, setup.tp if setup.sequence_parallel else 1
+    split = (2 * model.query_width + model.ffn) / setup.tp + setup.key_width
+    return setup.tokens * setup.element_bytes * (2 * model.hidden / shared + split)
 
 
 def _layer_bytes(setup: Setup, scores: bool) -> float:
@@ -155,8 +169,10 @@ def _ends_bytes(setup: Setup, stage: int) -> float:
 
 
 def _loss_bytes(setup: Setup) -> float:
-    """Logits in the model's dtype, in float32, and their gradient."""
-    return setup.tokens * setup.model.vocabulary / setup.tp * (2 * setup.element_bytes + 4)
+    """Logits in the model's dtype, in float32, and their gradient. Megatron-LM's cross-entropy works in place; Llama's
+    PyTorch code, as it runs with ZeRO 3, casts to float32 and keeps the log-softmax beside its gradient."""
+    each = 2 * setup.element_bytes + (8 if setup.zero == 3 and setup.model.gated else 4)
+    return setup.tokens * setup.model.vocabulary / setup.tp * each
 
 
 def _gradient_workspace_bytes(setup: Setup) -> float:

@@ -11,6 +11,8 @@ from meshwright.ir.transformer import Transformer
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
 Recompute = Literal["none", "selective", "full"]
+Overlap = Literal["none", "dp", "all"]
+Inner = Literal["dp", "pp"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 DTYPES: dict[str, str] = {
@@ -24,11 +26,16 @@ DTYPES: dict[str, str] = {
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How one training step is run. Ranks: ``dp * cp * tp * pp``, tp innermost, then cp, dp and pp.
+    """How one training step is run. Ranks: ``dp * cp * tp * pp``, tp innermost, then cp, then dp and pp (``inner``:
+    which of these two is nearer).
 
     ``global_batch`` and ``micro_batch`` count sequences, of the whole step and of one micro-batch on one replica.
     ``chunks`` is the number of model chunks per pipeline rank (interleaved and zb-v). ``recompute``: ``selective`` is
-    the attention core only, ``full`` whole layers. ``flash``: attention is one fused kernel that keeps no scores.
+    the attention core only (with ``zero`` 3 what fully sharded frameworks call so: all but attention and every other
+    product), ``full`` whole layers. ``flash``: attention is one fused kernel that keeps no scores. ``compiled``: the
+    model's own operations are fused (torch.compile). ``overlap``: what of communication runs beside compute that could
+    do without it: ``dp`` (gradients, and parameters with ZeRO), ``all`` (collectives and messages inside layers and
+    between stages too); ZeRO 3 always does what ``dp`` says.
 
     Raises:
         LayoutError: a size is impossible, or sizes do not divide.
@@ -49,6 +56,9 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     zero: int = 0
     precision: Precision = "bf16"
     flash: bool = True
+    compiled: bool = False
+    overlap: Overlap = "none"
+    inner: Inner = "dp"
 
     def __post_init__(self) -> None:
         model = self.model
@@ -57,7 +67,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 raise LayoutError(f"{key}={getattr(self, key)}", where=key, remedy="give 1 or more")
         if not 0 <= self.zero <= 3:
             raise LayoutError(f"zero={self.zero}", where="zero", remedy="give 0, 1, 2 or 3")
-        for key, kind in (("schedule", ScheduleName), ("recompute", Recompute), ("precision", Precision)):
+        for key, kind in SPELLED:
             value, known = getattr(self, key), get_args(kind)
             if value not in known:
                 hint = did_you_mean(str(value), known)
@@ -70,7 +80,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         _divides("cp", self.cp, "sequence", model.sequence)
         if self.sequence_parallel:
             _divides("tp x cp (sequence parallel)", self.tp * self.cp, "sequence", model.sequence)
-        if self.pp * self.chunks > model.layers:
+        # Embedding and head may stand in for a layer each, on the first stage and the last.
+        if self.pp > model.layers or self.pp * self.chunks > model.layers + 2:
             raise LayoutError(
                 f"{self.pp} stages of {self.chunks} chunks need {self.pp * self.chunks} layers, the model has "
                 f"{model.layers}",
@@ -86,11 +97,23 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if self.ep > 1:
             _divides("ep", self.ep, "experts", model.experts)
             _divides("ep", self.ep, "dp x cp", self.dp * self.cp)
+        if self.inner == "pp" and self.cp > 1:
+            raise LayoutError("with cp above 1, dp lies beside it", where="inner", remedy='give "dp", or cp = 1')
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def data_stride(self) -> int:
+        """How many ranks lie between one of dp x cp and the next."""
+        return self.tp * (self.pp if self.inner == "pp" else 1)
+
+    @property
+    def stage_stride(self) -> int:
+        """How many ranks lie between one pipeline stage and the next."""
+        return self.tp * self.cp * (self.dp if self.inner == "dp" else 1)
 
     @property
     def microbatches(self) -> int:
@@ -101,6 +124,23 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank."""
         return self.micro_batch * self.model.sequence // self.cp
+
+    @property
+    def resharded(self) -> bool:
+        """Whether parameters are gathered for each use and let go. A pipeline that shards them gathers them once a
+        step: it would have to do so for every micro-batch."""
+        return self.zero == 3 and self.pp == 1
+
+    @property
+    def unfused(self) -> bool:
+        """Whether operations are run as PyTorch's eager mode does: fully sharded frameworks leave the model's code as
+        it is, where Megatron-LM has kernels of its own."""
+        return self.zero == 3 and not self.compiled
+
+    @property
+    def alternate(self) -> bool:
+        """Whether every other product's output is kept, and attention's: the rest is recomputed."""
+        return self.zero == 3 and self.recompute == "selective"
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
@@ -124,6 +164,13 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """The width of the keys on one rank: heads that are fewer than tp are repeated."""
         heads = self.model.kv_heads or self.model.heads
         return math.ceil(heads / self.tp) * self.model.head_width
+
+
+SPELLED = (
+    ("schedule", ScheduleName), ("recompute", Recompute), ("precision", Precision), ("overlap", Overlap),
+    ("inner", Inner),
+)  # fmt: skip
+"""The fields that are one of a few words."""
 
 
 def _divides(divisor: str, by: int, name: str, value: int) -> None:

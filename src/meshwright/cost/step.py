@@ -18,9 +18,6 @@ they are alike, more (their norm of this order)."""
 HIDDEN = 0.6
 """The part of a collective beside compute that costs nothing: the rest takes processors and memory from kernels."""
 
-BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zb-h1": 1 / 3, "zb-h2": 0.0, "zb-v": 0.0}
-"""What is left of the bubble of (p - 1) micro-batches, before it is divided by the chunks (Qi et al. 2023)."""
-
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step and what they are made of: the parts add up to ``step_s``.
@@ -47,21 +44,20 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
 
     Every micro-batch passes every stage forward and backward; the slowest stage sets the pace:
 
-        step = m * slowest + bubble * (sum of the other stages) / chunks + data-parallel communication + optimizer
+        step = m * slowest + bubble of the other stages / chunks + data-parallel communication + optimizer
     """
     rates, network = Rates(cluster.device, setup.dtype), Network(cluster)
     stages = _stages(setup, rates, network)
     send_s = _send_s(setup, network)
     slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
     pace = stages[slowest]
-    others = sum(stage.total_s for stage in stages) - pace.total_s + (setup.pp - 1) * send_s
-    bubble_s = BUBBLES[setup.schedule] * others / setup.chunks
-    sends_s = setup.microbatches * setup.chunks * send_s
-    parameters = stage_parameters(setup, slowest)
-    data_s = _data_comm_s(setup, network, parameters, pace.total_s) + _tied_s(setup, network)
-    optimizer_s = _optimizer_s(setup, rates, parameters)
+    others_s = sum(_bubble_s(setup, stage) for stage in stages) - _bubble_s(setup, pace)
+    waits = 0 if setup.schedule in ("zb-h2", "zb-v") else setup.pp - 1
+    bubble_s = (others_s + waits * send_s) / setup.chunks
+    sends_s = setup.microbatches * setup.chunks * send_s * _exposed(setup)
+    after = _after(setup, rates, network, slowest, pace)
     busy_s = setup.microbatches * pace.total_s
-    step_s = busy_s + bubble_s + sends_s + data_s + optimizer_s
+    step_s = busy_s + bubble_s + sends_s + sum(after)
     return Estimate(
         step_s=step_s,
         compute_s=setup.microbatches * pace.device_s,
@@ -69,28 +65,90 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
         host_s=setup.microbatches * pace.host_s,
         bubble_s=bubble_s,
         pipeline_comm_s=sends_s,
-        data_comm_s=data_s,
-        optimizer_s=optimizer_s,
+        data_comm_s=after[0],
+        optimizer_s=after[1],
         model_flops_per_s=setup.model.step_flops(setup.global_batch) / step_s,
     )
 
 
-class _Stage(msgspec.Struct, frozen=True):
-    """One micro-batch on one stage, forward and backward."""
+class Busy(msgspec.Struct, frozen=True):
+    """What keeps a stage busy in one direction: kernels, collectives inside layers, waiting for the host; and the part
+    of all that which computes the gradients of parameters."""
 
     device_s: float = 0.0
     comm_s: float = 0.0
     host_s: float = 0.0
+    weight_s: float = 0.0
 
-    def __add__(self, other: "_Stage") -> "_Stage":
-        return _Stage(self.device_s + other.device_s, self.comm_s + other.comm_s, self.host_s + other.host_s)
+    def __add__(self, other: "Busy") -> "Busy":
+        return Busy(
+            self.device_s + other.device_s,
+            self.comm_s + other.comm_s,
+            self.host_s + other.host_s,
+            self.weight_s + other.weight_s,
+        )
 
-    def times(self, factor: float) -> "_Stage":
-        return _Stage(self.device_s * factor, self.comm_s * factor, self.host_s * factor)
+    def times(self, factor: float) -> "Busy":
+        """So many of them."""
+        return Busy(self.device_s * factor, self.comm_s * factor, self.host_s * factor, self.weight_s * factor)
 
     @property
     def total_s(self) -> float:
+        """All of it."""
         return self.device_s + self.comm_s + self.host_s
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One micro-batch on one stage."""
+
+    forward: Busy = Busy()
+    backward: Busy = Busy()
+
+    def __add__(self, other: "Stage") -> "Stage":
+        return Stage(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, factor: float) -> "Stage":
+        """So many of them."""
+        return Stage(self.forward.times(factor), self.backward.times(factor))
+
+    @property
+    def device_s(self) -> float:
+        """Kernels of both directions."""
+        return self.forward.device_s + self.backward.device_s
+
+    @property
+    def comm_s(self) -> float:
+        """Collectives of both directions."""
+        return self.forward.comm_s + self.backward.comm_s
+
+    @property
+    def host_s(self) -> float:
+        """Waiting for the host in both directions."""
+        return self.forward.host_s + self.backward.host_s
+
+    @property
+    def total_s(self) -> float:
+        """Both directions."""
+        return self.forward.total_s + self.backward.total_s
+
+
+class Pieces(msgspec.Struct, frozen=True):
+    """What a step is put together from: one micro-batch on every stage (chunks are stages of their own, ``s % p`` is
+    their rank), a message and the one that comes back for it, and the seconds after the last backward."""
+
+    stages: tuple[Stage, ...]
+    send_s: float
+    after_s: float
+
+
+def step_pieces(setup: Setup, cluster: Cluster) -> Pieces:
+    """The same pieces that ``estimate_step`` adds up in closed form, for whoever times them one by one."""
+    rates, network = Rates(cluster.device, setup.dtype), Network(cluster)
+    stages = _stages(setup, rates, network)
+    slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
+    after_s = sum(_after(setup, rates, network, slowest, stages[slowest]))
+    chunked = _stages(setup, rates, network, setup.chunks) if setup.chunks > 1 else stages
+    return Pieces(tuple(chunked), _send_s(setup, network), after_s)
 
 
 def stage_parameters(setup: Setup, stage: int) -> float:
@@ -109,33 +167,59 @@ def stage_parameters(setup: Setup, stage: int) -> float:
     return (shared + experts * model.experts / setup.ep * model.expert_parameters) / setup.tp
 
 
-def _stages(setup: Setup, rates: Rates, network: Network) -> list[_Stage]:
-    """One micro-batch on each stage. Host and device are compared layer by layer: the head keeps the device busy while
-    layers may not, and the host does not run ahead from one to the other (losses are read, stages wait)."""
+def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> list[Stage]:
+    """One micro-batch on each stage, ``chunks`` of them a rank. Host and device are compared layer by layer: the head
+    keeps the device busy while layers may not, and the host does not run ahead from one to the other (losses are read,
+    stages wait)."""
     model = setup.model
     share = model.expert_layers / model.layers
-    layer = _Stage()
+    layer = Stage()
     for part, experts in ((1 - share, False), (share, True)):
         if part:
             one = layer_pass(setup, rates, network, experts=experts)
-            both = _timed(one.forward, rates) + _timed(one.backward + _recomputed(setup, one), rates)
+            back = one.backward + _recomputed(setup, one)
+            both = Stage(_timed(one.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
             layer += both.times(part * (1 + model.cross / model.layers / 2))  # an attention is about half a layer
-    stages = [layer.times(layers) for layers in setup.stage_layers]
-    for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, rates, network))):
-        stages[stage] += _timed(ends.forward, rates) + _timed(ends.backward, rates)
+    stages = [layer.times(layers / chunks) for layers in setup.stage_layers] * chunks
+    half = rates.in_16_bit() if setup.precision == "fp8" else rates  # no framework rounds the head further
+    for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, half, network))):
+        stages[stage] += Stage(_timed(ends.forward, rates), _timed(ends.backward, rates))
     return stages
+
+
+def _bubble_s(setup: Setup, stage: Stage) -> float:
+    """How long a rank idles for another stage's sake (Qi et al. 2023, table 1): a whole micro-batch; where gradients of
+    parameters fill in, once or twice as much less."""
+    filled = {"zb-h1": 2, "zb-h2": 3, "zb-v": 3}.get(setup.schedule, 0)
+    return max(0.0, stage.total_s - filled * stage.backward.weight_s)
+
+
+def _after(setup: Setup, rates: Rates, network: Network, slowest: int, pace: Stage) -> tuple[float, float]:
+    """What comes after the last backward: communication over dp and of tied weights, and the optimizer."""
+    parameters = stage_parameters(setup, slowest)
+    data_s = _data_comm_s(setup, network, parameters, pace.total_s) + _tied_s(setup, network)
+    return data_s, _optimizer_s(setup, rates, parameters)
 
 
 def _recomputed(setup: Setup, layer: Pass) -> Span:
     if setup.recompute == "full":
         return layer.forward
-    return layer.core if setup.recompute == "selective" and not setup.flash else Span()
+    if setup.alternate:
+        return layer.rest.times(0.5)
+    return layer.core if setup.recompute == "selective" else Span()
 
 
-def _timed(span: Span, rates: Rates) -> _Stage:
-    busy_s, launch_s = span.device_s + span.comm_s, span.kernels * rates.launch_s
+def _exposed(setup: Setup) -> float:
+    """The part of the communication inside and between stages that the device waits for."""
+    return 1 - HIDDEN if setup.overlap == "all" else 1.0
+
+
+def _timed(span: Span, rates: Rates, exposed: float = 1.0) -> Busy:
+    comm_s = max(exposed * span.comm_s, span.comm_s - span.device_s)
+    busy_s, launch_s = span.device_s + comm_s, span.kernels * rates.launch_s
     total_s = (busy_s**HOST_BLEND + launch_s**HOST_BLEND) ** (1 / HOST_BLEND)
-    return _Stage(span.device_s, span.comm_s, total_s - busy_s)
+    weight_s = span.weight_s * total_s / busy_s if busy_s else 0.0
+    return Busy(span.device_s, comm_s, total_s - busy_s, weight_s)
 
 
 def _send_s(setup: Setup, network: Network) -> float:
@@ -146,24 +230,25 @@ def _send_s(setup: Setup, network: Network) -> float:
     gathered = 0.0
     if setup.tp > 1 and not setup.sequence_parallel:
         gathered = network.all_gather_s(moved * setup.tp, Group(setup.tp))
-    return 2 * (network.send_s(moved, setup.tp * setup.cp * setup.dp) + gathered)
+    return 2 * (network.send_s(moved, setup.stage_stride) + gathered)
 
 
 def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s: float) -> float:
     """Gradients (and parameters, where they are sharded) over dp x cp, as far as they are not hidden."""
-    data = Group(setup.dp * setup.cp, setup.tp)
+    data = Group(setup.dp * setup.cp, setup.data_stride)
     if data.size < 2:
         return 0.0
     moved = parameters * setup.element_bytes
-    if setup.zero == 0:
-        return network.all_reduce_s(moved, data)
     scatter_s, gather_s = network.reduce_scatter_s(moved, data), network.all_gather_s(moved, data)
-    if setup.zero < 3:
-        return scatter_s + gather_s
-    # Fully sharded: gathered for the forward and again for the backward of every micro-batch, behind the compute of
-    # other layers.
-    each_s = 2 * gather_s + scatter_s
-    return setup.microbatches * max((1 - HIDDEN) * each_s, each_s - HIDDEN * microbatch_s)
+    if setup.resharded:
+        # Gathered for the forward and again for the backward of every micro-batch, behind the compute of other layers.
+        each_s = 2 * gather_s + scatter_s
+        return setup.microbatches * max((1 - HIDDEN) * each_s, each_s - HIDDEN * microbatch_s)
+    once_s = scatter_s + gather_s if setup.zero else network.all_reduce_s(moved, data)
+    if setup.overlap == "none":
+        return once_s
+    # Gradients behind the last micro-batch's backward, parameters behind the next one's forward.
+    return max((1 - HIDDEN) * once_s, once_s - HIDDEN * microbatch_s)
 
 
 def _tied_s(setup: Setup, network: Network) -> float:
@@ -171,7 +256,7 @@ def _tied_s(setup: Setup, network: Network) -> float:
     model = setup.model
     if setup.pp < 2 or not model.tied:
         return 0.0
-    ends = Group(2, setup.tp * setup.cp * setup.dp * (setup.pp - 1))
+    ends = Group(2, setup.stage_stride * (setup.pp - 1))
     return network.all_reduce_s(model.hidden * model.vocabulary / setup.tp * setup.element_bytes, ends)
 
 

@@ -28,6 +28,8 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     ``alpha_s`` and ``beta_s_per_byte`` are one message between two units over one link, in one direction. A unit has
     ``links`` equal links into the level, which its devices share: eight devices on four adapters each get half.
+    ``rings``: where devices of an innermost level have no switch, the fraction of the rate that a collective over 2, 3,
+    ... devices reaches (the last for any more; none: all of it).
     ``contention`` (at least 1) multiplies β when all units send at once, as through an oversubscribed switch.
     Unlike units are listed in ``members``; such a level stands innermost, for its members say all that is below it.
     """
@@ -38,8 +40,13 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     beta_s_per_byte: float
     links: int = 1
     contention: float = 1.0
+    rings: tuple[float, ...] = ()
     source: str = ""
     members: tuple[Member, ...] = ()
+
+    def ring_fraction(self, devices: int) -> float:
+        """What a collective over so many devices (2 or more) reaches of the rate."""
+        return self.rings[min(devices - 2, len(self.rings) - 1)] if self.rings else 1.0
 
     def shared_beta_s_per_byte(self, senders: int) -> float:
         """Seconds per byte for each of ``senders`` devices of every unit, when all of them send over the level."""

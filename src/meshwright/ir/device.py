@@ -51,7 +51,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``peak_flops_per_s`` is dense, by dtype name (``PEAK_DTYPES``). ``efficiency`` gives, by kind of operator, rising
     ``[size, fraction of the peak]`` points; a size is FLOPs for what computes and bytes for what is bound by memory
     (``ir/kind.py``). ``conditions`` say what else was measured: more threads, all devices of the box at work.
-    ``kernels`` says what the closed-form estimates need beyond that.
+    ``kernels`` says what the closed-form estimates need beyond that. ``usd_per_hour`` is what a device is rented for,
+    None where no price is known, and ``price_source`` says by whom and when: prices move.
     """
 
     name: str
@@ -62,6 +63,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     efficiency: dict[str, Curve] = {}
     conditions: tuple[Condition, ...] = ()
     kernels: Kernels | None = None
+    usd_per_hour: float | None = None
+    price_source: str = ""
     source: str = ""
 
     def peak(self, dtype: str) -> float:
@@ -116,6 +119,7 @@ _RANGES = {
     "memory_bytes": (1e6, 1e16, "give bytes: 80 GB are 80e9"),
     "memory_bandwidth_bytes_per_s": (1e6, 1e16, "give bytes per second: 2 TB/s are 2e12"),
     "peak_flops_per_s": (1e6, 1e19, "give FLOP per second: 312 TFLOP/s are 312e12"),
+    "usd_per_hour": (0.0, 1e4, "give US dollars an hour for one device"),
     "time_s": (1e-9, 1e6, "give seconds: 5 microseconds are 5e-6"),
 }
 
@@ -131,6 +135,8 @@ def check_device(device: Device, where: str) -> None:
     """A ClusterError that names the key (after ``where``) if the device is impossible."""
     for key in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
         check_quantity(getattr(device, key), key, f"{where}.{key}")
+    if device.usd_per_hour is not None:
+        check_quantity(device.usd_per_hour, "usd_per_hour", f"{where}.usd_per_hour")
     for dtype, peak in device.peak_flops_per_s.items():
         if dtype not in PEAK_DTYPES:
             raise ClusterError(

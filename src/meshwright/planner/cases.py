@@ -40,13 +40,13 @@ COLUMNS: dict[str, str] = {
     "micro_batch": "Sequences of a micro-batch on one replica. Blank: the planner picks the fastest that fits.",
     "global_batch": "Sequences of a step.",
     "schedule": "gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v. Blank: 1f1b.",
-    "recompute": "none, selective (the attention core) or full. Blank: none.",
+    "recompute": "none, selective (the attention core; with zero 3 every other product too) or full. Blank: none.",
     "sequence_parallel": "0 or 1. Blank: 0.",
     "zero": "0, 1, 2 or 3 (fully sharded). Blank: 0.",
     "precision": "fp32, tf32, bf16, fp16 or fp8. Blank: bf16.",
     "flash": "1: attention is one fused kernel; 0: scores go through memory. Blank: 0.",
     "tied_embeddings": "1: embedding and vocabulary head share their matrix. Blank: as the family.",
-    "step_time_s": "Measured seconds of a step. Blank where the run had no memory for it.",
+    "step_time_s": "Measured seconds of a step. Blank where it ran out of memory, or only peak_memory_bytes is known.",
     "peak_memory_bytes": "Measured peak of a device. May be blank.",
     "status": "ok or oom. Blank: ok.",
 }
@@ -60,8 +60,30 @@ OPTIONAL: dict[str, str] = {
     "expert_every": "Every so many layers have experts. Blank: 1.",
     "expert_ffn": "Width of an expert. Blank: ffn.",
     "shared_experts": "Experts that every token visits. Blank: 0.",
+    "compiled": "1: the model's own operations are fused (torch.compile). Blank: 0.",
+    "inner": "Which of dp and pp has its ranks nearer to each other: dp or pp. Blank: dp.",
+    "overlap": "What of communication runs beside compute: none, dp, or all (tp and pp too). Blank: none.",
 }
 """Columns that a table may have besides."""
+
+
+WORDS = ("gated", "compiled", "overlap", "inner")
+"""Those of them that are no numbers."""
+
+
+SPARSE = ("deepseek", "gshard")
+"""Families whose models have experts, each another number of them (Mixtral's have 8)."""
+
+SPELLINGS = {
+    "schedule": {
+        "zb-1p": "zb-h1", "zb-2p": "zb-h2", "zbv": "zb-v", "1f1b-interleaved": "interleaved", "1f1b-i": "interleaved",
+        "interleaved-1f1b": "interleaved",
+    },
+    "precision": {
+        "float32": "fp32", "tfloat32": "tf32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8",
+    },
+}  # fmt: skip
+"""Other ways to write what may stand in a column; capitals do not matter."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +173,7 @@ class _Clusters:
 
 
 def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Case:
-    status = row["status"] or "ok"
+    status = row["status"].lower() or "ok"
     if status not in ("ok", "oom"):
         raise FileFormatError(f"{status!r} is neither ok nor oom", where="status", remedy="give one of them")
     devices = _whole(row, "devices")
@@ -167,11 +189,17 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
         "vocabulary": _whole(row, "vocab", least=0),
         "sequence": _whole(row, "seq"),
     }
-    sizes |= {key: _whole(row, key) for key in ("ffn", *OPTIONAL) if row.get(key) and key != "gated"}
+    sizes |= {key: _whole(row, key) for key in ("ffn", *OPTIONAL) if row.get(key) and key not in WORDS}
     sizes |= {
         key: _flag(row, column) for key, column in (("tied", "tied_embeddings"), ("gated", "gated")) if row.get(column)
     }
-    model = make_model(row["family"], **sizes)
+    model = make_model(row["family"].lower(), **sizes)
+    if row["family"].lower() in SPARSE and not model.experts:
+        raise FileFormatError(
+            f"a model of the family {row['family']} has experts, and the row does not say how many",
+            where="experts",
+            remedy="add the columns experts and experts_per_token",
+        )
     axes = {axis: _whole(row, axis, 1) for axis in ("tp", "pp", "cp")}
     rest = devices // math.prod(axes.values())
     dp = _whole(row, "dp", max(1, rest))
@@ -184,11 +212,13 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
         return Setup(
             model=model, dp=dp, **axes, ep=_whole(row, "ep", 1), chunks=_whole(row, "virtual_stages", 1),
             micro_batch=micro_batch, global_batch=global_batch,
-            schedule=row["schedule"] or "1f1b",  # type: ignore[arg-type]
-            recompute=row["recompute"] or "none",  # type: ignore[arg-type]
-            precision=row["precision"] or "bf16",  # type: ignore[arg-type]
+            schedule=_word(row, "schedule", "1f1b"),  # type: ignore[arg-type]
+            recompute=_word(row, "recompute", "none"),  # type: ignore[arg-type]
+            precision=_word(row, "precision", "bf16"),  # type: ignore[arg-type]
             sequence_parallel=_flag(row, "sequence_parallel"), zero=_whole(row, "zero", 0, least=0),
-            flash=_flag(row, "flash"),
+            flash=_flag(row, "flash"), compiled=_flag(row, "compiled"),
+            overlap=_word(row, "overlap", "none"),  # type: ignore[arg-type]
+            inner=_word(row, "inner", "dp"),  # type: ignore[arg-type]
         )  # fmt: skip
 
     if row["micro_batch"]:
@@ -197,7 +227,7 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
         make(1)  # says what does not divide
         setup = pick_micro_batch(make, global_batch // dp, cluster)
     measured_s = _seconds(row, "step_time_s")
-    if status == "ok" and measured_s is None:
+    if status == "ok" and measured_s is None and not row["peak_memory_bytes"]:
         raise FileFormatError("there is no time", where="step_time_s", remedy="give seconds, or status oom")
     return Case(
         name=name,
@@ -225,6 +255,11 @@ def _whole(row: dict[str, str], key: str, default: int | None = None, *, least: 
             remedy=COLUMNS.get(key, OPTIONAL.get(key, "")),
         )
     return int(value)
+
+
+def _word(row: dict[str, str], key: str, default: str) -> str:
+    text = row.get(key, "").lower() or default
+    return SPELLINGS.get(key, {}).get(text, text)
 
 
 def _flag(row: dict[str, str], key: str) -> bool:

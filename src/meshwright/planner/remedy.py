@@ -44,8 +44,8 @@ def single_changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         wanted.append(("sequence_parallel = true", {"sequence_parallel": True}))
     if not setup.flash:
         wanted.append(("flash = true", {"flash": True}))
-        if setup.recompute == "none":
-            wanted.append(('recompute = "selective"', {"recompute": "selective"}))
+    if setup.recompute == "none" and (setup.zero == 3 or not setup.flash):
+        wanted.append(('recompute = "selective"', {"recompute": "selective"}))
     if setup.recompute != "full":
         wanted.append(('recompute = "full"', {"recompute": "full"}))
     if setup.dp * setup.cp > 1:

@@ -1,19 +1,29 @@
-"""The search: every layout of a catalog model that its devices allow, screened in closed form."""
+"""The search: every layout of a catalog model that its devices allow, screened in closed form; the best rehearsed."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
-from meshwright.cost.setup import Precision, Recompute, ScheduleName, Setup
+from meshwright.cost.setup import Inner, Precision, Recompute, ScheduleName, Setup
 from meshwright.cost.step import Estimate, estimate_step
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.transformer import Transformer
+from meshwright.planner.front import front
+from meshwright.planner.rehearse import rehearse
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (2, 3, 4, 6, 8)
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1")
+"""What pipelines may do where nobody says otherwise."""
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+REHEARSED = 12
+"""How many of the best axes are timed action by action."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +33,35 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     estimate: Estimate
     memory: Memory
     verdict: Verdict
+    usd: float | None = None
+    """US dollars of a step; None where no price is known."""
+    rehearsed_s: float | None = None
+    """Seconds of a step whose schedule was timed action by action (``planner.rehearse``): of the best few only."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: rehearsed where it was, else in closed form."""
+        return self.estimate.step_s if self.rehearsed_s is None else self.rehearsed_s
+
+    @property
+    def flops_per_s(self) -> float:
+        """Model FLOP/s of all devices together."""
+        return self.estimate.model_flops_per_s * self.estimate.step_s / self.step_s
+
+    @property
+    def sequence_s(self) -> float:
+        """Seconds for one sequence of the batch."""
+        return self.step_s / self.setup.global_batch
+
+    @property
+    def sequence_usd(self) -> float | None:
+        """US dollars for one sequence of the batch; None where no price is known."""
+        return None if self.usd is None else self.usd / self.setup.global_batch
+
+    @property
+    def peak_bytes(self) -> float:
+        """What a device holds at its peak."""
+        return self.memory.peak_bytes
 
     @property
     def text(self) -> str:
@@ -32,6 +71,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         words.append(f"micro_batch={setup.micro_batch}")
         if setup.pp > 1:
             words.append(setup.schedule + (f" x{setup.chunks}" if setup.chunks > 1 else ""))
+        if setup.inner == "pp":
+            words.append("inner=pp")
         if setup.recompute != "none":
             words.append(f"recompute={setup.recompute}")
         if setup.sequence_parallel:
@@ -43,7 +84,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What a search found: how many setups it weighed, those that fit (fastest first, one for each dp, tp, pp, cp, ep),
-    the front of step time against peak memory, and where nothing fits the one that lacks least."""
+    the front of step time, memory and price (``planner.front``), and where nothing fits the one that lacks least."""
 
     considered: int
     options: tuple[Option, ...]
@@ -55,9 +96,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         if not self.options:
             return "nothing fits"
         best = self.options[0]
-        lines = [f"{best.text}: {best.estimate.step_s:.4g} s"]
+        lines = [f"{best.text}: {best.step_s:.4g} s"]
         for other in self.options[1:6]:
-            slower = 100 * (other.estimate.step_s / best.estimate.step_s - 1)
+            slower = 100 * (other.step_s / best.step_s - 1)
             parts = [(getattr(other.estimate, key) - getattr(best.estimate, key), name) for key, name in PARTS.items()]
             most, name = max(parts)
             lines.append(f"{other.text}: {slower:.1f} % slower, most of all {name} (+{most:.3g} s)")
@@ -84,9 +125,12 @@ def search(
     precision: Precision = "bf16",
     flash: bool = True,
     memory_bytes: float | None = None,
+    usd_per_hour: float | None = None,
+    schedules: Sequence[ScheduleName] = SCHEDULES,
     progress: Callable[[], None] = lambda: None,
 ) -> Found:
-    """All setups of the model on all devices of the cluster; ``progress`` is called now and then.
+    """All setups of the model on all devices of the cluster; ``progress`` is called now and then. ``usd_per_hour`` is
+    the price of a device, by default the catalog's; ``schedules`` are those that pipelines may have.
 
     Raises:
         LayoutError: no layout divides the model, the batch and the devices.
@@ -95,7 +139,8 @@ def search(
     everything: list[Option] = []
     nearest: Option | None = None
     considered = 0
-    for setup in _setups(model, cluster, global_batch, precision, flash):
+    price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
+    for setup in _setups(model, cluster, global_batch, precision, flash, schedules):
         considered += 1
         if considered % 64 == 0:
             progress()
@@ -105,7 +150,9 @@ def search(
             if nearest is None or memory.peak_bytes < nearest.memory.peak_bytes:
                 nearest = Option(setup=setup, estimate=estimate_step(setup, cluster), memory=memory, verdict=told)
             continue
-        option = Option(setup=setup, estimate=estimate_step(setup, cluster), memory=memory, verdict=told)
+        estimate = estimate_step(setup, cluster)
+        usd = None if price is None else estimate.step_s / 3600 * cluster.num_devices * price
+        option = Option(setup=setup, estimate=estimate, memory=memory, verdict=told, usd=usd)
         everything.append(option)
         key = (setup.dp, setup.tp, setup.pp, setup.cp, setup.ep)
         if key not in best or _rank(option) < _rank(best[key]):
@@ -117,27 +164,34 @@ def search(
             where=f"model {model.name}",
             remedy="take another number of devices, or a batch that they divide",
         )
-    options = tuple(sorted(best.values(), key=_rank))
-    return Found(considered=considered, options=options, front=_front(everything), nearest=None if options else nearest)
+    screened = sorted(best.values(), key=_rank)
+    rehearsed = []
+    for option in screened[:REHEARSED]:
+        rehearsed.append(_rehearsed(option, cluster))
+        progress()
+    options = (*sorted(rehearsed, key=_rank), *screened[REHEARSED:])
+    known = {id(before): after for before, after in zip(screened, rehearsed, strict=False)}
+    weighed = [known.get(id(option), option) for option in everything]
+    return Found(considered=considered, options=options, front=front(weighed), nearest=None if options else nearest)
 
 
 def _rank(option: Option) -> tuple[bool, float]:
     """What surely fits comes before what may."""
-    return option.verdict != "fits", option.estimate.step_s
+    return option.verdict != "fits", option.step_s
 
 
-def _front(options: list[Option]) -> tuple[Option, ...]:
-    """Options that no other beats in both time and memory, fastest first."""
-    front: list[Option] = []
-    for option in sorted(options, key=lambda one: (one.estimate.step_s, one.memory.peak_bytes)):
-        if not front or option.memory.peak_bytes < 0.97 * front[-1].memory.peak_bytes:
-            front.append(option)
-    return tuple(front)
+def _rehearsed(option: Option, cluster: Cluster) -> Option:
+    found = rehearse(option.setup, cluster)
+    if found is None:
+        return option
+    usd = None if option.usd is None else option.usd * found.step_s / option.estimate.step_s
+    return msgspec.structs.replace(option, rehearsed_s=found.step_s, usd=usd)
 
 
 def _setups(
-    model: Transformer, cluster: Cluster, global_batch: int, precision: Precision, flash: bool
-) -> Iterator[Setup]:
+    model: Transformer, cluster: Cluster, global_batch: int, precision: Precision, flash: bool,
+    schedules: Sequence[ScheduleName],
+) -> Iterator[Setup]:  # fmt: skip
     devices = cluster.num_devices
     box = cluster.levels[0].fan_out if cluster.levels else 1
     contexts = (1, 2, 4, 8) if model.sequence >= 16384 else (1,)
@@ -149,35 +203,40 @@ def _setups(
                 dp, rest = divmod(devices, tp * pp * cp)
                 if rest or global_batch % dp:
                     continue
-                yield from _runs(model, dp, tp, pp, cp, global_batch, precision, flash)
+                # Which of dp and pp is nearer matters where a box has room for some of either.
+                inner: tuple[Inner, ...] = ("dp", "pp") if dp > 1 < pp and cp == 1 and tp < box else ("dp",)
+                for nearer in inner:
+                    axes = Setup(
+                        model=model, dp=dp, tp=tp, pp=pp, cp=cp, inner=nearer, precision=precision, flash=flash,
+                        global_batch=global_batch,
+                    )  # fmt: skip
+                    yield from _runs(axes, schedules)
 
 
-def _runs(
-    model: Transformer, dp: int, tp: int, pp: int, cp: int, global_batch: int, precision: Precision, flash: bool
-) -> Iterator[Setup]:
+def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
     """Micro-batch, schedule, recomputation, ZeRO and experts for given axes."""
-    schedules: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
+    model, dp, pp = axes.model, axes.dp, axes.pp
+    chunked: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
     if pp > 1:
-        schedules += [("interleaved", chunks) for chunks in CHUNKS if model.layers % (pp * chunks) == 0]
-    recomputes: tuple[Recompute, ...] = ("none", "full") if flash else ("none", "selective", "full")
-    zeros = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 3)
-    experts = _divisors(math.gcd(model.experts, dp * cp)) if model.experts else [1]
+        chunked = [(name, 1) for name in schedules if name != "interleaved"]
+    if pp > 1 and "interleaved" in schedules:
+        chunked += [("interleaved", chunks) for chunks in CHUNKS if model.layers % (pp * chunks) == 0]
+    zeros = (0,) if dp * axes.cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
+    experts = _divisors(math.gcd(model.experts, dp * axes.cp)) if model.experts else [1]
+    whole: tuple[Recompute, ...] = ("none", "full")
     for micro_batch in MICRO_BATCHES:
-        if global_batch % (dp * micro_batch):
+        if axes.global_batch % (dp * micro_batch):
             break
-        microbatches = global_batch // (dp * micro_batch)
-        for schedule, chunks in schedules:
-            if schedule == "interleaved" and microbatches % pp:
+        microbatches = axes.global_batch // (dp * micro_batch)
+        for (schedule, chunks), zero, ep in itertools.product(chunked, zeros, experts):
+            if (schedule == "interleaved" and microbatches % pp) or (schedule == "zb-h1" and microbatches < pp):
                 continue
-            for recompute in recomputes:
-                for zero in zeros:
-                    for ep in experts:
-                        yield Setup(
-                            model=model, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, chunks=chunks, micro_batch=micro_batch,
-                            global_batch=global_batch, schedule=schedule, recompute=recompute, zero=zero,
-                            sequence_parallel=tp > 1 and model.sequence % (tp * cp) == 0, precision=precision,
-                            flash=flash,
-                        )  # fmt: skip
+            # Fused attention keeps nothing that would be worth its recomputation alone.
+            for recompute in RECOMPUTES if zero == 3 or not axes.flash else whole:
+                yield msgspec.structs.replace(
+                    axes, ep=ep, chunks=chunks, micro_batch=micro_batch, schedule=schedule, recompute=recompute,
+                    zero=zero, sequence_parallel=axes.tp > 1 and model.sequence % (axes.tp * axes.cp) == 0,
+                )  # fmt: skip
 
 
 def _divisors(number: int) -> list[int]:

@@ -11,7 +11,6 @@ does not run while somebody else has the core; how much longer it took by the cl
 machine.
 """
 
-import dataclasses
 import math
 import statistics
 import time
@@ -343,7 +342,7 @@ def _seldom_in_step(alone: Measured, together: Measured) -> Measured:
         ]
         for kind, points in together.seconds.items()
     }
-    return dataclasses.replace(together, seconds=seconds)
+    return msgspec.structs.replace(together, seconds=seconds)
 
 
 def _without_operands(found: Measured) -> Measured:

@@ -1,16 +1,17 @@
-"""The catalog's models: transformers by name, by family, and from a Hugging Face config.json; no torch."""
+"""The catalog's models: transformers by name, by family, and from a Hugging Face config.json; networks; no torch."""
 
 from importlib import resources
 from typing import Any
 
 import msgspec
 
+from meshwright.catalog.models.convolutional import load_network, network_names
 from meshwright.catalog.models.hugging_face import from_config, is_config, load_config
 from meshwright.errors import FileFormatError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.transformer import Transformer
 
-__all__ = ["family_names", "load_model", "make_model", "model_names"]
+__all__ = ["family_names", "load_model", "load_network", "make_model", "model_names", "network_names"]
 
 
 class ModelsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +43,9 @@ def load_model(name_or_path: str, *, sequence: int = 0) -> Transformer:
     else:
         known = _read().models
         if name_or_path not in known:
-            hint = files.did_you_mean(name_or_path, known)
+            hint = files.did_you_mean(name_or_path, [*known, *network_names()])
+            if name_or_path in network_names():
+                hint = "it is a convolutional network, which `meshwright plan` divides layer by layer;"
             raise LayoutError(
                 f"unknown model {name_or_path!r}",
                 remedy=f"{hint} models: {', '.join(sorted(known))}; or the path of a config.json".strip(),

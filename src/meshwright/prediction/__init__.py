@@ -6,21 +6,27 @@ from typing import Any
 import msgspec
 
 from meshwright.catalog import load_cluster
-from meshwright.catalog.models import family_names, load_model, model_names
+from meshwright.catalog.models import family_names, load_model, load_network, model_names, network_names
 from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import Estimate, estimate_step
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.device import check_quantity
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.cases import COLUMNS, OPTIONAL
+from meshwright.planner.front import front
+from meshwright.planner.layerwise import Layerwise, divide_layers
 from meshwright.planner.remedy import Change, smallest_change
 from meshwright.planner.search import PARTS, Found, Option, search
 from meshwright.planner.validate import Validation, validate
+from meshwright.planner.worked import Worked, recompute, worked_names
+from meshwright.prediction.explain import explain
 
 __all__ = [
-    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "family_names", "find_layouts",
-    "is_model", "load_model", "model_names", "predict", "validate",
+    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "Worked", "divide_network",
+    "explain", "family_names", "find_layouts", "front", "is_model", "is_network", "load_cluster", "load_model",
+    "load_network", "model_names", "network_names", "predict", "recompute", "validate", "worked_names",
 ]  # fmt: skip
 
 
@@ -43,6 +49,11 @@ def is_model(name: str) -> bool:
     return name in model_names() or name.endswith(".json")
 
 
+def is_network(name: str) -> bool:
+    """Whether ``name`` is a convolutional network of the catalog."""
+    return name in network_names()
+
+
 def predict(
     model: Transformer | str,
     cluster: Cluster | str,
@@ -60,6 +71,8 @@ def predict(
         LayoutError: the model is unknown, or the layout does not fit model, batch or devices.
         ClusterError: the cluster is unknown or too small.
     """
+    if memory_bytes is not None:
+        check_quantity(memory_bytes, "memory_bytes", "memory_bytes")
     known = load_model(model, sequence=sequence) if isinstance(model, str) else model
     inner = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
     if "dp" not in layout and devices:
@@ -103,6 +116,7 @@ def find_layouts(
     precision: Any = "bf16",
     flash: bool = True,
     memory_bytes: float | None = None,
+    usd_per_hour: float | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Found:
     """The layouts of ``model`` on ``cluster``, fastest first (``planner.search.search``).
@@ -115,5 +129,18 @@ def find_layouts(
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, devices)
     return search(
         known, machine, global_batch=global_batch, precision=precision, flash=flash, memory_bytes=memory_bytes,
-        progress=progress,
+        usd_per_hour=usd_per_hour, progress=progress,
     )  # fmt: skip
+
+
+def divide_network(
+    name: str, cluster: Cluster | str, *, devices: int | None = None, images: int = 1024, precision: Any = "fp16"
+) -> Layerwise:
+    """A convolutional network on ``cluster``, layer by layer (``planner.layerwise.divide_layers``).
+
+    Raises:
+        LayoutError: the network is unknown, or nothing divides.
+        ClusterError: the cluster is unknown, or cannot have so many devices.
+    """
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, devices)
+    return divide_layers(load_network(name), machine, images=images, precision=precision)

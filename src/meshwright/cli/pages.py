@@ -1,0 +1,60 @@
+"""The report of a plan as a file: ``meshwright plan MODEL ... --report FILE.html``."""
+
+from pathlib import Path
+
+from meshwright.cli import display
+from meshwright.errors import ClusterError, FileFormatError, LayoutError
+
+FACTORS = (4, 2)
+"""The scaling curve goes from a quarter of the devices to four times as many."""
+
+
+def write_report(
+    path: Path, model: str, cluster: str, devices: int, batch: int, sequence: int, price: float, command: str
+) -> int:
+    """Search, for fewer and more devices too, and write the page; the exit code is 1 where nothing fits.
+
+    Raises:
+        FileFormatError: the file cannot be written.
+    """
+    from meshwright import prediction, report
+
+    if not path.parent.is_dir():  # said before the search, not after it
+        raise FileFormatError(
+            f"there is no folder {path.parent}", where=str(path), remedy="make it, or give another path"
+        )
+
+    def found_on(size: int) -> "prediction.Found":
+        return prediction.find_layouts(
+            model, cluster, devices=size or None, global_batch=batch, sequence=sequence, usd_per_hour=price or None
+        )
+
+    terminal = display.console()
+    bars = display.Bars(terminal)
+    bars.begin("weighing layouts", 1 + 2 * len(FACTORS))
+    try:
+        machine = prediction.load_cluster(cluster, devices or None)
+        found = found_on(machine.num_devices)
+        bars.advance()
+        scaling = {machine.num_devices: found}
+        for factor in FACTORS:
+            for size in (machine.num_devices // factor, machine.num_devices * factor):
+                try:
+                    if size:
+                        scaling[size] = found_on(size)
+                except (ClusterError, LayoutError):
+                    pass  # the cluster ends there, or the batch does not divide: no point of the curve
+                bars.advance()
+        page = prediction.explain(found, machine, scaling=sorted(scaling.items()), command=command)
+    finally:
+        bars.end()
+    if page is None:
+        raise LayoutError("there is no layout to report of", where=model, remedy="take more devices")
+    try:
+        path.write_text(report.render(page), encoding="utf-8")
+    except OSError as error:
+        raise FileFormatError(
+            f"cannot write the file: {error.strerror}", where=str(path), remedy="check the path"
+        ) from None
+    terminal.print(f"{page.verdict}: {page.sentence}\n-> {path}")
+    return 0 if found.options else 1

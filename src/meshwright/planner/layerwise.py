@@ -1,0 +1,167 @@
+"""Networks of unlike layers: for every layer whether it is data or tensor parallel over the same ranks, by dynamic
+programming over where its inputs and outputs lie (Krizhevsky 2014 chose by hand)."""
+
+from typing import Literal
+
+import msgspec
+
+from meshwright.cost.collective import Group, Network
+from meshwright.cost.compute import Rates
+from meshwright.cost.convnet import layer_cost
+from meshwright.cost.memory import BUCKET_BYTES, CONTEXT_BYTES, MARGIN, Verdict
+from meshwright.cost.setup import DTYPES, Precision
+from meshwright.cost.step import OPTIMIZER_BYTES
+from meshwright.errors import LayoutError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.convnet import ConvNet, NetLayer
+
+Way = Literal["data", "outputs", "inputs"]
+"""A layer's images are divided, or the outputs of its weights, or the inputs of its weights."""
+
+Place = Literal["images", "features", "whole"]
+"""What lies between two layers: each rank has part of the images, part of the features of all images, or all."""
+
+PLACES: dict[Way, tuple[Place, Place]] = {
+    "data": ("images", "images"),
+    "outputs": ("whole", "features"),
+    "inputs": ("features", "whole"),
+}
+"""By way, where a layer's inputs must lie and where its outputs then lie."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What was chosen for a layer, and the seconds that it takes: products and the rest of the layer, moving its inputs
+    and their gradients (and adding up outputs), adding up its gradients over ranks, and its optimizer."""
+
+    layer: str
+    way: Way
+    compute_s: float
+    moving_s: float
+    gradients_s: float
+    optimizer_s: float
+    held_bytes: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.compute_s + self.moving_s + self.gradients_s + self.optimizer_s
+
+
+class Layerwise(msgspec.Struct, frozen=True, kw_only=True):
+    """A network's layers as they are divided over ``ranks`` ranks. ``all_data_s`` is the step with every layer data
+    parallel, for comparison (None where the images do not divide)."""
+
+    network: str
+    ranks: int
+    images: int
+    choices: tuple[Choice, ...]
+    step_s: float
+    peak_bytes: float
+    verdict: Verdict
+    all_data_s: float | None
+
+
+def divide_layers(
+    net: ConvNet, cluster: Cluster, *, images: int, precision: Precision = "fp16", memory_bytes: float | None = None
+) -> Layerwise:
+    """The fastest ways for all layers on all devices of the cluster. Branches are taken one after the other.
+
+    Raises:
+        LayoutError: neither the images nor the features of some layer divide by the number of devices.
+    """
+    found = _best(net, cluster, images, precision, only=None)
+    if found is None:
+        raise LayoutError(
+            f"neither {images} images nor the features of every layer divide by {cluster.num_devices} devices",
+            where=f"network {net.name}",
+            remedy="take a batch that they divide, or another number of devices",
+        )
+    alone = _best(net, cluster, images, precision, only="data")
+    limit = memory_bytes or cluster.device.memory_bytes
+    peak = sum(choice.held_bytes for choice in found) + BUCKET_BYTES * (cluster.num_devices > 1)
+    peak += CONTEXT_BYTES if cluster.device.kind != "cpu" else 0.0
+    told: Verdict = "does not fit" if peak > limit else "marginal" if peak > (1 - MARGIN) * limit else "fits"
+    return Layerwise(
+        network=net.name,
+        ranks=cluster.num_devices,
+        images=images,
+        choices=found,
+        step_s=sum(choice.total_s for choice in found),
+        peak_bytes=peak,
+        verdict=told,
+        all_data_s=sum(choice.total_s for choice in alone) if alone is not None else None,
+    )
+
+
+def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks: int) -> float:
+    """Bringing a value (``num_bytes`` as a whole) to where a layer needs it, and its gradient back.
+
+    A layer that needs the whole value leaves the terms of a sum as its gradient, which go back by a reduce-scatter, or
+    an all-reduce where all had the value; other gradients lie as the value does.
+    """
+    group = Group(ranks)
+    if ranks == 1 or have == need != "whole":
+        return 0.0
+    if have == "whole":
+        return network.all_reduce_s(num_bytes, group) if need == "whole" else network.all_gather_s(num_bytes, group)
+    if need == "whole":
+        return network.all_gather_s(num_bytes, group) + network.reduce_scatter_s(num_bytes, group)
+    return 2 * network.all_to_all_s(num_bytes / ranks, group)
+
+
+def ways_of(layer: NetLayer, images: int, ranks: int) -> list[Way]:
+    """The ways that divide evenly."""
+    found: list[Way] = ["data"] if images % ranks == 0 else []
+    if layer.groups == 1 and layer.outputs % ranks == 0:
+        found.append("outputs")
+    if layer.groups == 1 and layer.inputs % ranks == 0:
+        found.append("inputs")
+    return found
+
+
+def choice_of(
+    layer: NetLayer, way: Way, have: Place | None, images: int, cluster: Cluster, precision: Precision
+) -> Choice:
+    """One layer in one way, with its inputs where ``have`` says (None: they are the images of the batch)."""
+    ranks, element = cluster.num_devices, 4 if precision in ("fp32", "tf32") else 2
+    rates, network = Rates(cluster.device, DTYPES[precision]), Network(cluster)
+    split = 1 if way == "data" else ranks
+    cost = layer_cost(
+        layer, images / ranks if way == "data" else images, rates, element, first=have is None,
+        outputs=split if way == "outputs" else 1, inputs=split if way == "inputs" else 1,
+    )  # fmt: skip
+    moved_s = 0.0
+    if have is not None:
+        moved_s = moving_s(network, have, PLACES[way][0], images * layer.inputs * layer.pixels_in * element, ranks)
+    if way == "inputs":
+        moved_s += network.all_reduce_s(images * layer.outputs * layer.pixels_out * element, Group(ranks))
+    reduced = layer.parameters * element if way == "data" else 0.0
+    return Choice(
+        layer=layer.name,
+        way=way,
+        compute_s=cost.forward_s + cost.backward_s,
+        moving_s=moved_s,
+        gradients_s=network.all_reduce_s(reduced, Group(ranks)) if reduced else 0.0,
+        optimizer_s=rates.stream_s(layer.parameters / split * OPTIMIZER_BYTES),
+        held_bytes=cost.saved_bytes + layer.parameters / split * (18 if element == 2 else 16),
+    )
+
+
+def _best(
+    net: ConvNet, cluster: Cluster, images: int, precision: Precision, only: Way | None
+) -> tuple[Choice, ...] | None:
+    """Dynamic programming: the fastest way to every place after every layer."""
+    best: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {None: (0.0, ())}
+    for layer in net.layers:
+        reached: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {}
+        for way in ways_of(layer, images, cluster.num_devices):
+            if only not in (None, way):
+                continue
+            after = PLACES[way][1]
+            for have, (before_s, choices) in best.items():
+                choice = choice_of(layer, way, have, images, cluster, precision)
+                total_s = before_s + choice.total_s
+                if after not in reached or total_s < reached[after][0]:
+                    reached[after] = total_s, (*choices, choice)
+        best = reached
+    return min(best.values(), key=lambda one: one[0])[1] if best else None

@@ -1,0 +1,111 @@
+"""The rehearsal: a step's pipeline schedule, timed action by action with what each stage really costs."""
+
+import msgspec
+
+from meshwright.cost.memory import Memory, layer_activation_bytes, stage_memory
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import Stage, step_pieces
+from meshwright.errors import ScheduleError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.schedules import pipeline, timing
+
+LONGEST = 200_000
+"""Actions of a schedule that are timed at most: about a second."""
+
+
+class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step takes when its actions are timed one by one: the pipeline, and what comes after it.
+
+    ``idle`` is the part of the pipeline's time that its ranks wait, on average.
+    """
+
+    step_s: float
+    pipeline_s: float
+    after_s: float
+    idle: float
+
+
+def rehearse(setup: Setup, cluster: Cluster) -> Rehearsal | None:
+    """The step of ``setup``; None where its schedule has no builder, or is too long to be timed in a moment."""
+    schedule = _schedule(setup)
+    if schedule is None:
+        return None
+    pieces = step_pieces(setup, cluster)
+    costs = _costs(pieces.stages, pieces.send_s)
+    times = timing.run(schedule, lambda action: costs[action.stage].of(action.kind))
+    pipeline_s = max(rank[-1][1] for rank in times)
+    busy_s = sum(end - start for rank in times for start, end in rank)
+    return Rehearsal(
+        step_s=pipeline_s + pieces.after_s,
+        pipeline_s=pipeline_s,
+        after_s=pieces.after_s,
+        idle=1 - busy_s / (pipeline_s * len(times)),
+    )
+
+
+def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
+    """The same as a trace of the pipeline's ranks (the first of each stage): spans named as the schedule's actions, and
+    the memory that a rank holds, which rises with forwards and falls with backwards."""
+    schedule = _schedule(setup)
+    if schedule is None:
+        return None
+    pieces = step_pieces(setup, cluster)
+    costs = _costs(pieces.stages, pieces.send_s)
+    times = timing.run(schedule, lambda action: costs[action.stage].of(action.kind))
+    spans, memory = [], []
+    end_s = max(rank[-1][1] for rank in times)
+    for rank, (actions, each) in enumerate(zip(schedule.ranks, times, strict=True)):
+        held = stage_memory(setup, rank, cluster)
+        saved = layer_activation_bytes(setup) * setup.stage_layers[rank] / setup.chunks
+        now = _resting_bytes(held)
+        memory.append(MemorySample(rank, 0.0, int(now)))
+        for action, (start_s, done_s) in zip(actions, each, strict=True):
+            spans.append(Span(rank, "compute", str(action), start_s, done_s))
+            if action.kind is ActionKind.F:
+                now += saved
+                memory.append(MemorySample(rank, start_s, int(now)))
+            elif action.kind in (ActionKind.B, ActionKind.I):
+                memory.append(MemorySample(rank, start_s, int(now + held.workspace_bytes)))
+            if action.kind in (ActionKind.B, ActionKind.W):
+                now -= saved
+                memory.append(MemorySample(rank, done_s, int(now)))
+        spans.append(Span(rank, "compute", "gradients and optimizer", end_s, end_s + pieces.after_s))
+        memory.append(MemorySample(rank, end_s + pieces.after_s, int(now)))
+    return Trace(source="simulated", spans=tuple(spans), memory=tuple(memory))
+
+
+def _resting_bytes(memory: Memory) -> float:
+    """What is held all the time."""
+    states = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    return states + memory.buffers_bytes + memory.ends_bytes
+
+
+def _schedule(setup: Setup) -> Schedule | None:
+    if 2 * setup.pp * setup.chunks * setup.microbatches > LONGEST:
+        return None
+    name = "none" if setup.pp == 1 else setup.schedule
+    if name not in pipeline.NAMES:
+        return None
+    try:
+        return pipeline.build(name, setup.pp, setup.microbatches, setup.chunks if name == "interleaved" else 1)
+    except ScheduleError:
+        return None  # not defined for so many micro-batches: the closed form is all there is
+
+
+def _costs(stages: tuple[Stage, ...], send_s: float) -> list[timing.Costs]:
+    """By stage, what each kind of action takes. A rank sends before it goes on; half of ``send_s`` is one direction."""
+    found = []
+    for index, stage in enumerate(stages):
+        back_s = send_s / 2 if index else 0.0
+        weight_s = max(stage.backward.weight_s, 1e-12)
+        found.append(
+            timing.Costs(
+                forward=stage.forward.total_s + (send_s / 2 if index < len(stages) - 1 else 0.0),
+                backward=stage.backward.total_s + back_s,
+                backward_input=max(stage.backward.total_s - weight_s, 1e-12) + back_s,
+                backward_weight=weight_s,
+            )
+        )
+    return found

@@ -1,0 +1,202 @@
+"""Worked numbers of communication: what parallelism moves over which links, all-reduces step by step, and bubbles."""
+
+import math
+
+import msgspec
+
+from meshwright.catalog import load_cluster
+from meshwright.cost.collective import Group, Network
+from meshwright.ir.cluster import Cluster
+from meshwright.planner.worked import steps
+from meshwright.planner.worked.line import Line, compared, held
+from meshwright.schedules import passes, pipeline
+from meshwright.schedules.check import Report, check
+
+
+def nvlink() -> tuple[Line, ...]:
+    """Tensor parallelism inside a box of 8, pipeline stages across boxes."""
+    factor = 2 * 7 / 8
+    measured = 160e9
+    fabric = load_cluster("a100-80gb-dgx-hdr200x8").levels[1]
+    reached = fabric.links / fabric.beta_s_per_byte
+    lines = [
+        compared(
+            "links in the box must be 1.75 times the network",
+            1.75,
+            factor,
+            f"{factor}",
+            "an all-reduce over 8 sends 2 * 7/8 of what a stage hands on, for one all-reduce a stage; a stage of l "
+            f"layers with Megatron's two forward: {2 * factor:g} l, so 8 layers would need {16 * factor:g} times",
+        ),
+        compared(
+            "8 x HDR200: 200 GB/s nominal, 160 measured",
+            measured,
+            reached,
+            f"{reached / 1e9:.0f} GB/s",
+            "the catalog's rate of the fabric, 80 % of nominal",
+        ),
+    ]
+    for device, link in (("A100", 300e9), ("A800", 200e9)):
+        passes_it = link / measured >= factor
+        lines.append(
+            held(
+                f"{device}, {link / 1e9:.0f} GB/s one way: {'passes' if device == 'A100' else 'is bound by its links'}",
+                f"{link / measured:.3g} over the measured network, {link / 200e9:.3g} over the nominal",
+                passes_it == (device == "A100"),
+                "against the nominal rate it fails: the verdict rests on the measured one"
+                if passes_it
+                else "below 1.75 against both",
+            )
+        )
+    return tuple(lines)
+
+
+def tensor_or_pipeline() -> tuple[Line, ...]:
+    """Bytes over a link, forward."""
+    lines = []
+    for ranks in (2, 8):
+        tensor = sum(one.adds for sends in steps.ring(ranks) for one in sends) / ranks / ranks
+        pipeline_bytes = 1 / ranks  # each of the ranks of a stage hands on its part
+        lines.append(
+            compared(
+                f"tensor parallelism over P = {ranks} moves P - 1 = {ranks - 1} times a pipeline's bytes",
+                ranks - 1,
+                tensor / pipeline_bytes,
+                f"{tensor / pipeline_bytes:g}",
+                "a rank of the ring's reduce-scatter sends P - 1 pieces of d B / P; a stage whose ranks share the "
+                "sending sends one",
+            )
+        )
+    return tuple(lines)
+
+
+def data_or_tensor() -> tuple[Line, ...]:
+    """One dense layer of 4,096 x 4,096 over two ranks: gradients of its weights, or its activations."""
+    width, ranks = 4096, 2
+    network, group = _bandwidth_only("a100-80gb-dgx-hdr200x8"), Group(ranks)
+    data_s = network.all_reduce_s(width * width, group)
+
+    def tensor_s(rows: int) -> float:  # outputs put together forward, terms of the inputs' gradient added up backward
+        return network.all_gather_s(rows * width, group) + network.all_reduce_s(rows * width, group)
+
+    low, high = 1, width
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if tensor_s(middle) < data_s else (low, middle)
+    return (
+        compared(
+            "C = 4,096 over 2: tensor parallelism pays below 2,731 rows",
+            2731,
+            low,
+            f"{low:,} rows",
+            "all-reduce of C x C gradients against all-gather of B x C outputs and all-reduce of B x C gradients: "
+            "3 B C = 2 C C, B = 2 C / 3; found by bisection with the collectives' model, without latency",
+        ),
+        held(
+            "data parallelism moves the weights, whatever the batch; tensor parallelism the activations",
+            f"B = 512: {tensor_s(512) / data_s:.3f} of data parallel; B = 8,192: {tensor_s(8192) / data_s:.1f}",
+            tensor_s(512) < data_s < tensor_s(8192),
+            "the same model",
+        ),
+    )
+
+
+def all_reduces() -> tuple[Line, ...]:
+    """Parameters moved, rounds and time of all-reduces of M parameters over N = 8 workers."""
+    workers = 8
+    star, naive = steps.count(steps.star(workers)), steps.count(steps.everyone(workers))
+    ring, tree = steps.count(steps.ring(workers), workers), steps.count(steps.tree(workers))
+    butterfly = steps.count(steps.butterfly(workers))
+    level = load_cluster("a100-80gb-dgx-hdr200x8").levels[1]
+    alpha, beta, rounds = level.alpha_s, level.beta_s_per_byte, math.log2(workers)
+    crossover = alpha * (2 * (workers - 1) - 2 * rounds) / (beta * (2 * rounds - 2 * (workers - 1) / workers))
+    shift = "counted for N, where N - 1 take part; the step list moves 2 (N - 1) M"
+    return (
+        compared("parameter server: 2 N M moved, 16 M", 16, star.moved, f"{star.moved:g} M", "to the server and back"),
+        compared(
+            "naive: N (N - 1) M, 56 M", 56, naive.moved, f"{naive.moved:g} M", "N x N M, as also printed, is 64 M"
+        ),
+        Line(claim="ring: 2 N M, 16 M", ours=f"{ring.moved:g} M", verdict="rounds", why=shift),
+        Line(claim="tree: 2 N M, 16 M", ours=f"{tree.moved:g} M", verdict="rounds", why=shift),
+        compared(
+            "butterfly: N M log N, 24 M",
+            24,
+            butterfly.moved,
+            f"{butterfly.moved:g} M",
+            f"{butterfly.rounds} rounds, in each of which all N send M",
+        ),
+        held(
+            "parameter server: M N / bandwidth",
+            f"{star.busiest:g} M / bandwidth",
+            False,
+            "N M come in and N M go out: half of it only where both directions overlap",
+        ),
+        compared(
+            "ring: 2 M / bandwidth",
+            2,
+            ring.busiest,
+            f"{ring.busiest:g} M / bandwidth",
+            "2 (N - 1) / N, whose limit is 2",
+            exact=0.15,
+        ),
+        compared("tree: 2 log N M / bandwidth", 6, tree.busiest, f"{tree.busiest:g} M / bandwidth", "up and down"),
+        held(
+            "one node takes in O(N) at once at a server, O(1) on a ring",
+            f"{star.fan_in} and {ring.fan_in}",
+            (star.fan_in, ring.fan_in) == (workers, 1),
+            f"rounds: server {star.rounds}, naive {naive.rounds}, ring {ring.rounds}, tree {tree.rounds}, butterfly "
+            f"{butterfly.rounds}",
+        ),
+        held(
+            "the ring has the best latency",
+            f"only above {crossover / 1e3:.0f} kB",
+            False,
+            f"below, a tree's 2 log N starts are less than the ring's 2 (N - 1) ({alpha * 1e6:g} us and "
+            f"{1e-9 / beta:.0f} GB/s: HDR)",
+        ),
+    )
+
+
+def bubbles() -> tuple[Line, ...]:
+    """Idle time and live micro-batches of pipelines."""
+    gpipe, plain, short = _report("gpipe", 4, 8), _report("1f1b", 4, 8), _report("1f1b", 4, 4)
+    twice = _report("interleaved", 4, 8, 2)
+    sent = [max(rank.sent_per_microbatch for rank in report.ranks) for report in (plain, twice)]
+    made = "the schedule's actions timed one by one, backward twice as long as forward"
+    return (
+        compared("p = 4, m = 8: (p - 1) / m = 0.375", 0.375, plain.bubble, f"{plain.bubble:g}", made),
+        compared("p = 4, m = 4: 0.75", 0.75, short.bubble, f"{short.bubble:g}", made),
+        compared("two chunks: (p - 1) / (v m) = 0.1875", 0.1875, twice.bubble, f"{twice.bubble:g}", made),
+        compared(
+            "GPipe keeps m = 8 micro-batches alive",
+            8,
+            gpipe.live_microbatches,
+            f"{gpipe.live_microbatches:g}",
+            "counted in its actions",
+        ),
+        compared(
+            "1F1B at most p = 4",
+            4,
+            plain.live_microbatches,
+            f"{plain.live_microbatches:g}",
+            f"counted in its actions; interleaved holds more, {twice.live_microbatches:g}",
+        ),
+        held(
+            "interleaving sends v times as much",
+            f"{sent[0]} and {sent[1]} tensors a micro-batch",
+            sent[1] == 2 * sent[0],
+            "of an inner rank, both directions",
+        ),
+    )
+
+
+def _report(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Report:
+    return check(passes.add_communication(pipeline.build(name, ranks, microbatches, chunks)))
+
+
+def _bandwidth_only(name: str) -> Network:
+    """A cluster's collectives without latency, and without what short rings lose."""
+    cluster = load_cluster(name)
+    levels = tuple(msgspec.structs.replace(level, alpha_s=0.0) for level in cluster.levels)
+    device = msgspec.structs.replace(cluster.device, kind="cpu")  # whose collectives need no launch
+    return Network(Cluster(name="without latency", num_devices=cluster.num_devices, device=device, levels=levels))

@@ -1,0 +1,177 @@
+"""A search's answer as a report: what was chosen, what it costs, and why, in words of a reader who did not run it."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from meshwright import __version__
+from meshwright.cost.memory import Memory
+from meshwright.cost.setup import Setup
+from meshwright.ir.cluster import Cluster
+from meshwright.planner.rehearse import rehearsed_trace
+from meshwright.planner.search import PARTS, Found, Option
+from meshwright.report import Alternative, Part, Point, Report
+
+MEANINGS = {
+    "compute_s": "kernels of the stage that sets the pace",
+    "tensor_comm_s": "waiting for all-reduces (or reduce-scatters and all-gathers) inside layers",
+    "host_s": "the device waits for the host to issue the next kernel",
+    "bubble_s": "stages wait for each other while the pipeline fills and drains",
+    "pipeline_comm_s": "activations to the next stage, gradients back",
+    "data_comm_s": "gradients (and sharded parameters) between replicas, as far as nothing hides them",
+    "optimizer_s": "Adam's update of this device's parameters",
+    "parameters_bytes": "weights in the precision of the products",
+    "gradients_bytes": "of all weights, or of this device's shard",
+    "optimizer_bytes": "Adam's two moments and the weights in 32 bit",
+    "activations_bytes": "what layers keep for the backward pass, of all micro-batches in flight",
+    "ends_bytes": "embedding, vocabulary head and loss",
+    "workspace_bytes": "inside one layer's pass: gradients of activations, what is recomputed or gathered",
+    "buffers_bytes": "the device's context, libraries, communication buffers",
+}
+"""What the parts of an estimate and of the memory are."""
+
+LAYOUT = {
+    "dp": "replicas of the model, which share the batch",
+    "tp": "devices that share every layer",
+    "pp": "stages of layers, one behind the other",
+    "cp": "devices that share every sequence",
+    "ep": "devices that share the experts",
+    "inner": "of replicas and stages, those whose devices are nearer to each other",
+    "micro_batch": "sequences that pass through the pipeline together",
+    "microbatches": "micro-batches of each replica in a step",
+    "schedule": "the order of forwards and backwards",
+    "chunks": "separate groups of layers on each stage",
+    "recompute": "activations that are computed again instead of kept",
+    "sequence_parallel": "between the split parts of a layer, tp splits the sequence",
+    "zero": "what replicas shard: optimizer (1), gradients (2), parameters (3)",
+    "precision": "of the matrix products",
+    "overlap": "communication that runs beside compute",
+}
+
+NOTES = (
+    (
+        "Nothing was run. Step times are added up from a model of kernels, collectives and the host, with a few "
+        "parameters for each device; on published runs they are off by a few percent where the device was calibrated "
+        "(A100) and by 10 to 20 % elsewhere, more at the edge of memory and for fully sharded data parallelism across "
+        "boxes."
+    ),
+    "Memory within 6 % of the device's is called marginal: allocators lose about that much to fragmentation.",
+    (
+        "The timeline is the schedule's real actions, timed one by one with each stage's own cost; messages take the "
+        "time of the network without other traffic."
+    ),
+)
+
+
+def explain(
+    found: Found,
+    cluster: Cluster,
+    *,
+    memory_bytes: float | None = None,
+    scaling: Sequence[tuple[int, Found]] = (),
+    command: str = "",
+) -> Report | None:
+    """The report of what ``found`` found on ``cluster``; where nothing fits, of the layout that lacks least. None where
+    there is not even that. ``scaling``: what was found on other numbers of devices."""
+    best = found.options[0] if found.options else found.nearest
+    if best is None:
+        return None
+    setup, memory = best.setup, best.memory
+    limit = memory_bytes or cluster.device.memory_bytes
+    return Report(
+        model=setup.model.name,
+        cluster=cluster.name,
+        devices=setup.world_size,
+        verdict=best.verdict,
+        sentence=_sentence(best, limit, found),
+        facts=_facts(best, cluster),
+        layout=_layout(setup),
+        time=tuple(
+            Part(name=name, size=getattr(best.estimate, key), meaning=MEANINGS[key]) for key, name in PARTS.items()
+        ),
+        memory=tuple(
+            Part(name=key.removesuffix("_bytes"), size=getattr(memory, key), meaning=MEANINGS[key])
+            for key in Memory.__struct_fields__
+            if key.endswith("_bytes")
+        ),
+        memory_limit_bytes=limit,
+        trace=rehearsed_trace(setup, cluster) if setup.pp > 1 else None,
+        scaling=tuple(_point(devices, other) for devices, other in scaling),
+        alternatives=tuple(_alternative(option, best) for option in _others(found, best)),
+        notes=(*NOTES, f"Meshwright {__version__}. {cluster.device.source}."),
+        command=command,
+    )
+
+
+def _sentence(best: Option, limit_bytes: float, found: Found) -> str:
+    peak, limit = best.memory.peak_bytes / 2**30, limit_bytes / 2**30
+    held = (
+        f"The fullest device holds {peak:.1f} of {limit:.1f} GiB (stage {best.memory.stage}, at {best.memory.moment})."
+    )
+    if best.verdict == "does not fit":
+        why = f"None of {found.considered} layouts fits; this one lacks least."
+        return f"{why} {held} More devices, or larger ones, would."
+    return f"The fastest of {found.considered} layouts: a step takes {best.step_s:.4g} s. {held}"
+
+
+def _facts(best: Option, cluster: Cluster) -> tuple[tuple[str, str], ...]:
+    setup, device = best.setup, cluster.device
+    rate = best.flops_per_s / setup.world_size
+    peak = device.peak_flops_per_s.get(setup.dtype) or max(device.peak_flops_per_s.values())
+    tokens = setup.global_batch * setup.model.sequence
+    facts = [
+        ("step", f"{best.step_s:.4g} s"),
+        ("tokens a second", f"{tokens / best.step_s:,.0f}"),
+        ("a device", f"{rate / 1e12:.0f} TFLOP/s"),
+        ("of peak", f"{rate / peak:.1%}"),
+        ("batch", f"{setup.global_batch:,} x {setup.model.sequence:,} tokens"),
+        ("parameters", f"{setup.model.parameters / 1e9:.3g} B"),
+    ]
+    if best.usd is not None:
+        facts.append(("a billion tokens", f"$ {best.usd / tokens * 1e9:,.0f}"))
+    return tuple(facts)
+
+
+def _layout(setup: Setup) -> tuple[tuple[str, str, str], ...]:
+    rows = []
+    usually = {field.name: field.default for field in msgspec.structs.fields(Setup)} | {"schedule": "", "inner": ""}
+    for key, meaning in LAYOUT.items():
+        value = getattr(setup, key)
+        alone = (key == "schedule" and setup.pp == 1) or (key == "inner" and 1 in (setup.dp, setup.pp))
+        usual = alone or value == usually.get(key)
+        if key in ("dp", "micro_batch", "microbatches", "precision") or not usual:
+            rows.append((key.replace("_", " "), "yes" if value is True else str(value), meaning))
+    return tuple(rows)
+
+
+def _others(found: Found, best: Option) -> list[Option]:
+    """The next fastest, and from the front what needs less memory or money."""
+    return [*found.options[1:7], *[option for option in found.front if option not in found.options[:7]][:4]]
+
+
+def _alternative(option: Option, best: Option) -> Alternative:
+    slower = 100 * (option.step_s / best.step_s - 1)
+    parts = [(getattr(option.estimate, key) - getattr(best.estimate, key), name) for key, name in PARTS.items()]
+    most_s, name = max(parts)
+    why = f"{slower:.1f} % slower, most of all {name} (+{most_s:.3g} s)" if slower > 0 else "as fast"
+    less = 1 - option.memory.peak_bytes / best.memory.peak_bytes
+    if less > 0.1:
+        why += f"; {less:.0%} less memory"
+    return Alternative(
+        layout=option.text, step_s=option.step_s, peak_bytes=option.memory.peak_bytes, verdict=option.verdict,
+        usd=option.usd, why=why,
+    )  # fmt: skip
+
+
+def _point(devices: int, found: Found) -> Point:
+    if not found.options:
+        return Point(devices=devices, step_s=0.0, sequences_per_s=0.0, usd_per_1000_sequences=None, layout="")
+    best = found.options[0]
+    each = best.sequence_usd
+    return Point(
+        devices=devices,
+        step_s=best.step_s,
+        sequences_per_s=1 / best.sequence_s,
+        usd_per_1000_sequences=None if each is None else 1000 * each,
+        layout=best.text,
+    )

@@ -1,0 +1,87 @@
+"""Worked numbers: every example is computed, verdicts are those that were checked by hand, steps are all-reduces."""
+
+import json
+
+import pytest
+
+from meshwright.cli import run as cli
+from meshwright.errors import LayoutError
+from meshwright.planner.worked import recompute, steps, worked_names
+from meshwright.planner.worked.line import compared, predicted
+
+WRONG = {
+    "years-412": ["30 s a token, in the same lecture"],
+    "footprint": ["GPT-2 has 1.9 B parameters"],
+    "allreduce-table": ["parameter server: M N / bandwidth", "the ring has the best latency"],
+}
+"""Claims that do not hold; all others agree or round."""
+
+MISSED = {
+    "megatron-scaling": ["128 V100, tp = 2: 83 %", "512 V100, tp = 8: 74 %"],
+    "percent-of-peak": ["AxoNN 40 B, 4,096 A100: 49 %", "AxoNN 160 B, 16,384 GCDs: 26 %"],
+    "alpa": ["up to 8 times as fast as a manual layout (experts and sharded data parallelism)"],
+}
+"""Measurements that are not predicted within the points that were asked for."""
+
+
+@pytest.mark.parametrize("name", worked_names())
+def test_verdicts(name: str) -> None:
+    found = recompute(name)
+    assert (found.id, bool(found.about)) == (name, True)
+    assert [line.claim for line in found.lines if line.verdict == "claim wrong"] == WRONG.get(name, [])
+    assert [line.claim for line in found.lines if line.verdict == "we differ"] == MISSED.get(name, [])
+    assert all(line.ours and line.why for line in found.lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("ps-resnet50", ["25.56 M", "74.9 GB/s", "50 GB/s: full at 170 workers"]),
+        ("years-412", ["1.000 ms", "12.4 M years"]),
+        ("years-172", ["GPT-3 at 18.6% of peak"]),
+        ("gpt4-layer", ["60 GB", "60 GB"]),
+        ("tp-vs-pp", ["1", "7"]),
+        ("bubbles", ["0.375", "0.75", "0.1875", "8", "4", "2 and 4 tensors a micro-batch"]),
+    ],
+)
+def test_numbers(name: str, numbers: list[str]) -> None:
+    assert [line.ours for line in recompute(name).lines][: len(numbers)] == numbers
+
+
+def test_the_crossover_of_data_and_tensor_parallelism_is_found() -> None:
+    assert recompute("dp-vs-tp").lines[0].ours == "2,731 rows"
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8, 16])
+def test_every_list_of_steps_adds_up_every_term_once(workers: int) -> None:
+    for make, pieces in ((steps.star, 1), (steps.everyone, 1), (steps.ring, workers), (steps.tree, 1)):
+        assert steps.is_all_reduce(make(workers), workers, pieces), make.__name__
+    assert steps.is_all_reduce(steps.butterfly(workers), workers)
+    broken = steps.butterfly(workers)[:-1]
+    assert not broken or not steps.is_all_reduce(broken, workers)
+
+
+def test_what_a_list_of_steps_moves() -> None:
+    counted = [steps.count(steps.star(8)), steps.count(steps.everyone(8)), steps.count(steps.ring(8), 8)]
+    counted += [steps.count(steps.tree(8)), steps.count(steps.butterfly(8))]
+    assert [one.moved for one in counted] == [16, 56, 14, 14, 24]
+    assert [one.rounds for one in counted] == [2, 1, 14, 6, 3]
+    assert [one.fan_in for one in counted] == [8, 7, 1, 1, 1]
+
+
+def test_how_far_is_rounding() -> None:
+    told = [compared("c", 100, found, "", "").verdict for found in (100.5, 104, 120)]
+    assert told == ["agrees", "rounds", "claim wrong"]
+    assert [predicted("c", 50, found, 5, "").verdict for found in (46, 44)] == ["agrees", "we differ"]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["recompute", "bubbles"]) == 0
+    assert "0.1875" in capsys.readouterr().out
+    assert cli(["recompute", "bubbles", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told["lines"][0]) == ["claim", "ours", "verdict", "why"]
+    assert cli(["recompute", "buble"]) == 2
+    assert "there is no worked example 'buble'\n  -> did you mean `bubbles`?" in capsys.readouterr().err
+    with pytest.raises(LayoutError):
+        recompute("")
