@@ -54,6 +54,10 @@ class ScheduleError(MeshwrightError):
     """A schedule that is not well formed, cannot be built for these numbers, or cannot be run."""
 
 
+class TraceError(MeshwrightError):
+    """A trace of another run, plan or number of ranks than the one it is laid beside."""
+
+
 class DataError(MeshwrightError):
     """A data set that is missing, empty or too short, or a batch that is not like the captured one."""
 

@@ -86,6 +86,7 @@ def test_an_evaluation_goes_forward_only(ranks: Ranks) -> None:
 def test_rank_0_gets_what_all_ranks_did_on_its_clock(ranks: Ranks) -> None:
     (first, both), (second, only) = ranks(2, traces_of, mw.Layout(dp=2))
     assert only == second
+    assert both.plan == second.plan != ""
     assert both.of_rank(0) == first
     assert [span.what for span in both.of_rank(1).spans] == [span.what for span in second.spans]
     # Nobody is done with a collective before both have begun; the clocks may be off by half a round trip.

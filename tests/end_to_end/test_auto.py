@@ -16,6 +16,7 @@ from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import layout_text
 from meshwright.models import ResNet, classification_loss
 from meshwright.planner import auto
 from meshwright.planner.explicit import plan_layout
@@ -43,7 +44,7 @@ def every_layout(graph: Graph, world_size: int) -> dict[str, tuple[float, int]]:
             continue
         work, schedule = step_work(graph, plan, CLUSTER, optimizer=ADAMW), schedule_of(plan)
         peak = max(rank.peak_bytes for rank in peak_memory(work, schedule))
-        found[auto.layout_text(one)] = (play(schedule, work, plan.mesh, CLUSTER).step_s, peak)
+        found[layout_text(one)] = (play(schedule, work, plan.mesh, CLUSTER).step_s, peak)
     return found
 
 
@@ -55,7 +56,7 @@ def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | No
     largest = max(peak for _, peak in every.values())
     limit = largest * part_of_memory if part_of_memory else float(CLUSTER.device.memory_bytes)
     plan = mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=limit)
-    step_s, peak = every[auto.layout_text(plan.layout)]
+    step_s, peak = every[layout_text(plan.layout)]
     assert plan.prediction is not None
     assert plan.prediction.step_s == pytest.approx(step_s)
     assert plan.prediction.peak_memory_bytes == peak
@@ -72,7 +73,7 @@ def test_a_plan_tells_why_the_others_lost() -> None:
     assert "weighed, and not taken:" in text
     assert len(plan.alternatives) == auto.SHOWN
     for one in plan.alternatives:
-        assert one.layout != auto.layout_text(plan.layout)
+        assert one.layout != layout_text(plan.layout)
         assert re.search(rf"    {re.escape(one.layout)} +{one.step_s * 1e3:.4g} ms a step, .* GiB a rank, ", text)
         assert re.search(r"less simple|\d% slower: .* ms more of (computing|communication|waiting)", one.why), one.why
 
@@ -90,7 +91,7 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert float(found[2]) * 2**30 == pytest.approx(needed, rel=0.01)
     assert f"give every rank {found[2]} GiB" in caught.value.remedy
     plan = mw.plan(graph, CLUSTER, devices=2, memory_bytes=float(found[2]) * 2**30 * 1.01)
-    assert auto.layout_text(plan.layout) == found[1], "the remedy works"
+    assert layout_text(plan.layout) == found[1], "the remedy works"
 
 
 def test_a_smaller_batch_that_would_fit_is_named() -> None:

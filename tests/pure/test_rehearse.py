@@ -1,5 +1,6 @@
 """Rehearsed steps: the closed form is the schedule timed one by one where stages are alike, and near it elsewhere."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -88,6 +89,10 @@ def test_the_trace_is_the_schedule_and_its_memory_the_estimate() -> None:
             assert trace.peak_bytes(rank) == pytest.approx(memory.peak_bytes, rel=1e-6)
 
 
+def by_stage(*costs: Costs) -> Callable[[Action], float]:
+    return lambda action: costs[action.stage].of(action.kind)
+
+
 def test_stages_of_a_schedule_may_cost_unlike() -> None:
     """Two stages, the second twice as slow: it never waits but for the first forward.
 
@@ -96,13 +101,13 @@ def test_stages_of_a_schedule_may_cost_unlike() -> None:
     """
     schedule = pipeline.build("1f1b", 2, 2)
     slow = Costs(forward=2, backward=4)
-    times = timing.run(schedule, [Costs(), slow])
+    times = timing.run(schedule, by_stage(Costs(), slow))
     assert times[1] == ((1, 3), (3, 7), (7, 9), (9, 13))
     assert times[0][-1] == (13, 15)
-    assert timing.run(schedule, [Costs(), Costs()]) == timing.run(schedule, Costs())
+    assert timing.run(schedule, by_stage(Costs(), Costs())) == timing.run(schedule, Costs())
 
 
 def test_costs_of_stages_are_not_divided_by_chunks() -> None:
     schedule = Schedule.of("two", [[Action(0, ActionKind.F, 0), Action(1, ActionKind.F, 0)]], num_chunks=2)
-    assert timing.run(schedule, [Costs(), Costs()])[0][-1] == (1, 2)
+    assert timing.run(schedule, by_stage(Costs(), Costs()))[0][-1] == (1, 2)
     assert timing.run(schedule, Costs())[0][-1] == (0.5, 1)

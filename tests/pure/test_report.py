@@ -10,6 +10,7 @@ import pytest
 from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
 from meshwright.cli import run as cli
+from meshwright.ir import units
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.planner.search import search
 from meshwright.prediction import explain
@@ -108,10 +109,10 @@ def test_a_curve_needs_two_points() -> None:
 
 
 def test_numbers_as_one_reads_them() -> None:
-    assert [drawing.seconds(one) for one in (12.34, 0.0123, 4.5e-6, 0.0, 1234.5)] == [
+    assert [units.seconds(one) for one in (12.34, 0.0123, 4.5e-6, 0.0, 1234.5)] == [
         "12.3 s", "12.3 ms", "4.5 us", "0 us", "1,234 s",
     ]  # fmt: skip
-    assert [drawing.size(one) for one in (3 * 2**30, 5 * 2**20, 2**41)] == ["3 GiB", "5 MiB", "2 TiB"]
+    assert [units.size(one) for one in (3 * 2**30, 5 * 2**20, 2**41)] == ["3 GiB", "5 MiB", "2 TiB"]
     assert [drawing.dollars(one) for one in (None, 0.5, 1234.5)] == ["", "$ 0.5", "$ 1,234"]
 
 

@@ -119,3 +119,5 @@ def test_traces_of_ranks_are_put_on_one_clock_and_together() -> None:
 def test_traces_of_different_sources_are_not_merged() -> None:
     with pytest.raises(ValueError, match="traces of measured, simulated cannot be merged"):
         merge([TWO_RANKS, Trace(source="measured")])
+    with pytest.raises(ValueError, match="traces of 2 different plans cannot be merged"):
+        merge([TWO_RANKS, Trace(source="simulated", plan="0123")])

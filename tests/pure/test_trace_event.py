@@ -47,6 +47,18 @@ def test_transfers_at_one_time_have_tracks_of_their_own() -> None:
     assert found == {"a": 0, "b": 1, "c": 0}
 
 
+def test_two_traces_stand_apart_each_from_its_own_beginning() -> None:
+    predicted = Trace(source="simulated", spans=(Span(0, "compute", "0F0", 0.0, 1.0), Span(1, "wait", "x", 0.0, 1.0)))
+    measured = Trace(source="measured", spans=(Span(0, "compute", "0F0", 70.0, 71.5),))
+    document = json.loads(trace_events(predicted, measured))
+    assert document["otherData"] == {"source": "simulated and measured"}
+    found = document["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    assert names == {0: "simulated rank 0", 1: "simulated rank 1", 2: "measured rank 0"}
+    spans = [(event["pid"], event["ts"], event["dur"]) for event in found if event["ph"] == "X"]
+    assert sorted(spans) == [(0, 0.0, 1e6), (1, 0.0, 1e6), (2, 0.0, 1.5e6)]
+
+
 @given(TRACES)
 def test_all_is_there_and_nothing_on_a_track_overlaps(trace: Trace) -> None:
     found = events(trace)

@@ -91,10 +91,9 @@ def simulate(
     """
     plan.check(graph)
     known = known_cluster(cluster, torch.device("cpu"), plan.mesh.world_size)
-    found = foretell(
+    return foretell(
         graph, plan, known, optimizer=optimizer, clips=clips, threads=threads, contention=contention, faults=faults
-    )
-    return found.played.trace()
+    ).trace()
 
 
 def choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | None, device: torch.device) -> Plan:

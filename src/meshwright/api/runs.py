@@ -10,12 +10,14 @@ from meshwright import build, config
 from meshwright.api.machine import known_cluster
 from meshwright.api.plans import capture, choose, simulate
 from meshwright.api.trainers import parallelize, verify
-from meshwright.comm.groups import from_rank_0
+from meshwright.comm.clock import on_rank_0
+from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.graph import Graph
+from meshwright.ir.ledger import Ledger, make_ledger
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import SGD, Adam, AdamW, Optimizer, Run, TextData
 from meshwright.ir.trace import Trace
@@ -23,6 +25,7 @@ from meshwright.planner.foretell import Foretold, foretell
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
 from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
+from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Comparison
@@ -104,13 +107,15 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str
     held_out: tuple[HeldOut, ...] = ()
     text: str = ""
+    ledger: Ledger | None = None
 
 
 def train(run: Run, progress: Progress | None = None) -> Trained:
     """Train what a RUN.toml names, on the ranks that are there; every rank must call it.
 
     A run that stopped in the same directory is continued from its latest checkpoint. The directory then holds
-    run.toml, plan.json, metrics.jsonl and checkpoints.
+    run.toml, plan.json, metrics.jsonl and checkpoints, and at its end trace.json, predicted.json and ledger.json: what
+    the last steps took beside what was predicted.
 
     Raises:
         MeshwrightError: whatever is wrong with the model, the data, the layout or the checkpoint.
@@ -135,6 +140,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         seed=run.train.seed,
         cluster=run.layout.cluster or None,
     )
+    held_bytes = _held_besides(trainer, device)
     foretold = _foretold(run, trainer, device) if rank == 0 else None
     progress.end()
     items, unit = source.items_per_step
@@ -164,6 +170,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     from_rank_0(lambda: _note_run(run, trainer, directory, found))
     factors = [run.schedule.factor(step, run.train.steps) for step in range(run.train.steps)]
     loop.run(resumed_schedule(trainer, build.hyperparameters(run), factors))
+    ledger = _ledger(run, trainer, loop.traces, foretold, held_bytes, device)
     text = ""
     if run.sample is not None and run.sample.length:
         weights = trainer.full_state_dict()
@@ -177,6 +184,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         checkpoint=str(directory / "checkpoints" / saved[0]) if saved else "",
         held_out=tuple(loop.evaluations),
         text=text,
+        ledger=ledger,
     )
 
 
@@ -195,6 +203,30 @@ def _foretold(run: Run, trainer: Trainer, device: torch.device) -> Foretold | No
     except MeshwrightError as error:
         log.warning("nothing is predicted: %s", error)
         return None
+
+
+def _held_besides(trainer: Trainer, device: torch.device) -> int:
+    """What this rank's process holds besides the parameters: the interpreter, libraries, data."""
+    read = memory_reader(device)
+    return read() - sum(value.nbytes for value in trainer.parameters.values().values()) if read is not None else 0
+
+
+def _ledger(
+    run: Run, trainer: Trainer, traces: list[Trace], foretold: Foretold | None, held_bytes: int, device: torch.device
+) -> Ledger | None:
+    """Gather the traces of the last steps, lay the prediction beside them, and write both into the run's directory;
+    None on other ranks, or where there is nothing to compare. Every rank must call it."""
+    held = dict(enumerate(from_every_rank(held_bytes)))
+    measured = [on_rank_0(trace, device).above(held) for trace in traces]
+    if trainer.rank != 0 or foretold is None or not measured:
+        return None
+    cluster = known_cluster(run.layout.cluster or None, device, trainer.plan.mesh.world_size)
+    predicted = foretold.trace()
+    ledger = make_ledger(trainer.plan, predicted, measured, cluster)
+    directory = Path(run.train.directory or "runs/run")
+    for found, name in ((measured[-1], "trace.json"), (predicted, "predicted.json"), (ledger, "ledger.json")):
+        files.save(found, directory / name)
+    return ledger
 
 
 def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -> None:

@@ -18,6 +18,7 @@ from meshwright.cli import (
     plan,
     predict,
     recompute,
+    report,
     schedule,
     simulate,
     train,
@@ -38,7 +39,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    demo, train, plan, simulate, predict, validate, recompute, verify, schedule, calibrate, clusters, models, bench,
+    demo, train, report, plan, simulate, predict, validate, recompute, verify, schedule, calibrate, clusters, models,
+    bench,
 ):  # fmt: skip
     command.add_to(app)
 

@@ -101,4 +101,9 @@ def summarize(run: Run, result: "Trained") -> None:
         first, last = result.held_out[0], result.held_out[-1]
         terminal.print(f"held out: after step {first.step}: {first}")
         terminal.print(f"          after step {last.step}: {last}")
-    terminal.print(f"the run lies in {result.directory}: metrics.jsonl, plan.json, run.toml, checkpoints")
+    if result.ledger is not None:
+        terminal.print(f"\n{result.ledger.table()}\n", highlight=False)
+    terminal.print(
+        f"the run lies in {result.directory}: metrics.jsonl, plan.json, run.toml, checkpoints; `meshwright report "
+        f"{result.directory}` makes a page of it"
+    )

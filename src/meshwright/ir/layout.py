@@ -114,3 +114,18 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The mesh of the layout's axes: pp outermost where there is one, tp innermost."""
         stages = {"pp": self.pp} if self.pp > 1 else {}
         return Mesh.of(**stages, dp=self.dp, tp=self.tp)
+
+
+def layout_text(layout: Layout) -> str:
+    """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
+    axes = " x ".join(f"{name}{size}" for name in ("dp", "tp", "pp") if (size := getattr(layout, name)) > 1)
+    words = [axes or "one rank"]
+    if layout.microbatches > 1:
+        words.append(f"{layout.microbatches} micro-batches")
+    if layout.pp > 1:
+        words.append(layout.schedule)
+    if layout.chunks > 1:
+        words.append(f"{layout.chunks} chunks")
+    if layout.recompute != "none":
+        words.append(f"recompute {layout.recompute}")
+    return ", ".join(words)

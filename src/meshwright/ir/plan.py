@@ -1,5 +1,6 @@
 """What was decided: mesh, strategy of every operator, storage, buckets. People read, diff, edit and rerun it."""
 
+import hashlib
 import re
 from itertools import combinations
 from math import prod
@@ -137,6 +138,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """
         held = cut(graph, self.firsts).stage_of if len(self.stages) > 1 else {}
         return {one.name: self.stages[held.get(one.name, 0)].strategy(one.name) for one in graph.operators}
+
+    @property
+    def digest(self) -> str:
+        """Sixteen digits that identify what is run: of all but the prediction, what else was weighed, and the notes."""
+        said = msgspec.to_builtins(self, str_keys=True)
+        for key in ("prediction", "alternatives", "notes"):
+            said.pop(key, None)
+        return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()[:16]
 
     def explain(self) -> str:
         """Every module, its split, its reason, as a table for people."""

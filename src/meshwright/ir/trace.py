@@ -1,7 +1,7 @@
 """The trace: what every rank did and when, measured by a run or foretold by the simulator."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -47,11 +47,13 @@ class MemorySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Spans and memory samples of all ranks: of a run (``measured``), of the simulator (``simulated``), or of a run
-    whose computing only waited for its predicted time (``emulated``)."""
+    whose computing only waited for its predicted time (``emulated``). ``plan`` is the digest of the plan that was
+    followed (``Plan.digest``); empty where there was none."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
     source: TraceSource
+    plan: str = ""
     spans: tuple[Span, ...] = ()
     memory: tuple[MemorySample, ...] = ()
 
@@ -83,6 +85,17 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             memory=tuple(replace(sample, time_s=sample.time_s + seconds) for sample in self.memory),
         )
 
+    def above(self, held_bytes: Mapping[int, int]) -> "Trace":
+        """The same, its memory counted above what each rank held before (by rank; nothing where it is not named), so
+        that a process with its libraries compares with what is predicted for a model. No sample is below 0."""
+        return msgspec.structs.replace(
+            self,
+            memory=tuple(
+                msgspec.structs.replace(sample, bytes=max(0, sample.bytes - held_bytes.get(sample.rank, 0)))
+                for sample in self.memory
+            ),
+        )
+
     def of_rank(self, rank: int) -> "Trace":
         """What the trace says of one rank, on the same clock."""
         return msgspec.structs.replace(
@@ -107,12 +120,16 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Traces of different ranks on one clock as one; a ValueError where they have not one source."""
+    """Traces of different ranks on one clock as one; a ValueError where they have not one source and one plan."""
     sources = {trace.source for trace in traces}
     if len(sources) != 1:
         raise ValueError(f"traces of {', '.join(sorted(sources)) or 'nothing'} cannot be merged")
+    plans = {trace.plan for trace in traces}
+    if len(plans) != 1:
+        raise ValueError(f"traces of {len(plans)} different plans cannot be merged")
     return Trace(
         source=traces[0].source,
+        plan=traces[0].plan,
         spans=tuple(span for trace in traces for span in trace.spans),
         memory=tuple(sample for trace in traces for sample in trace.memory),
     )

@@ -14,7 +14,7 @@ from meshwright.cost.work import Work
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan, Prediction
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
@@ -158,21 +158,6 @@ class _Scales:
         peaks = peak_memory(work, schedule)
         predicted = predict_step(work, schedule, plan.mesh, self.cluster)
         return _Option(plan, work, predicted, max(peaks, key=lambda one: one.peak_bytes))
-
-
-def layout_text(layout: Layout) -> str:
-    """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
-    axes = " x ".join(f"{name}{size}" for name in ("dp", "tp", "pp") if (size := getattr(layout, name)) > 1)
-    words = [axes or "one rank"]
-    if layout.microbatches > 1:
-        words.append(f"{layout.microbatches} micro-batches")
-    if layout.pp > 1:
-        words.append(layout.schedule)
-    if layout.chunks > 1:
-        words.append(f"{layout.chunks} chunks")
-    if layout.recompute != "none":
-        words.append(f"recompute {layout.recompute}")
-    return ", ".join(words)
 
 
 def _complexity(layout: Layout) -> tuple[int, int, int, int]:

@@ -10,14 +10,16 @@ from meshwright.errors import PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.plan import Plan, Prediction
+from meshwright.ir.trace import Trace
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.simulate.engine import Played, play
 from meshwright.simulate.faults import Faults
 
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan's step before it is run: ``played`` gives its trace, ``memory`` is by pipeline rank."""
+    """The step of the plan ``digest`` before it is run; ``memory`` is by pipeline rank."""
 
+    digest: str
     work: Work
     played: Played
     memory: tuple[RankMemory, ...]
@@ -26,6 +28,10 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     def peak(self) -> RankMemory:
         """The largest of all ranks."""
         return max(self.memory, key=lambda one: one.peak_bytes)
+
+    def trace(self) -> Trace:
+        """What every rank will do, and hold."""
+        return msgspec.structs.replace(self.played.trace(), plan=self.digest)
 
     @property
     def prediction(self) -> Prediction:
@@ -61,4 +67,4 @@ def foretell(
     done = work or step_work(graph, plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
     schedule = schedule_of(plan)
     played = play(schedule, done, plan.mesh, cluster, contention=contention, faults=faults)
-    return Foretold(work=done, played=played, memory=peak_memory(done, schedule))
+    return Foretold(digest=plan.digest, work=done, played=played, memory=peak_memory(done, schedule))

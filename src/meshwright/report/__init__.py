@@ -1,5 +1,11 @@
-"""Pages that explain a plan to someone who did not run it: one self-contained HTML file, without any network."""
+"""Pages that explain a plan, or a run, to someone who did not make it: one self-contained HTML file, no network."""
 
 from meshwright.report.page import Alternative, Part, Point, Report, render
+from meshwright.report.run_files import RunFiles, read_run
+from meshwright.report.run_page import named_traces, render_run
+from meshwright.report.trace_event import trace_events
 
-__all__ = ["Alternative", "Part", "Point", "Report", "render"]
+__all__ = [
+    "Alternative", "Part", "Point", "Report", "RunFiles", "named_traces", "read_run", "render", "render_run",
+    "trace_events",
+]  # fmt: skip

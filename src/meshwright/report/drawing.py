@@ -5,28 +5,13 @@ from collections.abc import Sequence
 from html import escape
 
 from meshwright.ir.trace import Trace
+from meshwright.ir.units import seconds, size
+from meshwright.report import svg
 
-WIDTH = 960
 MOST_SPANS = 4000
 """Spans that are drawn at most: of longer timelines the beginning."""
 MOST_LINES = 8
 """Ranks whose memory is drawn at most."""
-
-
-def seconds(value: float) -> str:
-    """A duration as one reads it: ``1.23 s``, ``45.6 ms``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(value) * factor >= 1 or unit == "us":
-            return f"{value * factor:.3g} {unit}" if abs(value) * factor < 1000 else f"{value * factor:,.0f} {unit}"
-    return ""
-
-
-def size(value: float) -> str:
-    """Bytes as one reads them: ``12.3 GiB``."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if value >= factor or unit == "MiB":
-            return f"{value / factor:.3g} {unit}" if value < 1000 * factor else f"{value / factor:,.0f} {unit}"
-    return ""
 
 
 def dollars(value: float | None) -> str:
@@ -40,19 +25,19 @@ def timeline(trace: Trace) -> str:
     spans = sorted(trace.spans, key=lambda span: span.start_s)
     until_s = spans[MOST_SPANS].start_s if len(spans) > MOST_SPANS else whole_s
     left, lane, top = 58, max(10, min(28, 480 // len(ranks))), 6
-    scale = (WIDTH - left - 8) / (until_s or 1.0)
+    scale = (svg.WIDTH - left - 8) / (until_s or 1.0)
     bottom = top + lane * len(ranks)
     cut = f", the first {seconds(until_s)} of {seconds(whole_s)}" if until_s < whole_s else ""
-    parts = [_open(bottom + 26, f"timeline of the pipeline{cut}")]
+    parts = [svg.opened(bottom + 26, f"timeline of the pipeline{cut}")]
     for row, rank in enumerate(ranks):
         if len(ranks) <= 16 or row % 4 == 0:
-            parts.append(_text(left - 6, top + lane * (row + 0.5) + 4, f"stage {rank}", "end"))
+            parts.append(svg.text(left - 6, top + lane * (row + 0.5) + 4, f"stage {rank}", "end"))
     for span in spans:
         if span.start_s > until_s:
             break
         y = top + lane * ranks.index(span.rank)
         x, width = left + scale * span.start_s, scale * (min(span.end_s, until_s) - span.start_s)
-        kind = _kind(span.what)
+        kind = svg.kind(span.what)
         parts.append(
             f'<rect class="{kind}" x="{x:.2f}" y="{y + 1}" width="{max(width - 0.5, 0.3):.2f}" height="{lane - 2}">'
             f"<title>{escape(span.what)}, stage {span.rank}: {seconds(span.start_s)} to {seconds(span.end_s)}</title>"
@@ -60,8 +45,8 @@ def timeline(trace: Trace) -> str:
         )
         label = "".join(character for character in span.what.partition(kind[-1].upper())[2] if character.isdigit())
         if label and width > 7 * len(label) + 4 and lane >= 14:
-            parts.append(_text(x + width / 2, y + lane / 2 + 4, label, "middle", "inside"))
-    parts += _time_axis(left, bottom, until_s, scale)
+            parts.append(svg.text(x + width / 2, y + lane / 2 + 4, label, "middle", "inside"))
+    parts += svg.time_axis(left, bottom, until_s, scale)
     return "".join([*parts, "</svg>"])
 
 
@@ -72,25 +57,25 @@ def memory(trace: Trace, limit_bytes: float) -> str:
     most = max(limit_bytes, *(trace.peak_bytes(rank) for rank in shown)) * 1.05
     last_s = max(sample.time_s for sample in trace.memory) or 1.0
     left, top, height = 70, 10, 240
-    scale, up = (WIDTH - left - 60) / last_s, height / most
+    scale, up = (svg.WIDTH - left - 60) / last_s, height / most
     bottom = top + height
-    parts = [_open(bottom + 26, "memory over time")]
+    parts = [svg.opened(bottom + 26, "memory over time")]
     for step in range(5):
         value = most * step / 4
         y = bottom - up * value
-        parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{WIDTH - 60}" y2="{y:.1f}"/>')
-        parts.append(_text(left - 6, y + 4, size(value) if step else "0", "end"))
+        parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{svg.WIDTH - 60}" y2="{y:.1f}"/>')
+        parts.append(svg.text(left - 6, y + 4, size(value) if step else "0", "end"))
     for index, rank in enumerate(shown):
-        samples = _thinned([(one.time_s, one.bytes) for one in trace.of_rank(rank).memory])
+        samples = svg.thinned([(one.time_s, one.bytes) for one in trace.of_rank(rank).memory])
         points = " ".join(f"{left + scale * time_s:.1f},{bottom - up * held:.1f}" for time_s, held in samples)
         parts.append(
             f'<polyline class="line s{index}" points="{points}"><title>stage {rank}, at most '
             f"{size(trace.peak_bytes(rank))}</title></polyline>"
         )
     limit = bottom - up * limit_bytes
-    parts.append(f'<line class="limit" x1="{left}" y1="{limit:.1f}" x2="{WIDTH - 60}" y2="{limit:.1f}"/>')
-    parts.append(_text(WIDTH - 56, limit + 4, "device", "start"))
-    parts += _time_axis(left, bottom, last_s, scale)
+    parts.append(f'<line class="limit" x1="{left}" y1="{limit:.1f}" x2="{svg.WIDTH - 60}" y2="{limit:.1f}"/>')
+    parts.append(svg.text(svg.WIDTH - 56, limit + 4, "device", "start"))
+    parts += svg.time_axis(left, bottom, last_s, scale)
     legend = "".join(
         f'<span><i class="key s{index}"></i>stage {rank}: {size(trace.peak_bytes(rank))}</span>'
         for index, rank in enumerate(shown)
@@ -103,7 +88,7 @@ def curve(points: Sequence[tuple[int, float]]) -> str:
     fewer than two points."""
     if len(points) < 2:
         return ""
-    left, top, height, right = 70, 10, 240, WIDTH - 60
+    left, top, height, right = 70, 10, 240, svg.WIDTH - 60
     first, last = points[0], points[-1]
     ideal = [(devices, first[1] * devices / first[0]) for devices, _ in points]
     low = math.log2(min(rate for _, rate in points)) - 0.2
@@ -114,7 +99,7 @@ def curve(points: Sequence[tuple[int, float]]) -> str:
         x = left + 10 + across * math.log2(point[0] / first[0])
         return x, top + height * (high - math.log2(point[1])) / (high - low)
 
-    parts = [_open(top + height + 26, "scaling")]
+    parts = [svg.opened(top + height + 26, "scaling")]
     for name, line in (("ideal", ideal), ("line s0", list(points))):
         parts.append(f'<polyline class="{name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, line))}"/>')
     for devices, rate in points:
@@ -124,37 +109,6 @@ def curve(points: Sequence[tuple[int, float]]) -> str:
             f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{devices} devices: {rate:.4g} sequences/s, '
             f"{part:.0%} of linear</title></circle>"
         )
-        parts.append(_text(x, y + 20, f"{rate:.3g}/s", "middle"))
-        parts.append(_text(x, top + height + 18, f"{devices}", "middle"))
+        parts.append(svg.text(x, y + 20, f"{rate:.3g}/s", "middle"))
+        parts.append(svg.text(x, top + height + 18, f"{devices}", "middle"))
     return "".join([*parts, "</svg>"])
-
-
-def _kind(what: str) -> str:
-    """The class of an action's box: f, b, i, w, or rest."""
-    letters = what.lstrip("0123456789")[:1].lower()
-    return letters if what[:1].isdigit() and letters in ("f", "b", "i", "w") else "rest"
-
-
-def _thinned(samples: list[tuple[float, int]], most: int = 1500) -> list[tuple[float, int]]:
-    """At most so many samples, the highest of each stretch."""
-    if len(samples) <= most:
-        return samples
-    each = math.ceil(len(samples) / most)
-    return [max(samples[first : first + each], key=lambda one: one[1]) for first in range(0, len(samples), each)]
-
-
-def _time_axis(left: float, bottom: float, until_s: float, scale: float) -> list[str]:
-    found = [f'<line class="axis" x1="{left}" y1="{bottom}" x2="{left + scale * until_s:.1f}" y2="{bottom}"/>']
-    for step in range(6):
-        at_s = until_s * step / 5
-        anchor = "start" if step == 0 else "end" if step == 5 else "middle"
-        found.append(_text(left + scale * at_s, bottom + 18, seconds(at_s) if step else "0", anchor))
-    return found
-
-
-def _open(height: float, label: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
-
-
-def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,12 +1,12 @@
 """What a report of a plan says, and the HTML page that says it."""
 
-from importlib import resources
 from typing import Literal
 
 import msgspec
 
 from meshwright.ir.trace import Trace
 from meshwright.report import drawing
+from meshwright.report.template import rendered
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,23 +64,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def render(report: Report) -> str:
     """The report as one HTML page: styles and pictures are in it, light or dark as the reader's system is."""
-    import jinja2  # here, so that whoever renders nothing does not wait for it
-    from markupsafe import Markup
-
-    source = resources.files(__name__.rpartition(".")[0]).joinpath("plan.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters |= {"seconds": drawing.seconds, "bytes": drawing.size, "dollars": drawing.dollars}
     trace = report.trace
-    return environment.from_string(source).render(
+    return rendered(
+        "plan.html.j2",
+        {
+            "timeline": drawing.timeline(trace) if trace else "",
+            "over_time": drawing.memory(trace, report.memory_limit_bytes) if trace else "",
+            "curve": drawing.curve(
+                [(point.devices, point.sequences_per_s) for point in report.scaling if point.layout]
+            ),
+        },
         report=report,
         shares={name: _shares(parts) for name, parts in (("time", report.time), ("memory", report.memory))},
-        timeline=Markup(drawing.timeline(trace)) if trace else "",
-        over_time=Markup(drawing.memory(trace, report.memory_limit_bytes)) if trace else "",
-        curve=Markup(
-            drawing.curve([(point.devices, point.sequences_per_s) for point in report.scaling if point.layout])
-        ),
     )
 
 

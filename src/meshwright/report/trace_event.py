@@ -9,16 +9,34 @@ from meshwright.ir.trace import Span, Trace
 _US = 1e6
 
 
-def trace_events(trace: Trace) -> bytes:
-    """The trace as JSON in the trace event format (Google, "Trace Event Format": X, C and M events), in microseconds
-    from the first event on. Spans of a stream that overlap stand on tracks of their own, because tracks only nest.
+def trace_events(*traces: Trace) -> bytes:
+    """Traces as JSON in the trace event format (Google, "Trace Event Format": X, C and M events), in microseconds from
+    each trace's first event on. Spans of a stream that overlap stand on tracks of their own, because tracks only nest.
+    Of several traces each has its own processes, the first trace's above; they are called by their source too.
     """
+    events: list[dict[str, Any]] = []
+    stride = 1 + max((rank for trace in traces for rank in trace.ranks), default=0)
+    for number, trace in enumerate(traces):
+        called = f"{trace.source} rank" if len(traces) > 1 else "rank"
+        events += _events(trace, number * stride, called)
+    other = {"source": " and ".join(trace.source for trace in traces)}
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+
+
+def _events(trace: Trace, first: int, called: str) -> list[dict[str, Any]]:
+    """The events of a trace whose rank 0 is process number ``first``."""
     times = [span.start_s for span in trace.spans] + [sample.time_s for sample in trace.memory]
     origin_s = min(times, default=0.0)
     events: list[dict[str, Any]] = []
+
+    def named(kind: str, process: int, **values: Any) -> dict[str, Any]:
+        track = {"tid": values.pop("track")} if "track" in values else {}
+        return {"ph": "M", "name": kind, "pid": process, **track, "args": values}
+
     for rank in trace.ranks:
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        process = first + rank
+        events.append(named("process_name", process, name=f"{called} {rank}"))
+        events.append(named("process_sort_index", process, sort_index=process))
     by_track: dict[tuple[int, str], list[Span]] = {}
     for span in trace.spans:
         by_track.setdefault((span.rank, span.stream), []).append(span)
@@ -28,23 +46,20 @@ def trace_events(trace: Trace) -> bytes:
             for index, lane in enumerate(_lanes(by_track.get((rank, stream), []))):
                 number = numbers[rank] = numbers.get(rank, -1) + 1
                 name = stream if index == 0 else f"{stream} {index + 1}"
-                events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}})
-                events.append(
-                    {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
-                )
-                events += [_complete(span, number, origin_s) for span in lane]
+                events.append(named("thread_name", first + rank, track=number, name=name))
+                events.append(named("thread_sort_index", first + rank, track=number, sort_index=number))
+                events += [_complete(span, first + rank, number, origin_s) for span in lane]
     for sample in trace.memory:
         events.append(
-            {"ph": "C", "name": "memory", "pid": sample.rank, "ts": (sample.time_s - origin_s) * _US,
+            {"ph": "C", "name": "memory", "pid": first + sample.rank, "ts": (sample.time_s - origin_s) * _US,
              "args": {"bytes": sample.bytes}}
         )  # fmt: skip
-    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"source": trace.source}}
-    return msgspec.json.encode(document)
+    return events
 
 
-def _complete(span: Span, track: int, origin_s: float) -> dict[str, Any]:
+def _complete(span: Span, process: int, track: int, origin_s: float) -> dict[str, Any]:
     event: dict[str, Any] = {
-        "ph": "X", "name": span.what, "cat": span.stream, "pid": span.rank, "tid": track,
+        "ph": "X", "name": span.what, "cat": span.stream, "pid": process, "tid": track,
         "ts": (span.start_s - origin_s) * _US, "dur": span.duration_s * _US,
     }  # fmt: skip
     if args := {key: value for key, value in (("bytes", span.bytes), ("flops", span.flops)) if value}:

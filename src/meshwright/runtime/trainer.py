@@ -10,6 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -168,7 +169,7 @@ class Trainer:
         ``all_ranks``: on rank 0 what all ranks did, on rank 0's clock, which every rank's is compared with now; every
         rank must call it, and the others get their own.
         """
-        mine = (self.recorder or Recorder()).trace(self.rank)
+        mine = msgspec.structs.replace((self.recorder or Recorder()).trace(self.rank), plan=self.plan.digest)
         return on_rank_0(mine, self.device) if all_ranks else mine
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:

@@ -1,0 +1,63 @@
+"""``meshwright report RUN_DIR``: a run as a page to read, and its traces as a file for Perfetto."""
+
+from pathlib import Path
+
+import typer
+
+from meshwright.cli import display
+from meshwright.errors import FileFormatError, TraceError
+from meshwright.ir.files import write_atomically
+
+EPILOG = """[bold]Examples[/bold]
+
+  meshwright report runs/gpt
+
+  meshwright report runs/gpt -o gpt.html --trace gpt.trace.json
+
+The page needs no network: loss, plan, predicted over measured timeline and memory of every rank, the ledger.
+The trace file opens at https://ui.perfetto.dev, predicted ranks above measured ones.
+"""
+
+
+def report(
+    directory: Path = typer.Argument(..., metavar="RUN_DIR", help="Where the run lies: run.toml, metrics.jsonl, ..."),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="The page; default: report.html in RUN_DIR."
+    ),
+    trace: Path | None = typer.Option(None, "--trace", metavar="FILE", help="Write the traces too, for Perfetto."),
+) -> None:
+    """Show a run: its loss, its plan, and what was predicted beside what was measured."""
+    from meshwright import report as room
+
+    run = room.read_run(directory)
+    page = output or directory / "report.html"
+    command = f"meshwright report {directory}"
+    _write(page, room.render_run(run, command=command).encode())
+    terminal = display.console()
+    for missing in run.missing:
+        terminal.print(f"missing: {missing}")
+    if run.ledger is not None:
+        terminal.print(f"pred/meas {run.ledger.step_ratio:.2f}, {run.ledger.worst}")
+    terminal.print(f"-> {page}")
+    if trace is not None:
+        traces = room.named_traces(run).values()
+        if not traces:
+            raise TraceError(
+                "this run has no traces", where=str(directory), remedy="leave --trace out, or run it again with traces"
+            )
+        _write(trace, room.trace_events(*traces))
+        terminal.print(f"-> {trace}")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command."""
+    app.command(epilog=EPILOG)(report)
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise FileFormatError(
+            f"cannot write the file: {error.strerror}", where=str(path), remedy="check the path"
+        ) from None

@@ -1,0 +1,106 @@
+"""Feeds a ledger back: the cluster whose few constants are corrected by what a run took."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from meshwright.errors import ClusterError
+from meshwright.ir.cluster import Cluster, CollectiveTiming, Level
+from meshwright.ir.ledger import Ledger
+
+MOST = 8.0
+"""Constants are corrected by up to this factor; what is off further is no matter of a constant."""
+_TIMES = ("kernel_s", "launch_s")
+_FRACTIONS = ("matmul_fraction", "attention_fraction", "bandwidth_fraction")
+_SAYS = "; corrected by a run of "
+
+
+class Factors(msgspec.Struct, frozen=True, kw_only=True):
+    """How many times as long computing, and communication, took as the cluster's constants say."""
+
+    compute: float = 1.0
+    communication: float = 1.0
+
+
+def factors(ledger: Ledger) -> Factors:
+    """The two factors that explain a ledger best (``Ledger.compute_factor``, ``Ledger.communication_factor``).
+
+    Raises:
+        ClusterError: one is beyond ``MOST`` or its inverse.
+    """
+    found = Factors(compute=ledger.compute_factor, communication=ledger.communication_factor)
+    for what, factor in (("computing", found.compute), ("communication", found.communication)):
+        if not 1 / MOST <= factor <= MOST:
+            raise ClusterError(
+                f"{what} took {factor:.3g} times as long as predicted, which no constant explains",
+                where=f"cluster {ledger.cluster}",
+                remedy="calibrate the machine again while nothing else runs, or name the cluster that it really is",
+            )
+    return found
+
+
+def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
+    """The cluster with the constants that would have foretold the ledger's run.
+
+    Computing: the device's efficiency curves and fractions are divided by the factor (no efficiency gets above 1, so
+    that a device faster than its peaks is corrected in part), its times per kernel multiplied. Communication: alpha and
+    beta of the levels that the run's ranks cross, and the measured collectives of those levels, are multiplied. Peaks,
+    sizes and everything else stay.
+
+    Raises:
+        ClusterError: the ledger is of another cluster; a factor is out of bounds (``factors``); the device has neither
+            efficiency curves nor kernels, so that there is nothing to correct.
+    """
+    if ledger.cluster != cluster.name:
+        raise ClusterError(
+            f"the ledger is of a run on {ledger.cluster!r}", where=f"cluster {cluster.name}",
+            remedy="correct the cluster that the run was predicted for",
+        )  # fmt: skip
+    found = factors(ledger)
+    if not cluster.device.efficiency and cluster.device.kernels is None:
+        raise ClusterError(
+            "the device has no efficiency curves that could be corrected",
+            where=f"cluster {cluster.name}: device",
+            remedy="calibrate the machine first",
+        )
+    said = (
+        f"{_SAYS}{ledger.model} as {ledger.layout}: computing takes {found.compute:.3f} times as long, "
+        f"communication {found.communication:.3f} times"
+    )
+    changed: Cluster = _levels(_devices(cluster, found.compute), found.communication, ledger.levels)
+    return msgspec.structs.replace(changed, source=cluster.source.partition(_SAYS)[0] + said)
+
+
+def _devices(value: Any, factor: float, key: str = "") -> Any:
+    """The value, with every device inside (the cluster's, those of members, under any condition) slower."""
+    if key == "efficiency":
+        return {
+            kind: tuple((size, min(1.0, fraction / factor)) for size, fraction in curve)
+            for kind, curve in value.items()
+        }
+    if key in _FRACTIONS:
+        return min(1.0, value / factor)
+    if key in _TIMES:
+        return value * factor
+    return _inside(value, lambda one, name: _devices(one, factor, name))
+
+
+def _levels(value: Any, factor: float, names: tuple[str, ...]) -> Any:
+    """The value, with other alpha, beta and collectives of the levels of these names inside."""
+    replace = msgspec.structs.replace
+    if isinstance(value, CollectiveTiming):
+        return replace(value, time_s=value.time_s * factor) if value.level in names else value
+    changed = _inside(value, lambda one, _: _levels(one, factor, names))
+    if isinstance(changed, Level) and changed.name in names:
+        changed = replace(changed, alpha_s=changed.alpha_s * factor, beta_s_per_byte=changed.beta_s_per_byte * factor)
+    return changed
+
+
+def _inside(value: Any, change: Callable[[Any, str], Any]) -> Any:
+    """The value, with each field of a struct and each item of a tuple changed; ``change`` gets the field's name too."""
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.replace(
+            value, **{name: change(getattr(value, name), name) for name in value.__struct_fields__}
+        )
+    return tuple(change(one, "") for one in value) if isinstance(value, tuple) else value

@@ -1,0 +1,388 @@
+"""The ledger of a run: what was predicted beside what was measured, what was off most, and what would explain it."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import msgspec
+
+from meshwright.errors import TraceError
+from meshwright.ir.layout import layout_text
+from meshwright.ir.plan import Plan
+from meshwright.ir.summary import RankTimes, summarize
+from meshwright.ir.trace import Trace, TraceSource
+from meshwright.ir.units import seconds, size
+
+if TYPE_CHECKING:  # reports read ledgers, and must not import the catalog, which clusters know
+    from meshwright.ir.cluster import Cluster
+
+PartName = Literal["computing", "exposed communication", "bubble"]
+PARTS: dict[PartName, str] = {
+    "computing": "compute_s",
+    "exposed communication": "exposed_s",
+    "bubble": "bubble_s",
+}
+"""The parts of a step, which add up to it, and their fields in ``RankTimes``."""
+AGREE = 0.05
+"""Parts that differ by less than this share of the step are told as agreeing."""
+TOLD = 0.01
+"""What takes less than this share of the step is too little to tell a constant from."""
+MEMORY_AGREES = 0.1
+"""Peaks that differ by less than this share are told as agreeing."""
+
+
+_ROWS: tuple[tuple[str, str, Literal["s", "bytes"]], ...] = (
+    *((part, field, "s") for part, field in PARTS.items()),
+    ("step", "step_s", "s"),
+    ("peak memory", "peak_bytes", "bytes"),
+)
+
+
+class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One rank: the pipeline rank that it is (0 without a pipeline), its predicted step, and its measured one."""
+
+    rank: int
+    stage: int
+    predicted: RankTimes
+    measured: RankTimes
+
+    def difference_s(self, part: PartName) -> float:
+        """By how much longer the part took than was predicted; negative: shorter."""
+        return float(getattr(self.measured, PARTS[part]) - getattr(self.predicted, PARTS[part]))
+
+
+class Deviation(msgspec.Struct, frozen=True, kw_only=True):
+    """A part that was off: seconds predicted and measured; ``share`` is their difference over the measured step."""
+
+    part: PartName
+    rank: int
+    predicted_s: float
+    measured_s: float
+    share: float
+
+    def __str__(self) -> str:
+        return (
+            f"off most: {self.part} on rank {self.rank}, {seconds(self.predicted_s)} predicted and "
+            f"{seconds(self.measured_s)} measured: {self.share:+.1%} of the step"
+        )
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the table: a part of a rank's step (seconds), its whole, or its peak memory (bytes)."""
+
+    rank: int
+    what: str
+    predicted: float
+    measured: float
+    unit: Literal["s", "bytes"]
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over measured; None where nothing was measured."""
+        return self.predicted / self.measured if self.measured else None
+
+    def texts(self) -> tuple[str, str, str]:
+        """Predicted, measured, and their ratio, as people read them."""
+        shown = seconds if self.unit == "s" else size
+        return shown(self.predicted), shown(self.measured), "-" if self.ratio is None else f"{self.ratio:.2f}"
+
+
+class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Predicted beside measured for every rank of a run.
+
+    ``plan`` is ``Plan.digest``; ``levels`` are the levels of the cluster over which its ranks communicate, innermost
+    first; measured times are medians over ``num_steps`` steps, by rank and part.
+    """
+
+    VERSION: ClassVar[int] = 1
+    version: int = 1
+    model: str
+    layout: str
+    cluster: str
+    plan: str
+    levels: tuple[str, ...]
+    predicted_by: TraceSource
+    measured_by: TraceSource
+    num_steps: int
+    ranks: Annotated[tuple[RankEntry, ...], msgspec.Meta(min_length=1)]
+
+    @property
+    def predicted_step_s(self) -> float:
+        """The step that was predicted."""
+        return max(one.predicted.step_s for one in self.ranks)
+
+    @property
+    def measured_step_s(self) -> float:
+        """The step that was measured."""
+        return max(one.measured.step_s for one in self.ranks)
+
+    @property
+    def step_ratio(self) -> float:
+        """Predicted over measured step, as in the log line's ``pred/meas``."""
+        return self.predicted_step_s / self.measured_step_s
+
+    @property
+    def worst(self) -> Deviation:
+        """The part and the rank with the largest difference in seconds; of equal ones computing: others follow it."""
+        every = ((abs(one.difference_s(part)), part, one) for part in PARTS for one in self.ranks)
+        _, part, one = max(every, key=lambda found: found[0])
+        return Deviation(
+            part=part,
+            rank=one.rank,
+            predicted_s=getattr(one.predicted, PARTS[part]),
+            measured_s=getattr(one.measured, PARTS[part]),
+            share=one.difference_s(part) / self.measured_step_s,
+        )
+
+    @property
+    def compute_factor(self) -> float:
+        """How many times as long computing took as was predicted, over all ranks; 1 where it is too little to tell."""
+        predicted_s = sum(one.predicted.compute_s for one in self.ranks)
+        measured_s = sum(one.measured.compute_s for one in self.ranks)
+        if self._too_little(predicted_s / len(self.ranks), measured_s / len(self.ranks)):
+            return 1.0
+        return measured_s / predicted_s
+
+    @property
+    def communication_factor(self) -> float:
+        """How many times as long communication took as was predicted; 1 where it is too little to tell.
+
+        Of the ranks of a stage, the one that waited least came last to its collectives: it waited for communication
+        alone, and not for others. What was predicted to hide behind computing is taken to have hidden for as long as
+        that computing really took: ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
+        """
+        exposed_s = measured_s = hidden_s = 0.0
+        for entries in self._by_stage().values():
+            exposed_s += min(one.predicted.exposed_s for one in entries)
+            measured_s += min(one.measured.exposed_s for one in entries)
+            hidden_s += min(one.predicted.hidden_s for one in entries)
+        if self._too_little(exposed_s, measured_s):
+            return 1.0
+        return (measured_s + self.compute_factor * hidden_s) / (exposed_s + hidden_s)
+
+    @property
+    def explanation(self) -> str:
+        """Which constant would explain what was off most, and what memory says, in sentences."""
+        worst = self.worst
+        if abs(worst.share) < AGREE:
+            found = f"Prediction and measurement agree: no part is off by more than {AGREE:.0%} of the step."
+        elif worst.part == "computing":
+            found = self._about_computing(worst)
+        elif worst.part == "bubble":
+            found = self._about_bubble(worst)
+        else:
+            found = self._about_communication(worst)
+        return f"{found} {self._about_memory()}"
+
+    def rows(self) -> tuple[Row, ...]:
+        """The table: for every rank the parts of its step, the step, and its peak memory."""
+        return tuple(
+            Row(
+                rank=one.rank, what=what, unit=unit,
+                predicted=getattr(one.predicted, field), measured=getattr(one.measured, field),
+            )
+            for one in self.ranks
+            for what, field, unit in _ROWS
+        )  # fmt: skip
+
+    def table(self) -> str:
+        """The ledger for a terminal, with what was off most and what would explain it."""
+        steps = "1 step" if self.num_steps == 1 else f"the median of {self.num_steps} steps"
+        head = f"{self.model} as {self.layout} on {self.cluster}"
+        lines = [
+            f"{head}: predicted ({self.predicted_by}) beside {steps} ({self.measured_by})",
+            f"  {'rank':<5} {'part':<22} {'predicted':>10} {'measured':>10} {'pred/meas':>9}",
+        ]
+        before = None
+        for row in self.rows():
+            rank = "" if row.rank == before else str(row.rank)
+            predicted, measured, ratio = row.texts()
+            lines.append(f"  {rank:<5} {row.what:<22} {predicted:>10} {measured:>10} {ratio:>9}")
+            before = row.rank
+        return "\n".join([*lines, f"{self.worst}", self.explanation])
+
+    def _too_little(self, predicted_s: float, measured_s: float) -> bool:
+        """Whether one of both is too small a part of its step to tell a constant from."""
+        return predicted_s < TOLD * self.predicted_step_s or measured_s < TOLD * self.measured_step_s
+
+    def _by_stage(self) -> dict[int, list[RankEntry]]:
+        found: dict[int, list[RankEntry]] = {}
+        for one in self.ranks:
+            found.setdefault(one.stage, []).append(one)
+        return found
+
+    def _entry(self, rank: int) -> RankEntry:
+        return next(one for one in self.ranks if one.rank == rank)
+
+    def _about_computing(self, worst: Deviation) -> str:
+        own, factor = worst.measured_s / worst.predicted_s if worst.predicted_s else 0.0, self.compute_factor
+        peers = [one for one in self.ranks if one.rank != worst.rank]
+        others = _ratio((one.measured.compute_s, one.predicted.compute_s) for one in peers)
+        if others and own and abs(own / others - 1) > 2 * AGREE:
+            return (
+                f"Rank {worst.rank} computes for {own:.2f} times as long as predicted, the others for {others:.2f}: no "
+                "constant explains both; its device is slower or busy, or its part of the model is larger than counted."
+            )
+        return (
+            f"The device's efficiency would explain it: computing takes {factor:.2f} times as long as its curves say, "
+            "over all ranks."
+        )
+
+    def _about_communication(self, worst: Deviation) -> str:
+        mine = self._entry(worst.rank)
+        stage = self._by_stage()[mine.stage]
+        last = min(stage, key=lambda one: one.measured.exposed_s)
+        late_s = mine.measured.exposed_s - last.measured.exposed_s
+        if late_s > 0.5 * abs(mine.difference_s(worst.part)):
+            return (
+                f"Of this, {seconds(late_s)} are waiting for rank {last.rank}, which came later to collectives and "
+                f"computed for {_times(last)} as long as predicted: no constant of the network explains that."
+            )
+        factor = self.communication_factor
+        if factor == 1.0:
+            return "Too little communication was predicted there, or measured, to tell a constant from."
+        plural = "s" if len(self.levels) != 1 else ""
+        return (
+            f"alpha and beta of the level{plural} {' and '.join(self.levels)} would explain it: communication takes "
+            f"{factor:.2f} times as long as they say."
+        )
+
+    def _about_bubble(self, worst: Deviation) -> str:
+        off_s = worst.measured_s - worst.predicted_s
+        stages = self._by_stage()
+        if len(stages) == 1:
+            return (
+                "Nothing is noted of that time: it is between the parts of the step (input, dispatch), for which there "
+                "is no constant."
+            )
+        means = {
+            stage: statistics.fmean(one.difference_s("computing") for one in entries)
+            for stage, entries in stages.items()
+        }
+        slow = max(means, key=lambda stage: abs(means[stage]))
+        if abs(means[slow]) >= 0.5 * abs(off_s):
+            factor = _ratio((one.measured.compute_s, one.predicted.compute_s) for one in stages[slow])
+            return (
+                f"It follows from the computing of stage {slow}, which takes {factor:.2f} times as long as predicted: "
+                "the device's efficiency would explain it, if other stages are off alike; else where the model is cut."
+            )
+        return (
+            "It follows from waiting: computing of no stage is off as much. What would explain it is alpha and beta of "
+            f"the messages between stages ({' and '.join(self.levels)}), or time between actions, for which there is "
+            "no constant."
+        )
+
+    def _about_memory(self) -> str:
+        known = [one for one in self.ranks if one.measured.peak_bytes and one.predicted.peak_bytes]
+        if not known:
+            return "Memory was not sampled."
+        one = max(known, key=lambda one: abs(one.measured.peak_bytes / one.predicted.peak_bytes - 1))
+        measured, predicted = one.measured.peak_bytes, one.predicted.peak_bytes
+        if abs(measured / predicted - 1) < MEMORY_AGREES:
+            return f"Memory agrees within {MEMORY_AGREES:.0%}."
+        why = (
+            "workspace of its operators, or saved activations that live longer"
+            if measured > predicted
+            else "saved activations that are counted but are freed earlier, or less workspace"
+        )
+        return (
+            f"Memory: rank {one.rank} holds {size(measured)} at its peak, {measured / predicted:.2f} times the "
+            f"{size(predicted)} predicted; {why} would explain it."
+        )
+
+
+def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster") -> Ledger:
+    """The ledger of a run of ``plan`` on ``cluster``: the predicted step, and one trace of each measured step.
+
+    Both are of all ranks of the plan's mesh. Memory of measured traces is what the model needs, as in predicted ones
+    (see ``Trace.above``).
+
+    Raises:
+        TraceError: no step was measured; a trace is of another plan, has another source, or not the mesh's ranks.
+    """
+    if not measured:
+        raise TraceError("no step was measured", where="ledger", remedy="let the run make one step with a recorder")
+    traces = [("predicted", predicted), *((f"measured step {index}", one) for index, one in enumerate(measured))]
+    for name, trace in traces:
+        _check(trace, name, plan)
+    every = [{one.rank: one for one in summarize(trace)} for trace in measured]
+    stages = {rank: plan.mesh.coordinates(rank).get("pp", 0) for rank in range(plan.mesh.world_size)}
+    return Ledger(
+        model=plan.model,
+        layout=layout_text(plan.layout),
+        cluster=cluster.name,
+        plan=plan.digest,
+        levels=_levels(cluster, plan.mesh.world_size),
+        predicted_by=predicted.source,
+        measured_by=measured[0].source,
+        num_steps=len(measured),
+        ranks=tuple(
+            RankEntry(
+                rank=one.rank,
+                stage=stages[one.rank],
+                predicted=one,
+                measured=_median([step[one.rank] for step in every]),
+            )
+            for one in sorted(summarize(predicted), key=lambda one: one.rank)
+        ),
+    )
+
+
+def check_belongs(trace: Trace, digest: str, where: str) -> None:
+    """That a trace is of the plan with this digest; ``where`` is the trace's name or file.
+
+    Raises:
+        TraceError: it says no plan, or another.
+    """
+    if trace.plan != digest:
+        said = f"of plan {trace.plan}" if trace.plan else "of no plan"
+        raise TraceError(
+            f"the trace is {said}, the run's plan is {digest}", where=where, remedy="take the traces of this run"
+        )
+
+
+def _check(trace: Trace, name: str, plan: Plan) -> None:
+    check_belongs(trace, plan.digest, name)
+    sources = ("simulated", "emulated") if name == "predicted" else ("measured", "emulated")
+    if trace.source not in sources:
+        raise TraceError(
+            f"the trace is {trace.source}", where=name, remedy=f"one that is {' or '.join(sources)} belongs there"
+        )
+    ranks = tuple(range(plan.mesh.world_size))
+    seen = tuple(sorted({span.rank for span in trace.spans}))
+    if seen != ranks:
+        raise TraceError(
+            f"the trace has {len(seen)} ranks ({', '.join(map(str, seen[:8])) or 'none'}), the plan {len(ranks)}",
+            where=name,
+            remedy="take a trace of all ranks",
+        )
+    if not trace.duration_s:
+        raise TraceError("the step takes no time", where=name, remedy="take the trace of a step that was made")
+
+
+def _levels(cluster: "Cluster", world_size: int) -> tuple[str, ...]:
+    """The names of the levels inside of which ranks 0 to ``world_size`` - 1 lie, innermost first."""
+    if world_size == 1 or cluster.num_devices == 1:
+        return ()
+    last = min(world_size, cluster.num_devices) - 1
+    crossed = {cluster.level_of(0, rank).name for rank in range(1, last + 1)}
+    return tuple(name for name in reversed(cluster.level_names) if name in crossed)
+
+
+def _median(steps: Sequence[RankTimes]) -> RankTimes:
+    """The median of every field by itself, over the steps of one rank."""
+    fields = [field for field in RankTimes.__struct_fields__ if field not in ("rank", "peak_bytes")]
+    medians = {field: statistics.median(getattr(step, field) for step in steps) for field in fields}
+    peak_bytes = round(statistics.median(step.peak_bytes for step in steps))
+    return RankTimes(rank=steps[0].rank, peak_bytes=peak_bytes, **medians)
+
+
+def _times(one: RankEntry) -> str:
+    return f"{_ratio([(one.measured.compute_s, one.predicted.compute_s)]):.2f} times"
+
+
+def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
+    """The sum of the first over the sum of the second; 0 where that is 0."""
+    both = list(pairs)
+    below = sum(second for _, second in both)
+    return sum(first for first, _ in both) / below if below else 0.0

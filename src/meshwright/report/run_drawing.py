@@ -1,0 +1,212 @@
+"""Pictures of a run as SVG: predicted over measured timelines of every rank, and lines over time or steps."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+
+from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.ir.units import seconds, size
+from meshwright.report import svg
+
+MOST_SPANS = 6000
+"""Spans that are drawn at most; of longer timelines the beginning."""
+MOST_LINES = 8
+"""Ranks whose memory is drawn at most."""
+_LEFT, _RIGHT = 132, 10
+_LANES = (("compute", 20, "compute"), ("wait", 6, "wait"), ("communication", 6, "comm"))
+"""Streams of a rank from above, with the height of their lane and their class."""
+_GROUP = sum(height + 2 for _, height, _ in _LANES) + 4
+_CHARACTER = 6.4
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a plot: points (x, y) with x rising, its colour (0 to 7), how it is drawn, and what the legend says of
+    it (nothing: it is left out there)."""
+
+    name: str
+    legend: str
+    points: list[tuple[float, float]]
+    color: int
+    style: Literal["solid", "dashed"] = "solid"
+    stairs: bool = False
+    dots: bool = False
+
+
+def begun_at_zero(trace: Trace) -> Trace:
+    """The trace on a clock that shows 0 when its first span starts."""
+    return trace.shifted(-min((span.start_s for span in trace.spans), default=0.0))
+
+
+def timelines(traces: Mapping[str, Trace]) -> str:
+    """Every rank of the traces (by what they are called, such as predicted and measured), one trace over the other, on
+    one scale of time: computing with its actions, below it what it waits for, and what is under way."""
+    drawn = {name: begun_at_zero(trace) for name, trace in traces.items()}
+    ranks = sorted({rank for trace in drawn.values() for rank in trace.ranks})
+    whole_s = max(trace.duration_s for trace in drawn.values())
+    starts = sorted(span.start_s for trace in drawn.values() for span in trace.spans)
+    until_s = starts[MOST_SPANS] if len(starts) > MOST_SPANS else whole_s
+    scale = (svg.WIDTH - _LEFT - _RIGHT) / (until_s or 1.0)
+    each = _GROUP * len(drawn) + 10
+    bottom = each * len(ranks) + 4
+    cut = f", the first {seconds(until_s)} of {seconds(whole_s)}" if until_s < whole_s else ""
+    parts = [svg.opened(bottom + 26, f"timeline of {len(ranks)} ranks, {' over '.join(drawn)}{cut}")]
+    for row, rank in enumerate(ranks):
+        top = each * row + 4
+        parts.append(svg.text(0, top + 15, f"rank {rank}", "start", "strong"))
+        if row:
+            parts.append(f'<line class="grid" x1="0" y1="{top - 5}" x2="{svg.WIDTH}" y2="{top - 5}"/>')
+        for index, (name, trace) in enumerate(drawn.items()):
+            above = top + _GROUP * index
+            parts.append(svg.text(_LEFT - 8, above + 15, name, "end"))
+            spans = [span for span in trace.spans if span.rank == rank and span.start_s <= until_s]
+            parts += _lanes(spans, name, above, scale, until_s)
+    for name, trace in drawn.items():
+        x = _LEFT + scale * min(trace.duration_s, until_s)
+        title = f"<title>the {escape(name)} step ends after {seconds(trace.duration_s)}</title>"
+        parts.append(f'<line class="end" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{bottom}">{title}</line>')
+    parts.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{svg.WIDTH - _RIGHT}" y2="{bottom}"/>')
+    for at_s in marks(0.0, until_s):
+        anchor = "end" if scale * at_s > svg.WIDTH - _LEFT - 40 else "middle"
+        parts.append(svg.text(_LEFT + scale * at_s, bottom + 18, seconds(at_s) if at_s else "0", anchor))
+    return "".join([*parts, "</svg>"])
+
+
+def memory_lines(traces: Mapping[str, Trace]) -> str:
+    """The memory of every rank (of many, some) over the time of a step, a line a trace; the last trace's are solid.
+    Nothing where no trace has samples."""
+    drawn = {name: begun_at_zero(trace) for name, trace in traces.items() if trace.memory}
+    if not drawn:
+        return ""
+    ranks = sorted({sample.rank for trace in drawn.values() for sample in trace.memory})
+    if len(ranks) > MOST_LINES:
+        ranks = [ranks[index * (len(ranks) - 1) // (MOST_LINES - 1)] for index in range(MOST_LINES)]
+    lines = []
+    for name, trace in drawn.items():
+        last = name == list(drawn)[-1]
+        for color, rank in enumerate(ranks):
+            samples = [sample for sample in trace.memory if sample.rank == rank]
+            peaks = " and ".join(f"{size(one.peak_bytes(rank))} {name}" for name, one in drawn.items())
+            if samples:
+                lines.append(
+                    Line(
+                        name=f"rank {rank}, {name}: at most {size(trace.peak_bytes(rank))}",
+                        legend=f"rank {rank}: at most {peaks}" if last else "",
+                        points=_held(samples, trace.duration_s),
+                        color=color,
+                        style="solid" if last else "dashed",
+                        stairs=trace.source == "simulated",
+                    )
+                )
+    most = max(trace.peak_bytes(rank) for trace in drawn.values() for rank in ranks)
+    unit = 2.0**30 if most > 2**31 else 2.0**20
+    return plot(lines, "memory over time", x_text=seconds, y_text=size, y_unit=unit, from_zero=True)
+
+
+def plot(
+    lines: Sequence[Line], label: str, *, x_text: Callable[[float], str], y_text: Callable[[float], str],
+    y_unit: float = 1.0, from_zero: bool = False,
+) -> str:  # fmt: skip
+    """Lines with axes and a legend; ``y_unit``: of which round multiples are marked; ``from_zero``: the vertical axis
+    begins at 0. Nothing without points."""
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return ""
+    left, right, top, height = 76, svg.WIDTH - 16, 10, 240
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    low, high = (0.0 if from_zero else low - room), high + room
+    across, up = (right - left) / ((last - first) or 1.0), height / (high - low)
+    bottom = top + height
+
+    def at(point: tuple[float, float]) -> tuple[str, str]:
+        return f"{left + across * (point[0] - first):.1f}", f"{bottom - up * (point[1] - low):.1f}"
+
+    parts = [svg.opened(bottom + 26, label)]
+    for value in marks(low / y_unit, high / y_unit):
+        y = bottom - up * (value * y_unit - low)
+        parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        parts.append(svg.text(left - 6, y + 4, y_text(value * y_unit) if value else "0", "end"))
+    parts.append(f'<line class="axis" x1="{left}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+    for value in marks(first, last):
+        x = left + across * (value - first)
+        parts.append(svg.text(min(x, right - 8), bottom + 18, x_text(value) if value else "0", "middle"))
+    for line in lines:
+        shown = _stairs(line.points) if line.stairs else line.points
+        style = f"line s{line.color}" + (" foretold" if line.style == "dashed" else "")
+        title = f"<title>{escape(line.name)}</title>"
+        parts.append(
+            f'<polyline class="{style}" points="{" ".join(",".join(at(point)) for point in shown)}">{title}</polyline>'
+        )
+        for point in line.points if line.dots else ():
+            across_x, down_y = at(point)
+            spoken = f"<title>{escape(line.name)}: {y_text(point[1])} at {x_text(point[0])}</title>"
+            parts.append(f'<circle class="dot d{line.color}" cx="{across_x}" cy="{down_y}" r="3.5">{spoken}</circle>')
+    legend = "".join(
+        f'<span><i class="key s{line.color}"></i>{escape(line.legend)}</span>' for line in lines if line.legend
+    )
+    return "".join([*parts, "</svg>", f'<p class="legend">{legend}</p>'])
+
+
+def _lanes(spans: Sequence[Span], name: str, top: float, scale: float, until_s: float) -> list[str]:
+    """The streams of one rank of one trace, below each other."""
+    parts = []
+    for stream, height, style in _LANES:
+        for span in spans:
+            if span.stream != stream:
+                continue
+            x, width = _LEFT + scale * span.start_s, scale * (min(span.end_s, until_s) - span.start_s)
+            moved = f", {size(span.bytes)}" if span.bytes else ""
+            spoken = (
+                f"{span.what} on rank {span.rank}, {name} {stream}: {seconds(span.duration_s)}, from "
+                f"{seconds(span.start_s)} to {seconds(span.end_s)}{moved}"
+            )
+            box = svg.kind(span.what) if stream == "compute" else style
+            parts.append(
+                f'<rect class="{box}" x="{x:.2f}" y="{top}" width="{max(width - 0.4, 0.3):.2f}" height="{height}">'
+                f"<title>{escape(spoken)}</title></rect>"
+            )
+            label = _label(span.what, width) if stream == "compute" else ""
+            if label:
+                parts.append(svg.text(x + width / 2, top + height / 2 + 4, label, "middle", "inside"))
+        top += height + 2
+    return parts
+
+
+def _label(what: str, width: float) -> str:
+    """The micro-batch of an action, or the name of something else, where it fits into a box."""
+    kind = svg.kind(what)
+    microbatch = "".join(one for one in what.partition(kind.upper())[2] if one.isdigit()) if len(kind) == 1 else ""
+    words = microbatch or what
+    return words if _CHARACTER * len(words) + 4 < width else ""
+
+
+def _held(samples: Sequence[MemorySample], until_s: float) -> list[tuple[float, float]]:
+    """Points of one rank's samples, from the first span of the trace on; what is held last is held to the end."""
+    points = [(max(0.0, one.time_s), float(one.bytes)) for one in sorted(samples, key=lambda one: one.time_s)]
+    return svg.thinned([*points, (max(until_s, points[-1][0]), points[-1][1])])
+
+
+def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points with a corner before each: a value holds until the next one."""
+    corners = [[(x, before), (x, y)] for (_, before), (x, y) in pairwise(points)]
+    return [*points[:1], *(point for pair in corners for point in pair)]
+
+
+def marks(low: float, high: float) -> list[float]:
+    """Round values (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``: three to seven."""
+    rough = (high - low) / 6
+    if rough <= 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough * (1 - 1e-9))
+    return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those points that can be drawn."""
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]

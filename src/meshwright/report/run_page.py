@@ -1,0 +1,119 @@
+"""The page of a run: its loss, its plan, predicted over measured timelines and memory, and the ledger."""
+
+import statistics
+from typing import Literal
+
+from meshwright.ir.ledger import TOLD, Ledger, Row
+from meshwright.ir.plan import Plan
+from meshwright.ir.trace import Trace
+from meshwright.ir.units import seconds, size
+from meshwright.report import run_drawing, svg
+from meshwright.report.run_files import RunFiles
+from meshwright.report.template import rendered
+
+GOOD, CLOSE = 0.10, 0.25
+"""A prediction off by at most so much of what was measured is shown as good, or as close."""
+
+Verdict = Literal["good", "close", "bad"]
+
+
+def render_run(run: RunFiles, command: str = "") -> str:
+    """The run as one HTML page: styles and pictures are in it, light or dark as the reader's system is. What the run
+    does not have is named; ``command`` is said to have made the page."""
+    traces = named_traces(run)
+    losses = [
+        run_drawing.Line(
+            name=name, legend=name, points=points, color=color, dots=color == 1,
+        )
+        for color, (name, points) in enumerate((
+            ("training", svg.thinned(run_drawing.finite(run.metrics.losses))),
+            ("held out", run_drawing.finite(run.metrics.held_out)),
+        ))
+        if points
+    ]  # fmt: skip
+    return rendered(
+        "run.html.j2",
+        {
+            "losses": run_drawing.plot(losses, "loss over steps", x_text="{:,.0f}".format, y_text="{:.3g}".format),
+            "timelines": run_drawing.timelines(traces) if traces else "",
+            "over_time": run_drawing.memory_lines(traces),
+        },
+        run=run,
+        plan=run.plan,
+        ledger=run.ledger,
+        verdict=verdict(run.ledger.step_ratio) if run.ledger else "",
+        facts=_facts(run),
+        layout=_layout(run.plan),
+        verdicts=_verdicts(run.ledger) if run.ledger else {},
+        names=list(traces),
+        command=command,
+    )
+
+
+def named_traces(run: RunFiles) -> dict[str, Trace]:
+    """The run's traces by what they are called, the predicted one first."""
+    found = {"predicted": run.predicted, "measured": run.measured}
+    return {name: trace for name, trace in found.items() if trace is not None}
+
+
+def verdict(ratio: float) -> Verdict:
+    """What is said of predicted over measured."""
+    off = abs(ratio - 1)
+    return "good" if off <= GOOD else "close" if off <= CLOSE else "bad"
+
+
+def _verdicts(ledger: Ledger) -> dict[Row, Verdict]:
+    """Of the rows whose difference matters: what is off by little of the step has none."""
+    least_s = TOLD * ledger.measured_step_s
+    return {
+        row: verdict(row.ratio)
+        for row in ledger.rows()
+        if row.ratio is not None and (row.unit == "bytes" or abs(row.predicted - row.measured) >= least_s)
+    }
+
+
+def _facts(run: RunFiles) -> list[tuple[str, str]]:
+    metrics, ledger = run.metrics, run.ledger
+    found = [("ranks", f"{run.plan.mesh.world_size}"), ("layout", _layout_words(run.plan, ledger))]
+    if metrics.losses:
+        found += [("steps", f"{metrics.losses[-1][0]:,.0f}"), ("last loss", f"{metrics.losses[-1][1]:.4f}")]
+    if metrics.held_out:
+        found.append(("held-out loss", f"{metrics.held_out[0][1]:.4f} to {metrics.held_out[-1][1]:.4f}"))
+    if metrics.step_s:
+        found.append(("median step, data included", seconds(statistics.median(metrics.step_s))))
+    if ledger is not None:
+        found.append(("predicted step", seconds(ledger.predicted_step_s)))
+        found.append(("measured step", seconds(ledger.measured_step_s)))
+        if peak_bytes := max(one.measured.peak_bytes for one in ledger.ranks):
+            found.append(("measured peak memory", size(peak_bytes)))
+    elif run.plan.prediction is not None:
+        found.append(("predicted step", seconds(run.plan.prediction.step_s)))
+    return found
+
+
+def _layout_words(plan: Plan, ledger: Ledger | None) -> str:
+    return ledger.layout if ledger is not None else str(plan.mesh)
+
+
+def _layout(plan: Plan) -> list[tuple[str, str, str]]:
+    """Names, values and meanings of what the plan decided."""
+    found = [(axis.name, f"{axis.size}", _AXES.get(axis.name, "")) for axis in plan.mesh.axes]
+    found.append(("global batch", f"{plan.batch_size}", "samples of all ranks in a step"))
+    if plan.microbatches > 1:
+        found.append(("micro-batches", f"{plan.microbatches}", "parts of the batch, one after the other"))
+    if len(plan.stages) > 1:
+        found.append(("schedule", plan.schedule, "the order of forwards and backwards"))
+    if again := list(dict.fromkeys(name for stage in plan.stages for name in stage.recompute)):
+        found.append(("computed again", ", ".join(again), "in backward, instead of being kept"))
+    for axis in dict.fromkeys(bucket.axis for bucket in plan.buckets):
+        each = [bucket for bucket in plan.buckets if bucket.axis == axis]
+        total = size(sum(bucket.num_bytes for bucket in each))
+        found.append((f"buckets over {axis}", f"{len(each)}", f"{total} of gradients that are reduced together"))
+    return found
+
+
+_AXES = {
+    "dp": "replicas, which share the batch",
+    "tp": "ranks that share every layer",
+    "pp": "stages, one behind the other",
+}

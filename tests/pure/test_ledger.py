@@ -1,0 +1,236 @@
+"""The ledger: predicted beside measured by rank and part, what was off most, and which constant would explain it."""
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.errors import TraceError
+from meshwright.ir import files
+from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.device import Device
+from meshwright.ir.layout import Layout
+from meshwright.ir.ledger import Ledger, make_ledger
+from meshwright.ir.plan import Alternative, Note, Plan, Prediction, Stage
+from meshwright.ir.trace import MemorySample, Span, Trace, TraceSource
+
+MIB = 2**20
+BOX = Cluster(
+    name="box",
+    num_devices=4,
+    device=Device(
+        name="core", kind="cpu", memory_bytes=2**32, memory_bandwidth_bytes_per_s=1e10,
+        peak_flops_per_s={"float32": 1e11},
+    ),
+    levels=(
+        Level(name="socket", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1e-10),
+        Level(name="box", fan_out=2, alpha_s=2e-5, beta_s_per_byte=2e-10),
+    ),
+)  # fmt: skip
+
+
+def plan_of(layout: Layout) -> Plan:
+    return Plan(
+        model="GPT-S", graph_fingerprint="f" * 16, batch_size=8, cluster="box", mesh=layout.mesh(),
+        stages=(Stage(strategies={}, storage={}),) * layout.pp, layout=layout,
+    )  # fmt: skip
+
+
+DP = plan_of(Layout(dp=2))
+PP = plan_of(Layout(pp=2))
+
+
+def step(
+    plan: Plan,
+    times: Mapping[int, tuple[float, float, float]],
+    source: TraceSource = "measured",
+    peaks: Mapping[int, int] | None = None,
+) -> Trace:
+    """A step in which each rank computes, then waits for a collective, then for a message, for so many seconds."""
+    spans = []
+    for rank, (compute_s, exposed_s, bubble_s) in times.items():
+        spans += [
+            Span(rank, "compute", "forward", 0.0, compute_s),
+            Span(rank, "wait", "all_reduce dp", compute_s, compute_s + exposed_s),
+            Span(rank, "wait", f"{rank}RECV_B0", compute_s + exposed_s, compute_s + exposed_s + bubble_s),
+        ]
+    samples = tuple(MemorySample(rank, 0.0, size) for rank, size in (peaks or {}).items())
+    return Trace(source=source, plan=plan.digest, spans=tuple(spans), memory=samples)
+
+
+def ledger(
+    predicted: Mapping[int, tuple[float, float, float]],
+    *measured: Mapping[int, tuple[float, float, float]],
+    plan: Plan = DP,
+    peaks: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {}),
+) -> Ledger:
+    before = step(plan, predicted, "simulated", peaks[0])
+    return make_ledger(plan, before, [step(plan, one, peaks=peaks[1]) for one in measured], BOX)
+
+
+AS_PREDICTED = {0: (8.0, 2.0, 0.0), 1: (8.0, 2.0, 0.0)}
+
+
+def test_measured_times_are_medians_over_steps_by_rank_and_part() -> None:
+    found = ledger(
+        AS_PREDICTED,
+        {0: (8.0, 2.0, 0.0), 1: (9.0, 1.0, 0.0)},
+        {0: (10.0, 3.0, 0.0), 1: (12.0, 1.0, 0.0)},
+        {0: (9.0, 9.0, 0.0), 1: (10.0, 8.0, 0.0)},
+    )
+    assert found.num_steps == 3
+    assert [one.measured.compute_s for one in found.ranks] == [9.0, 10.0]
+    assert [one.measured.exposed_s for one in found.ranks] == [3.0, 1.0]
+    assert found.measured_step_s == 13.0
+    assert found.step_ratio == 10.0 / 13.0
+
+
+def test_the_table_lays_them_side_by_side_and_ends_in_words() -> None:
+    found = ledger(
+        AS_PREDICTED, {0: (10.0, 2.5, 0.0), 1: (10.0, 2.5, 0.0)}, peaks=({0: 3 * MIB, 1: 3 * MIB}, {0: 3 * MIB})
+    )
+    assert found.table() == "\n".join([
+        "GPT-S as dp2 on box: predicted (simulated) beside 1 step (measured)",
+        "  rank  part                    predicted   measured pred/meas",
+        "  0     computing                     8 s       10 s      0.80",
+        "        exposed communication         2 s      2.5 s      0.80",
+        "        bubble                       0 us       0 us         -",
+        "        step                         10 s     12.5 s      0.80",
+        "        peak memory                 3 MiB      3 MiB      1.00",
+        "  1     computing                     8 s       10 s      0.80",
+        "        exposed communication         2 s      2.5 s      0.80",
+        "        bubble                       0 us       0 us         -",
+        "        step                         10 s     12.5 s      0.80",
+        "        peak memory                 3 MiB      0 MiB         -",
+        "off most: computing on rank 0, 8 s predicted and 10 s measured: +16.0% of the step",
+        found.explanation,
+    ])  # fmt: skip
+    assert found.explanation == (
+        "The device's efficiency would explain it: computing takes 1.25 times as long as its curves say, over all "
+        "ranks. Memory agrees within 10%."
+    )
+
+
+def test_what_agrees_is_said_to_agree() -> None:
+    assert ledger(AS_PREDICTED, AS_PREDICTED).explanation == (
+        "Prediction and measurement agree: no part is off by more than 5% of the step. Memory was not sampled."
+    )
+
+
+def test_one_slow_rank_is_no_matter_of_a_constant() -> None:
+    found = ledger(AS_PREDICTED, {0: (8.0, 6.0, 0.0), 1: (12.0, 2.0, 0.0)})
+    assert (found.worst.part, found.worst.rank) == ("computing", 1)
+    assert "Rank 1 computes for 1.50 times as long as predicted, the others for 1.00: no constant" in found.explanation
+
+
+def test_waiting_for_a_late_rank_is_not_blamed_on_the_network() -> None:
+    found = ledger(AS_PREDICTED, {0: (8.0, 7.0, 0.0), 1: (12.0, 2.0, 1.0)})
+    assert (found.worst.part, found.worst.rank) == ("exposed communication", 0)
+    assert (
+        "5 s are waiting for rank 1, which came later to collectives and computed for 1.50 times as long"
+        in found.explanation
+    )
+    assert found.communication_factor == 1.0
+
+
+def test_slow_communication_is_blamed_on_the_levels_that_the_ranks_cross() -> None:
+    slow = {0: (8.0, 6.0, 0.0), 1: (8.0, 6.0, 0.0)}
+    found = ledger(AS_PREDICTED, slow)
+    assert found.levels == ("socket",)
+    assert "alpha and beta of the level socket would explain it: communication takes 3.00 times" in found.explanation
+    four = range(4)
+    predicted, measured = dict.fromkeys(four, (8.0, 2.0, 0.0)), dict.fromkeys(four, (8.0, 6.0, 0.0))
+    more = ledger(predicted, measured, plan=plan_of(Layout(dp=4)))
+    assert more.levels == ("socket", "box")
+    assert "of the levels socket and box would explain it" in more.explanation
+
+
+def test_communication_that_nobody_foretold_gives_no_constant() -> None:
+    found = ledger({0: (8.0, 0.0, 0.0), 1: (8.0, 0.0, 0.0)}, {0: (8.0, 4.0, 0.0), 1: (8.0, 4.0, 0.0)})
+    assert found.explanation.startswith("Too little communication was predicted there, or measured")
+
+
+def test_a_bubble_follows_from_the_stage_whose_computing_was_off() -> None:
+    found = ledger({0: (8.0, 0.0, 2.0), 1: (8.0, 0.0, 2.0)}, {0: (8.0, 0.0, 7.0), 1: (12.0, 0.0, 2.0)}, plan=PP)
+    assert (found.worst.part, found.worst.rank) == ("bubble", 0)
+    assert "the computing of stage 1, which takes 1.50 times as long as predicted" in found.explanation
+
+
+def test_a_bubble_follows_from_waiting_where_computing_was_as_predicted() -> None:
+    found = ledger({0: (8.0, 0.0, 2.0), 1: (8.0, 0.0, 2.0)}, {0: (8.0, 0.0, 7.0), 1: (8.0, 0.0, 7.0)}, plan=PP)
+    assert "It follows from waiting" in found.explanation
+    assert "messages between stages (socket)" in found.explanation
+    alone = ledger(AS_PREDICTED, {0: (8.0, 2.0, 3.0), 1: (8.0, 2.0, 3.0)})
+    assert alone.explanation.startswith("Nothing is noted of that time")
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        (150, "rank 0 holds 150 MiB at its peak, 1.50 times the 100 MiB predicted; workspace of its operators"),
+        (50, "rank 0 holds 50 MiB at its peak, 0.50 times the 100 MiB predicted; saved activations that are counted"),
+        (105, "Memory agrees within 10%."),
+    ],
+)
+def test_memory_is_explained_by_activations_or_workspace(measured: int, words: str) -> None:
+    peaks = ({0: 100 * MIB, 1: 100 * MIB}, {0: measured * MIB, 1: 100 * MIB})
+    assert words in ledger(AS_PREDICTED, AS_PREDICTED, peaks=peaks).explanation
+
+
+_STEPS = st.fixed_dictionaries(dict.fromkeys((0, 1), st.tuples(*[st.floats(0.1, 10.0)] * 3)))
+
+
+@given(_STEPS, st.lists(_STEPS, min_size=1, max_size=4))
+def test_a_ledger_is_read_as_it_was_written(
+    predicted: dict[int, tuple[float, float, float]], measured: list[dict[int, tuple[float, float, float]]]
+) -> None:
+    found = ledger(predicted, *measured)
+    assert files.decode(files.encode_json(found), Ledger, where="ledger.json") == found
+
+
+@given(_STEPS, _STEPS)
+def test_nothing_is_off_more_than_the_worst(
+    predicted: dict[int, tuple[float, float, float]], measured: dict[int, tuple[float, float, float]]
+) -> None:
+    found = ledger(predicted, measured)
+    differences = [abs(row.predicted - row.measured) for row in found.rows() if row.what not in ("step", "peak memory")]
+    assert abs(found.worst.share) * found.measured_step_s == pytest.approx(max(differences))
+
+
+def test_a_plan_is_the_same_whatever_was_predicted_for_it() -> None:
+    other = msgspec.structs.replace(
+        DP, prediction=Prediction(step_s=1.0, peak_memory_bytes=1), notes=(Note(module="m", split="s", reason="r"),),
+        alternatives=(Alternative(layout="tp2", step_s=2.0, peak_memory_bytes=1, why="slower"),),
+    )  # fmt: skip
+    assert other.digest == DP.digest
+    assert files.decode(files.encode_json(other), Plan, where="plan.json").digest == DP.digest
+    assert len({one.digest for one in (DP, PP, msgspec.structs.replace(DP, microbatches=2))}) == 3
+
+
+def test_traces_of_other_plans_sources_and_ranks_are_refused() -> None:
+    predicted, measured = step(DP, AS_PREDICTED, "simulated"), step(DP, AS_PREDICTED)
+
+    def refusal(before: Trace, *after: Trace) -> str:
+        with pytest.raises(TraceError) as caught:
+            make_ledger(DP, before, after, BOX)
+        return str(caught.value)
+
+    other = step(plan_of(Layout(dp=2, schedule="gpipe")), AS_PREDICTED)
+    assert refusal(predicted, measured, other) == (
+        f"measured step 1: the trace is of plan {other.plan}, the run's plan is {DP.digest}\n"
+        "  -> take the traces of this run"
+    )
+    assert "predicted: the trace is of no plan" in refusal(msgspec.structs.replace(predicted, plan=""), measured)
+    assert "predicted: the trace is measured\n  -> one that is simulated or emulated" in refusal(measured, measured)
+    assert "measured step 0: the trace is simulated" in refusal(predicted, predicted)
+    assert "measured step 0: the trace has 1 ranks (1), the plan 2" in refusal(predicted, measured.of_rank(1))
+    assert "ledger: no step was measured" in refusal(predicted)
+    empty = step(DP, {0: (0.0, 0.0, 0.0), 1: (0.0, 0.0, 0.0)})
+    assert "the step takes no time" in refusal(predicted, empty)
+
+
+def test_memory_is_counted_above_what_a_process_held_before() -> None:
+    trace = step(DP, AS_PREDICTED, peaks={0: 500, 1: 300}).above({0: 200, 1: 400})
+    assert [trace.peak_bytes(rank) for rank in (0, 1)] == [300, 0]
