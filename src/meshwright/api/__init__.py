@@ -1,6 +1,6 @@
 """The public functions: they join the plan side and the run side, and the command line calls only these."""
 
-from meshwright.api.machine import calibrate, calibrated, calibration_file, is_busy, measure_machine
+from meshwright.api.machine import calibrate, calibrated, calibration_file, is_busy, measure_machine, recalibrate
 from meshwright.api.plans import capture, plan, simulate
 from meshwright.api.runs import Trained, plan_run, simulate_run, train, verify_run
 from meshwright.api.trainers import parallelize, verify
@@ -15,6 +15,6 @@ from meshwright.runtime.verify import Comparison
 __all__ = [
     "Cluster", "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "calibrate", "calibrated",
     "calibration_file", "capture", "cluster_names", "is_busy", "launched", "launched_rank", "load_cluster",
-    "measure_machine", "num_devices", "parallelize", "plan", "plan_run", "run_ranks", "simulate", "simulate_run",
-    "train", "verify", "verify_run",
+    "measure_machine", "num_devices", "parallelize", "plan", "plan_run", "recalibrate", "run_ranks", "simulate",
+    "simulate_run", "train", "verify", "verify_run",
 ]  # fmt: skip

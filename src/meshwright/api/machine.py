@@ -13,9 +13,11 @@ import msgspec
 import torch
 
 from meshwright.catalog import device_names, load_cluster
+from meshwright.cost.recalibrate import recalibrate as corrected
 from meshwright.errors import ClusterError, LaunchError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Calibration, Cluster
+from meshwright.ir.ledger import Ledger
 from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
@@ -47,6 +49,29 @@ def calibrate(
     found = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
     shutil.rmtree(scratch)  # after an error it stays: it holds the ranks' output
     assert found is not None
+    _keep(found, target)
+    return found
+
+
+def recalibrate(ledger: Ledger) -> Cluster:
+    """Correct what is known of this machine by the ledger of a run, and keep it in place of the calibration.
+
+    Raises:
+        ClusterError: this machine was not calibrated, or the ledger is off by more than any constant explains.
+        LaunchError: the file cannot be written.
+    """
+    known = calibrated()
+    if known is None:
+        raise ClusterError(
+            "there is nothing to correct: this machine was not calibrated", where="--recalibrate",
+            remedy="run `meshwright calibrate` first",
+        )  # fmt: skip
+    found = corrected(known, ledger)
+    _keep(found, calibration_file())
+    return found
+
+
+def _keep(found: Cluster, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         files.save(found, target)
@@ -54,7 +79,6 @@ def calibrate(
         raise LaunchError(
             f"the cluster file cannot be written: {error.strerror}", where=str(target), remedy="choose another path"
         ) from None
-    return found
 
 
 def measure_machine(progress: Progress | None = None) -> Cluster | None:

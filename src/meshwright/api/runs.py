@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from meshwright import build, config
 from meshwright.api.machine import known_cluster
@@ -17,6 +18,7 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger, make_ledger
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import SGD, Adam, AdamW, Optimizer, Run, TextData
@@ -134,7 +136,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         build.model(run),
         build.loss_function(run),
         next(iter(source.training())),
-        plan=run.layout.chosen(),
+        plan=_asked(run, directory),
         optimizer=build.optimizer(run),
         max_grad_norm=run.train.max_grad_norm or None,
         seed=run.train.seed,
@@ -203,6 +205,17 @@ def _foretold(run: Run, trainer: Trainer, device: torch.device) -> Foretold | No
     except MeshwrightError as error:
         log.warning("nothing is predicted: %s", error)
         return None
+
+
+def _asked(run: Run, directory: Path) -> Layout | str:
+    """The layout or plan of the run. A run that is continued keeps the plan that was found for as many ranks, so that
+    it goes on bit by bit."""
+    file = directory / "plan.json"
+    if run.layout.searched and manifest.steps_in(directory / "checkpoints") and file.exists():
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if files.load(file, Plan).mesh.world_size == world_size:
+            return str(file)
+    return run.layout.chosen()
 
 
 def _held_besides(trainer: Trainer, device: torch.device) -> int:

@@ -8,7 +8,7 @@ import typer
 
 from meshwright import config
 from meshwright.cli.overrides import overridden
-from meshwright.cli.train import EXTRA, run_training, with_directory
+from meshwright.cli.train import EXTRA, RECALIBRATE, run_training, with_directory
 
 EPILOG = """[bold]Examples[/bold]
 
@@ -23,6 +23,7 @@ EPILOG = """[bold]Examples[/bold]
 def demo(
     context: typer.Context,
     steps: int = typer.Option(0, help="Training steps; 0: those of the demo."),
+    feed_back: bool = RECALIBRATE,
     print_file: bool = typer.Option(False, "--print", help="Print the demo's RUN.toml, and stop."),
 ) -> None:
     """Train a byte-level GPT for a few minutes, then let it write. Takes the options of `train` too."""
@@ -33,7 +34,7 @@ def demo(
     chosen = [f"--train.steps={steps}"] if steps else []
     raw = overridden(tables(text), [*chosen, *context.args])
     run = config.make(raw, where="demo.toml")
-    run_training(with_directory(run, f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}"))
+    run_training(with_directory(run, f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}"), feed_back=feed_back)
 
 
 def tables(text: str) -> dict[str, Any]:

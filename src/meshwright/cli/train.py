@@ -25,12 +25,16 @@ EPILOG = """[bold]Examples[/bold]
 
 If a rank is lost, all start again from the last checkpoint. Run the same command again, and it goes on from there too.
 """
+RECALIBRATE: Any = typer.Option(
+    False, "--recalibrate", help="Correct what is known of this machine by what the run measured."
+)
 EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def train(
     context: typer.Context,
     file: Path = typer.Argument(..., metavar="RUN.toml", help="What to train, on what, how and where."),
+    feed_back: bool = RECALIBRATE,
     list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults, and stop."),
 ) -> None:
     """Train what a RUN.toml names. Every key of the file is an option too: --SECTION.KEY VALUE."""
@@ -39,7 +43,7 @@ def train(
             typer.echo(f"--{name:<28} {default:<22} {owner}".rstrip())
         return
     raw = overridden(config.read(file), context.args)
-    run_training(with_directory(config.make(raw, where=str(file)), f"runs/{file.stem}"))
+    run_training(with_directory(config.make(raw, where=str(file)), f"runs/{file.stem}"), feed_back=feed_back)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -54,14 +58,17 @@ def with_directory(run: Run, directory: str) -> Run:
     )
 
 
-def run_training(run: Run) -> None:
-    """Train on the ranks that a launcher has started; else start them; then say what came of it."""
+def run_training(run: Run, *, feed_back: bool = False) -> None:
+    """Train on the ranks that a launcher has started; else start them; then say what came of it.
+
+    ``feed_back``: correct this machine's calibration by the ledger.
+    """
     from meshwright import api
 
     if api.launched():
         result = train_rank(run)
         if api.launched_rank() == 0:
-            summarize(run, result)
+            summarize(run, result, feed_back)
         return
     if run.layout.searched and not run.layout.cluster:
         calibrate_once()
@@ -80,7 +87,7 @@ def run_training(run: Run) -> None:
         raise
     finally:
         display.restore_cursor()
-    summarize(run, result)
+    summarize(run, result, feed_back)
 
 
 def train_rank(run: Run) -> "Trained":
@@ -91,8 +98,10 @@ def train_rank(run: Run) -> "Trained":
         return api.train(run, progress)
 
 
-def summarize(run: Run, result: "Trained") -> None:
-    """The end of a run, in words."""
+def summarize(run: Run, result: "Trained", feed_back: bool) -> None:
+    """The end of a run, in words; and what follows for the calibration."""
+    from meshwright import api
+
     terminal = display.console()
     if result.text:
         prompt = run.sample.prompt.strip() if run.sample is not None else ""
@@ -103,6 +112,9 @@ def summarize(run: Run, result: "Trained") -> None:
         terminal.print(f"          after step {last.step}: {last}")
     if result.ledger is not None:
         terminal.print(f"\n{result.ledger.table()}\n", highlight=False)
+        if feed_back:
+            corrected = api.recalibrate(result.ledger)
+            terminal.print(f"corrected: {corrected.source}, in {api.calibration_file()}")
     terminal.print(
         f"the run lies in {result.directory}: metrics.jsonl, plan.json, run.toml, checkpoints; `meshwright report "
         f"{result.directory}` makes a page of it"
