@@ -37,8 +37,8 @@ bench-pipelines: $(STAMP) ## measure pipelines against torch.distributed.pipelin
 bench-predictor: $(STAMP) ## judge the predictor by published measurements in validation/ (FOLDERS=... for more tables)
 	@$(BIN)/python -m benchmarks.predictor $(FOLDERS)
 
-bench-prediction: $(STAMP) ## calibrate this machine, then predict and measure three models under several layouts
-	@$(BIN)/python -m benchmarks.prediction
+bench-prediction: $(STAMP) ## calibrate, predict and measure three models under several layouts; emulate; simulate
+	@rc=0; for part in prediction emulation simulation; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix

@@ -36,7 +36,7 @@ from tests.distributed.pool import Ranks
 
 COMMAND = "make bench-prediction"
 ROUNDS, STEPS = 9, 3
-ERROR, MEDIAN_ERROR, MEMORY_ERROR = 0.25, 0.10, 0.20
+ERROR, MEDIAN_ERROR, MEMORY_ERROR, AUTO = 0.25, 0.10, 0.20, 0.05
 MIB = 2**20
 
 
@@ -229,6 +229,9 @@ def step_times(cluster: Cluster, only: str, rounds: int, steps: int, show: Calla
             cases = [one for one in CASES if one.model == model and one.num_ranks == num_ranks and only in str(one)]
             if not cases:
                 continue
+            chosen = Case(model, auto_layout(model, num_ranks, cluster))
+            if str(chosen) not in map(str, cases):
+                cases.append(chosen)
             with Ranks() as ranks:
                 seconds = ranks(num_ranks, measure, cases, rounds, steps, timeout=1800.0)[0]
             for case in cases:
@@ -246,7 +249,32 @@ def step_times(cluster: Cluster, only: str, rounds: int, steps: int, show: Calla
                     )
                 )
                 show(results[-1])
+            if num_ranks > 1 and not only:
+                results.append(_auto(model, str(chosen), {str(one): seconds[str(one)] for one in cases}))
+                show(results[-1])
     return results
+
+
+def auto_layout(model: str, num_ranks: int, cluster: Cluster) -> mw.Layout:
+    """What the planner chooses."""
+    one = MODELS[model]
+    graph = mw.capture(one.make(), one.loss, one.batch())
+    return mw.plan(graph, cluster, devices=num_ranks).layout
+
+
+def _auto(model: str, chosen: str, seconds: Mapping[str, Sequence[float]]) -> Finding:
+    """The planner's choice beside the fastest of all layouts, measured by turns."""
+    medians = {name: statistics.median(one) for name, one in seconds.items()}
+    fastest = min(medians, key=lambda name: medians[name])
+    slower = medians[chosen] / medians[fastest] - 1
+    return Check(
+        target=f'{model}, 2 ranks: "auto" within {AUTO:.0%} of the fastest layout measured',
+        verdict="pass" if slower <= AUTO else "fail",
+        measured=f"{slower:+.1%}: {chosen} takes {ms(medians[chosen])}; fastest is {fastest}, {ms(medians[fastest])}",
+        passed=int(slower <= AUTO),
+        total=1,
+        notes={"slower": slower},
+    )
 
 
 def memory(cluster: Cluster, only: str, show: Callable[[Finding], None]) -> list[Finding]:
@@ -292,7 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Finding] = []
     if options.skip != "time":
         results += step_times(cluster, options.only, options.rounds, options.steps, show)
-    errors = [abs(one.notes["error"]) for one in results if isinstance(one.notes["error"], float)]
+    found = (one.notes.get("error") for one in results)
+    errors = [abs(error) for error in found if isinstance(error, float)]
     if errors:
         median = statistics.median(errors)
         passed = sum(error <= ERROR for error in errors)
@@ -318,6 +347,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = {
             str(case): Settings(dtype="float32", ranks=case.num_ranks, threads=1, sizes={"model": case.model})
             for case in CASES
+        } | {
+            one.series.settings: Settings(dtype="float32", ranks=2, threads=1, sizes={"model": one.series.settings})
+            for one in results
+            if isinstance(one, Duration) and one.series.settings not in map(str, CASES)
         }
         report.write("prediction", "Prediction beside measurement", COMMAND, timed, settings, results, text)
         console.print("written to benchmarks/results/prediction.md and .json")

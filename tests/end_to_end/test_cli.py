@@ -17,7 +17,9 @@ from meshwright import api, config
 from meshwright.cli import run as cli
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
+from meshwright.ir.ledger import Ledger
 from meshwright.ir.plan import Plan
+from meshwright.ir.trace import Trace
 from meshwright.models import classification_loss
 from meshwright.runtime.loop import HeldOut
 from meshwright.runtime.verify import Comparison, Record, compare
@@ -51,7 +53,9 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "plan", "verify", "schedule", "clusters"])
+@pytest.mark.parametrize(
+    "command", ["demo", "train", "report", "plan", "simulate", "verify", "schedule", "calibrate", "clusters"]
+)
 def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli([command, "--help"]) == 0
     text = capsys.readouterr().out
@@ -106,6 +110,24 @@ def test_plan_is_for_the_cluster_that_is_named(capsys: pytest.CaptureFixture[str
     assert cli(["plan", "mlp", "--ranks", "8", "--cluster", "a100-80gb-dgx-hdr200x8", "--json"]) == 0
     plan = files.decode(capsys.readouterr().out.encode(), Plan, where="output")
     assert (plan.cluster, plan.mesh.world_size, plan.layout.dp) == ("a100-80gb-dgx-hdr200x8", 8, 8)
+
+
+def test_simulate_plays_a_step(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--layout.dp", "1", "--layout.pp", "2", "--layout.microbatches", "4", "--ranks", "2"]
+    assert cli(["simulate", str(run_file), *layout, "--trace", "step.json"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^a step takes [\d.]+ ms$", text, re.MULTILINE)
+    assert [line.split()[0] for line in text.splitlines()[2:4]] == ["0", "1"]
+    assert json.loads(Path("step.json").read_text())["traceEvents"]
+    seconds = []
+    for more in ([], ["--slow", "1=1000"]):
+        assert cli(["simulate", str(run_file), *layout, *more, "--json"]) == 0
+        seconds.append(files.decode(capsys.readouterr().out.encode(), Trace, where="output").duration_s)
+    assert seconds[1] > 1.2 * seconds[0]
+    assert cli(["simulate", str(run_file), *layout, "--slow", "2=3"]) == 2
+    assert "there is no rank 2" in capsys.readouterr().err
+    assert cli(["simulate", str(run_file), *layout, "--slow", "fast"]) == 2
+    assert "'fast' is not RANK=FACTOR" in capsys.readouterr().err
 
 
 def test_a_written_plan_is_what_train_runs(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,17 +248,45 @@ def test_a_failed_verification_has_exit_code_1(
 def test_train_tells_and_keeps_what_it_does(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["train", str(run_file)]) == 0
     text = capsys.readouterr().out
-    line = r"step (\d)/6  loss \d\.\d{4}  samples/s [\d,]+  mfu \d+\.\d%  mem \d\.\d\dGiB"
+    line = r"step (\d)/6  loss \d\.\d{4}  samples/s [\d,]+  mfu \d+\.\d%  mem \d\.\d\dGiB  pred/meas \d+\.\d\d"
     assert re.findall(rf"^{line}$", text, re.MULTILINE) == ["2", "4", "6"]
     assert "starting 1 rank in runs/digits\n" in text
     assert re.search(r"^held out: after step 0: loss \d\.\d{4}, accuracy", text, re.MULTILINE)
-    assert text.endswith("the run lies in runs/digits: metrics.jsonl, plan.json, run.toml, checkpoints\n")
+    assert text.endswith("checkpoints; `meshwright report runs/digits` makes a page of it\n")
     rows = [json.loads(one) for one in Path("runs/digits/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "held_out" in row] == [0, 6]
     assert rows[-1]["held_out"]["loss"] < rows[0]["held_out"]["loss"]
     assert sorted(path.name for path in Path("runs/digits/checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
     assert config.load("runs/digits/run.toml").optimizer.lr == 0.01
+    # The ledger: all that the run measured is of the plan that it ran.
+    ledger = files.load("runs/digits/ledger.json", Ledger)
+    plan = files.load("runs/digits/plan.json", Plan)
+    traces = [files.load(f"runs/digits/{name}.json", Trace) for name in ("trace", "predicted")]
+    assert {ledger.plan, *(one.plan for one in traces)} == {plan.digest}
+    assert (ledger.num_steps, ledger.predicted_by, ledger.measured_by) == (5, "simulated", "measured")
+    assert ledger.measured_step_s > 0
+    assert ledger.predicted_step_s == pytest.approx(traces[1].duration_s)
+    assert ledger.table() in text
+    assert cli(["report", "runs/digits"]) == 0
+    page = Path("runs/digits/report.html").read_text()
+    assert ledger.worst.part in page
+    assert "missing" not in capsys.readouterr().out
+
+
+def test_a_run_may_leave_its_layout_to_the_planner_and_goes_on_with_what_it_chose(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "calibrated", lambda: api.load_cluster("cpu-local"))  # measuring takes seconds
+    short = ["--train.steps", "2", "--layout.plan", "auto", "--train.directory", "run"]
+    assert cli(["train", str(run_file), *short]) == 0
+    chosen = files.load("run/plan.json", Plan)
+    assert chosen.alternatives
+    assert chosen.prediction is not None
+    assert cli(["train", str(run_file), *short, "--train.steps", "3"]) == 0
+    assert files.load("run/plan.json", Plan) == chosen
+    assert cli(["train", str(run_file), *short, "--recalibrate", "--train.steps", "5"]) == 2
+    assert "there is nothing to correct: this machine was not calibrated" in capsys.readouterr().err
 
 
 def test_the_same_command_goes_on_where_the_run_stopped(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

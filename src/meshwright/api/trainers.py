@@ -138,11 +138,11 @@ def _in_float64(plan: Any, graph: Graph, doubled: Graph) -> Plan:
     """A plan of ``graph`` for the same model in float64, where casts inside the model may come or go."""
 
     def adapted() -> bytes:
-        loaded, where = loaded(plan)
-        if loaded.graph_fingerprint != doubled.fingerprint:
-            loaded.check(graph, where)
-            loaded = adapt_plan(loaded, doubled)
-        return files.encode_json(loaded)
+        given, where = loaded(plan)
+        if given.graph_fingerprint != doubled.fingerprint:
+            given.check(graph, where)
+            given = adapt_plan(given, doubled)
+        return files.encode_json(given)
 
     return files.decode(from_rank_0(adapted), Plan, where="plan of rank 0")
 
