@@ -120,7 +120,7 @@ def test_simulate_plays_a_step(run_file: Path, capsys: pytest.CaptureFixture[str
     assert [line.split()[0] for line in text.splitlines()[2:4]] == ["0", "1"]
     assert json.loads(Path("step.json").read_text())["traceEvents"]
     seconds = []
-    for more in ([], ["--slow", "1=1000"]):
+    for more in ([], ["--slow", "1=1e6"]):
         assert cli(["simulate", str(run_file), *layout, *more, "--json"]) == 0
         seconds.append(files.decode(capsys.readouterr().out.encode(), Trace, where="output").duration_s)
     assert seconds[1] > 1.2 * seconds[0]
