@@ -1,5 +1,6 @@
 """From a model to a plan, and to what the plan will do."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.api.machine import known_cluster
+from meshwright.api.machine import calibrated, known_cluster
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
@@ -24,6 +25,8 @@ from meshwright.planner.auto import plan_auto
 from meshwright.planner.explicit import adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.simulate.faults import Faults
+
+log = logging.getLogger("meshwright")
 
 Rules = Mapping[Target, OperatorRule]
 
@@ -101,6 +104,10 @@ def choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | No
     if isinstance(plan, Layout):
         return plan_layout(graph, plan, world_size=world_size, cluster=known_cluster(cluster, device, world_size))
     if plan == "auto":
+        if cluster is None and device.type == "cpu" and calibrated() is None:
+            log.warning(
+                "this machine was not measured, so its layout is chosen for a generic one: `meshwright calibrate`"
+            )
         return plan_auto(graph, world_size, known_cluster(cluster, device, world_size))
     chosen, where = loaded(plan)
     chosen.check(graph, where)

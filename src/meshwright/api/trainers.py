@@ -46,13 +46,13 @@ def parallelize(
             called in every step: numbers that it, or the model, takes from elsewhere (a variable, an attribute) stay as
             they are then. What changes from step to step must come in the batch.
         batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch, and of numbers.
-        plan: ``"auto"`` (the batch divided over all ranks), a Layout, a Plan, or the path of a plan file.
+        plan: ``"auto"`` (the fastest layout that fits, see ``plan``), a Layout, a Plan, or the path of a plan file.
         optimizer: gets a list of (name, parameter), as torch.optim takes it:
             ``lambda p: torch.optim.AdamW(p, lr=3e-4)``.
         max_grad_norm: clip gradients to this norm over the whole model.
         seed: of dropout and of meta models' initial values.
         device: default: this rank's CUDA device where there is one (experimental), else the CPU.
-        cluster: what the plan is for; default ``cpu-local``.
+        cluster: what the plan is for; default: this machine as it was calibrated, else ``cpu-local``.
         rules: rules for operators of your own, by operator.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``: where a launcher has set
