@@ -20,8 +20,9 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.kind import COMPUTE, KINDS
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import calibrate, launch
-from meshwright.runtime.calibrate import Effort, Measured, made_cluster, stale
+from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.machine import machine_name
+from meshwright.runtime.measured import Measured, made_cluster, stale
 
 TINY = Effort(
     probe_s=1e-4,

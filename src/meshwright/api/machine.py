@@ -21,6 +21,7 @@ from meshwright.ir.ledger import Ledger
 from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
+from meshwright.runtime.measured import BUSY_SPREAD, stale
 from meshwright.runtime.ranks import run_ranks
 
 log = logging.getLogger("meshwright")
@@ -108,7 +109,7 @@ def calibrated() -> Cluster | None:
     except MeshwrightError as error:  # of another version of ours, or damaged: it can be measured again
         log.warning("%s cannot be used: %s", path, error)
         return None
-    reason = calibration.stale(found, time.time())
+    reason = stale(found, time.time())
     if reason:
         log.info("%s is stale: %s", path, reason)
         return None
@@ -117,7 +118,7 @@ def calibrated() -> Cluster | None:
 
 def is_busy(found: Calibration) -> bool:
     """Whether somebody else used the machine while it was calibrated."""
-    return found.spread > calibration.BUSY_SPREAD
+    return found.spread > BUSY_SPREAD
 
 
 def calibration_file() -> Path:

@@ -12,6 +12,7 @@ from meshwright import __version__
 from meshwright.ir.result import Machine, Peak
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress
+from meshwright.runtime.machine import cpu_model
 
 SIZES = (256, 512, 1024, 2048)
 """Of the square matrices whose products show the peak: from what a core's cache holds to what no cache does."""
@@ -23,9 +24,8 @@ WIDTHS = {"avx512f": 64, "fma": 32, "asimd": 16}
 
 def this_machine(accelerators: Sequence[str] = ()) -> Machine:
     """The machine of this process."""
-    info = _text(Path("/proc/cpuinfo"))
     return Machine(
-        cpu=_field(info, "model name") or platform.processor() or platform.machine(),
+        cpu=cpu_model(),
         cores=launch.num_cores(),
         accelerators=tuple(accelerators),
         system=platform.system(),

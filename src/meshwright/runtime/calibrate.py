@@ -11,7 +11,6 @@ does not run while somebody else has the core; how much longer it took by the cl
 machine.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -25,13 +24,11 @@ from torch import Tensor
 import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
 from meshwright.comm.groups import axis_groups, broadcast_along, channels, from_every_rank, meet
 from meshwright.comm.transport.base import Channel
-from meshwright.ir.cluster import Calibration, Cluster, CollectiveTiming, Level, Operation
-from meshwright.ir.device import Condition, Curve, Device, Kernels
-from meshwright.ir.kind import COMPUTE
+from meshwright.ir.cluster import Cluster, CollectiveTiming, Operation
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ops import collectives
 from meshwright.runtime import launch
-from meshwright.runtime.machine import machine_name
+from meshwright.runtime.measured import BOX, Measured, made_cluster
 from meshwright.runtime.probes import (
     DTYPES,
     Probe,
@@ -43,9 +40,6 @@ from meshwright.runtime.probes import (
 )
 
 MAX_RANKS = 8
-BUSY_SPREAD = 0.15
-"""More than this, and somebody else is using the machine."""
-BOX = "box"
 TINY_S, TINY_CALLS = 2e-5, 50
 """Calls shorter than this are timed several at once, for a clock takes its time too."""
 
@@ -64,25 +58,6 @@ class Effort(msgspec.Struct, frozen=True):
 
 Advance = Callable[[str], None]
 Call = Callable[[], object]
-Seconds = dict[str, list[tuple[float, float]]]
-"""By kind, (size, seconds of a call)."""
-
-
-class Measured(msgspec.Struct):
-    """What one condition gave: by kind, the dispatch of a kernel, the best FLOP/s of products by dtype; the bytes of
-    square products and the FLOPs of flat ones; what all calls took of the processor, and by the clock."""
-
-    seconds: Seconds = {}
-    kernel_s: float = 0.0
-    peaks: dict[str, float] = {}
-    others: dict[tuple[str, float], float] = {}
-    taken_s: float = 0.0
-    passed_s: float = 0.0
-
-    @property
-    def spread(self) -> float:
-        """How much longer calls took by the clock than they had the processor."""
-        return max(0.0, self.passed_s / max(self.taken_s, 1e-9) - 1)
 
 
 def num_ranks() -> int:
@@ -264,148 +239,3 @@ def _in_step(call: Call, repeats: int) -> float:
         found.append(time.perf_counter() - start)
     slowest: float = max(from_every_rank(min(found)))
     return slowest
-
-
-# --- what came of it -------------------------------------------------------------------------------------------------
-
-
-def made_cluster(
-    alone: Measured,
-    threaded: Measured | None,
-    together: Measured | None,
-    timings: list[CollectiveTiming],
-    *,
-    ranks: int,
-    cores: int,
-) -> Cluster:
-    """The cluster file's contents: peaks are the best of anything that was measured, curves are fractions of them.
-
-    What several threads do can only be told by the clock: on a busy machine it is left out.
-    """
-    alone = _without_operands(alone)
-    peaks = dict(alone.peaks)
-    flat = _flat(alone.seconds)
-    rates = [_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind in COMPUTE]
-    peaks["float32"] = max([peaks["float32"], *rates])
-    bandwidth = max(_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind not in COMPUTE)
-    conditions = []
-    for found, threads, at_once in ((threaded, cores, 1), (together, 1, ranks)):
-        found = _without_operands(found) if found is not None else None
-        if found is not None and at_once > 1:
-            found = _seldom_in_step(alone, found)
-        if found is not None and not (threads > 1 and alone.spread > BUSY_SPREAD):
-            conditions.append(
-                Condition(
-                    threads=threads,
-                    ranks=at_once,
-                    kernel_s=found.kernel_s,
-                    efficiency=_curves(found, peaks["float32"] * threads, bandwidth * threads),
-                )
-            )
-    name = machine_name()
-    device = Device(
-        name=name,
-        kind="cpu",
-        memory_bytes=launch.memory_bytes() // cores,
-        memory_bandwidth_bytes_per_s=bandwidth,
-        peak_flops_per_s=peaks,
-        efficiency=_curves(alone, peaks["float32"], bandwidth),
-        conditions=tuple(conditions),
-        kernels=Kernels(processors=1, matmul_fraction=1.0, bandwidth_fraction=0.7, kernel_s=alone.kernel_s, launch_s=0),
-        source="meshwright calibrate: the best rate of any kernel on one core",
-    )
-    levels: tuple[Level, ...] = ()
-    if cores > 1:
-        alpha, beta = _line([(row.bytes, row.time_s) for row in timings if row.operation == "send"])
-        levels = (Level(name=BOX, fan_out=cores, alpha_s=alpha, beta_s_per_byte=beta, source="meshwright calibrate"),)
-    return Cluster(
-        name="this-machine",
-        num_devices=cores,
-        open_ended=cores > 1,
-        source=f"meshwright calibrate on {name}",
-        device=device,
-        levels=levels,
-        collectives=tuple(timings),
-        calibration=Calibration(
-            machine=name, torch=str(torch.__version__), time_s=round(time.time()), spread=round(alone.spread, 4)
-        ),
-    )
-
-
-def _seldom_in_step(alone: Measured, together: Measured) -> Measured:
-    """What a kernel takes while other ranks train too: the mean of alone and together. ``together`` all ranks run the
-    same kernel at the same time, which hurts most; in a step their kernels differ, and only some want the memory."""
-    seconds = {
-        kind: [
-            (size, (taken + dict(alone.seconds[kind])[size]) / 2 if size in dict(alone.seconds[kind]) else taken)
-            for size, taken in points
-        ]
-        for kind, points in together.seconds.items()
-    }
-    return msgspec.structs.replace(together, seconds=seconds)
-
-
-def _without_operands(found: Measured) -> Measured:
-    """Products as multiplying and, besides, what their operands cost: flat ones tell the one, square ones the other."""
-    if "operands" not in found.seconds:
-        return found
-    best = max(_rate(size, seconds, found.kernel_s) for size, seconds in found.seconds["matmul"])
-    flat = [
-        (size, max(seconds - found.others["operands", size] / best, 0.1 * seconds))
-        for size, seconds in sorted(found.seconds["operands"])
-    ]
-    rates = [_rate(size, seconds, found.kernel_s) for size, seconds in flat]
-    square = [
-        (size, max(seconds - _at(found.others["matmul", size], flat, rates), 0.7 * seconds))
-        for size, seconds in found.seconds["matmul"]
-    ]
-    return msgspec.structs.replace(found, seconds=found.seconds | {"operands": flat, "matmul": square})
-
-
-def _at(num_bytes: float, flat: list[tuple[float, float]], rates: list[float]) -> float:
-    """The seconds of operands, at the rate of the measured size nearest to theirs."""
-    nearest = min(range(len(flat)), key=lambda index: abs(math.log(flat[index][0] / num_bytes)))
-    return num_bytes / rates[nearest]
-
-
-def _flat(seconds: Seconds) -> list[tuple[str, float, float]]:
-    return [(kind, size, one) for kind, points in seconds.items() for size, one in points]
-
-
-def _rate(size: float, seconds: float, kernel_s: float) -> float:
-    """What a kernel does in a second, without its dispatch."""
-    return size / max(seconds - kernel_s, 0.1 * seconds)
-
-
-def _curves(found: Measured, peak: float, bandwidth: float) -> dict[str, Curve]:
-    curves = {}
-    for kind, points in found.seconds.items():
-        best = peak if kind in COMPUTE else bandwidth
-        curves[kind] = tuple(
-            (float(size), min(1.0, float(f"{_rate(size, seconds, found.kernel_s) / best:.4g}")))
-            for size, seconds in sorted(points)
-        )
-    return curves
-
-
-def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """α and β of messages: what the smallest takes, and the largest a byte beyond that."""
-    if not points:
-        return 30e-6, 3.65e-10
-    (least, first), (most, last) = min(points), max(points)
-    return first, max(1e-13, (last - first) / max(1.0, most - least))
-
-
-def stale(cluster: Cluster, now_s: float, days: float = 30.0) -> str:
-    """Why a calibration must be made again, or nothing."""
-    found = cluster.calibration
-    if found is None:
-        return "it was not measured"
-    if found.machine != machine_name():
-        return f"it was measured on another machine, {found.machine}"
-    if found.torch != str(torch.__version__):
-        return f"it was measured with torch {found.torch}"
-    age_days = (now_s - found.time_s) / 86400
-    if not 0 <= math.floor(age_days) <= days:
-        return f"it is {age_days:.0f} days old"
-    return ""
