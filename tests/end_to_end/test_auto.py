@@ -101,6 +101,13 @@ def test_a_smaller_batch_that_would_fit_is_named() -> None:
     assert "use a global batch of" in caught.value.remedy
 
 
+def test_more_ranks_than_cores_are_planned_for_as_if_there_were_as_many() -> None:
+    cores = CLUSTER.num_devices
+    plan = mw.plan(gpt(), devices=4 * cores)
+    assert plan.mesh.world_size == 4 * cores
+    assert plan.prediction is not None
+
+
 def test_batch_norm_keeps_the_batch_whole() -> None:
     images = {"image": torch.zeros(8, 1, 8, 8), "label": torch.zeros(8, dtype=torch.int64)}
     graph = mw.capture(ResNet(depth=8, width=4, image_channels=1), classification_loss, images)

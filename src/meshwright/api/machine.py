@@ -142,7 +142,7 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
             return here
         units = math.prod(level.fan_out for level in here.levels[1:])
         inside = msgspec.structs.replace(here.levels[0], fan_out=-(-num_ranks // units))
-        return msgspec.structs.replace(here, levels=(inside, *here.levels[1:]))
+        return msgspec.structs.replace(here, num_devices=inside.fan_out * units, levels=(inside, *here.levels[1:]))
     found = torch.cuda.get_device_name(device)
     name = next((name for name in device_names() if name.split("-")[0] in found.lower().split()[-1]), None)
     if name is None:
