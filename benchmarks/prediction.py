@@ -25,12 +25,12 @@ from benchmarks import report
 from benchmarks.report import ms, new_run
 from meshwright.bench.repeat import alternate
 from meshwright.cost.captured import stage_held, step_work
-from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import MOMENTUM
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.result import Check, Duration, Finding, Series, Settings
 from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, gpt_s, language_model_loss
+from meshwright.planner.foretell import foretell
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed.pool import Ranks
 
@@ -185,12 +185,11 @@ def _status(key: str) -> int:
 
 
 def predicted_s(case: Case, cluster: Cluster) -> float:
-    """The closed form's step."""
+    """The simulated step, as plans and ledgers have it."""
     model = MODELS[case.model]
     graph = mw.capture(model.make(), model.loss, model.batch())
     plan = mw.plan(graph, cluster, layout=case.layout)
-    work = step_work(graph, plan, cluster, optimizer=MOMENTUM)
-    return predict_step(work, schedule_of(plan), plan.mesh, cluster).step_s
+    return foretell(graph, plan, cluster, optimizer=MOMENTUM).played.step_s
 
 
 def predicted_peaks(case: Case, cluster: Cluster) -> list[int]:
@@ -339,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results += memory(cluster, options.only, show)
     if not options.only and not options.skip:
         text = (
-            "Step times are medians over alternating rounds, beside the closed form over a cluster file that "
+            "Step times are medians over alternating rounds, beside the simulation over a cluster file that "
             "`meshwright calibrate` has just measured. Memory is the larger rank's peak over two steps, minus what was "
             f"resident before. Calibration: spread {cluster.calibration.spread if cluster.calibration else 0:.1%}."
         )

@@ -95,10 +95,16 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 
 def test_a_smaller_batch_that_would_fit_is_named() -> None:
-    least = min(found for _, found in every_layout(gpt(64), 1).values())
+    """128 samples in at most 32 micro-batches: each has 4, and what it keeps shrinks with them."""
+    least = min(found for _, found in every_layout(gpt(128), 1).values())
     with pytest.raises(LayoutError) as caught:
-        mw.plan(gpt(64), CLUSTER, devices=1, memory_bytes=least * 0.999)
-    assert "use a global batch of" in caught.value.remedy
+        mw.plan(gpt(128), CLUSTER, devices=1, memory_bytes=least * 0.98)
+    found = re.search(r"or use a global batch of (\d+)", caught.value.remedy)
+    assert found is not None, caught.value.remedy
+    batch = int(found[1])
+    assert 0 < batch < 128
+    plan = mw.plan(gpt(batch), CLUSTER, devices=1, memory_bytes=least * 0.98)
+    assert plan.prediction is not None, "the remedy works"
 
 
 def test_more_ranks_than_cores_are_planned_for_as_if_there_were_as_many() -> None:

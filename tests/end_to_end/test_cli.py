@@ -112,6 +112,20 @@ def test_plan_is_for_the_cluster_that_is_named(capsys: pytest.CaptureFixture[str
     assert (plan.cluster, plan.mesh.world_size, plan.layout.dp) == ("a100-80gb-dgx-hdr200x8", 8, 8)
 
 
+def test_plan_says_whether_memory_holds_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for memory, verdict in (("4GiB", "fits"), ("100KiB", "does not fit")):
+        assert cli(["plan", "gpt", "--dp", "1", *SMALL, "--memory", memory]) == 0
+        text = capsys.readouterr().out
+        assert re.search(r"^  predicted: [\d.]+ ms a step, [\d.]+ GiB a rank$", text, re.MULTILINE)
+        assert f"  memory: {verdict} in " in text
+    assert cli(["plan", "gpt", *SMALL, "--layout.plan", "auto", "--memory", "100KiB"]) == 2
+    assert "memory: no layout fits in" in capsys.readouterr().err
+    assert cli(["plan", "gpt", "--memory", "much"]) == 2
+    assert "--memory: 'much' is not a size" in capsys.readouterr().err
+    assert cli(["plan", "gpt", "--dp", "1", *SMALL, "--output", "no/such/folder.json"]) == 2
+    assert "cannot write the file" in capsys.readouterr().err
+
+
 def test_simulate_plays_a_step(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["--layout.dp", "1", "--layout.pp", "2", "--layout.microbatches", "4", "--ranks", "2"]
     assert cli(["simulate", str(run_file), *layout, "--trace", "step.json"]) == 0

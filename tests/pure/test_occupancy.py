@@ -91,7 +91,7 @@ def test_the_peak_is_where_workspace_and_saved_are_most_together() -> None:
 def test_the_verdict_leaves_a_margin(limit: float, verdict: str) -> None:
     peaks = peak_memory(Work((stage(),)), schedule("none", 1, 1))
     assert peaks[0].peak_bytes == 117
-    assert memory_verdict(peaks, limit) == verdict
+    assert memory_verdict(max(one.peak_bytes for one in peaks), limit) == verdict
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

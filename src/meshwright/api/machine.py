@@ -1,7 +1,6 @@
 """This machine and other clusters: what is known of them, and how it is measured."""
 
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -130,19 +129,21 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
     """The cluster; where none is given, this machine: as it was calibrated, else ``cpu-local``, or one box of the CUDA
     device at hand.
 
-    ``num_ranks`` may be more than this machine's cores: it is then planned for as if it had as many.
+    ``num_ranks``: a kind of machine grows to as many devices. So does this machine: more ranks than cores are planned
+    for as if there were as many.
     """
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is not None:
-        return load_cluster(cluster)
+        known = load_cluster(cluster)
+        return known.resized(num_ranks) if known.open_ended and num_ranks > known.num_devices else known
     if device.type == "cpu":
-        here = calibrated() or load_cluster("cpu-local")
+        generic = load_cluster("cpu-local")
+        here = calibrated() or generic
         if num_ranks <= here.num_devices:
             return here
-        units = math.prod(level.fan_out for level in here.levels[1:])
-        inside = msgspec.structs.replace(here.levels[0], fan_out=-(-num_ranks // units))
-        return msgspec.structs.replace(here, num_devices=inside.fan_out * units, levels=(inside, *here.levels[1:]))
+        inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
+        return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
     found = torch.cuda.get_device_name(device)
     name = next((name for name in device_names() if name.split("-")[0] in found.lower().split()[-1]), None)
     if name is None:

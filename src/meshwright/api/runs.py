@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -14,6 +15,7 @@ from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.cost import optimizer as cost
+from meshwright.cost.occupancy import Verdict, memory_verdict
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
@@ -23,6 +25,7 @@ from meshwright.ir.ledger import Ledger, make_ledger
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import SGD, Adam, AdamW, Optimizer, Run, TextData
 from meshwright.ir.trace import Trace
+from meshwright.planner.auto import plan_auto
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
@@ -35,10 +38,36 @@ from meshwright.simulate.faults import Faults
 
 log = logging.getLogger("meshwright")
 
+LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
+"""Of a run that has ended: its last step, the step that was predicted, and both side by side."""
 
-def plan_run(run: Run, ranks: int = 0) -> Plan:
-    """The plan of a RUN.toml for ``ranks`` ranks (0: what its layout asks for, or its cluster has)."""
-    return _planned(run, ranks)[1]
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan with what it will do, and whether a rank's memory holds it; ``verdict`` is empty where ``stage_sizes``
+    differ, which are not simulated."""
+
+    plan: Plan
+    memory_bytes: float
+    verdict: Verdict | Literal[""] = ""
+
+
+def plan_run(run: Run, ranks: int = 0, memory_bytes: float | None = None) -> Planned:
+    """The plan of a RUN.toml for ``ranks`` ranks (0: what its layout asks for, or its cluster has), each with
+    ``memory_bytes`` (default: what a device of the cluster has).
+
+    Raises:
+        LayoutError: the layout does not fit the model or the batch; nothing that may be searched fits in memory.
+    """
+    graph, made = _planned(run, ranks, memory_bytes)
+    known = known_cluster(run.layout.cluster or None, torch.device("cpu"), made.mesh.world_size)
+    limit = memory_bytes or known.device.memory_bytes
+    if made.uneven:
+        return Planned(plan=made, memory_bytes=limit)
+    found = foretell(
+        graph, made, known, optimizer=optimizer_cost(run.optimizer), clips=run.train.max_grad_norm > 0
+    ).prediction
+    verdict = memory_verdict(found.peak_memory_bytes, limit)
+    return Planned(plan=msgspec.structs.replace(made, prediction=found), memory_bytes=limit, verdict=verdict)
 
 
 def simulate_run(
@@ -51,7 +80,7 @@ def simulate_run(
     seed: int = 0,
 ) -> Trace:
     """One step of a RUN.toml, played; see ``simulate``."""  # fmt: skip
-    graph, made = _planned(run, ranks)
+    graph, made = _planned(run, ranks, None)
     return simulate(
         graph,
         run.layout.cluster or None,
@@ -63,11 +92,21 @@ def simulate_run(
     )
 
 
-def _planned(run: Run, ranks: int) -> tuple[Graph, Plan]:
+def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, Plan]:
     graph = capture(build.model(run), build.loss_function(run), build.example_batch(run))
     known = known_cluster(run.layout.cluster or None, torch.device("cpu"))
     world_size = ranks or run.num_ranks(known.num_devices if run.layout.cluster else launch.num_cores())
-    return graph, choose(run.layout.chosen(), graph, world_size, run.layout.cluster or None, torch.device("cpu"))
+    cluster = run.layout.cluster or None
+    if run.layout.searched:
+        return graph, plan_auto(
+            graph,
+            world_size,
+            known_cluster(cluster, torch.device("cpu"), world_size),
+            memory_bytes=memory_bytes,
+            optimizer=optimizer_cost(run.optimizer),
+            clips=run.train.max_grad_norm > 0,
+        )
+    return graph, choose(run.layout.chosen(), graph, world_size, cluster, torch.device("cpu"))
 
 
 def optimizer_cost(optimizer: Optimizer) -> OptimizerCost:
@@ -237,8 +276,11 @@ def _ledger(
     predicted = foretold.trace()
     ledger = make_ledger(trainer.plan, predicted, measured, cluster)
     directory = Path(run.train.directory or "runs/run")
-    for found, name in ((measured[-1], "trace.json"), (predicted, "predicted.json"), (ledger, "ledger.json")):
-        files.save(found, directory / name)
+    try:
+        for name, found in zip(LEDGER_FILES, (measured[-1], predicted, ledger), strict=True):
+            files.save(found, directory / name)
+    except OSError as error:
+        log.warning("the ledger is not kept: %s", error)
     return ledger
 
 
@@ -250,6 +292,8 @@ def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -
         for change in config.changes(directory / "run.toml", run):
             log.info("changed since: %s", change)
     config.save(run, directory / "run.toml")
+    for name in LEDGER_FILES:  # of an earlier part of the run, perhaps under another plan
+        (directory / name).unlink(missing_ok=True)
     files.save(trainer.plan, directory / "plan.json")
 
 

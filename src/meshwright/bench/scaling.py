@@ -167,7 +167,7 @@ def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Pr
             f"{list(counts)} are not at least two rising numbers of ranks", where="--ranks",
             remedy="give the most, as in 4, or several, as in 1,2,4",
         )  # fmt: skip
-    if run.layout.plan:
+    if run.layout.file:
         raise LayoutError(
             "a plan is for one number of ranks", where="layout.plan", remedy="give sizes, such as dp = -1, instead"
         )

@@ -175,7 +175,7 @@ def _print_refusals(found: "dict[str, tuple[Refusal, ...]]") -> None:
 
 def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
     if output is not None:
-        files.save(result, output)
+        display.write(output, files.encode_json(result))
     if as_json:
         typer.echo(files.encode_json(result).decode(), nl=False)
         return

@@ -1,12 +1,22 @@
 """What a person sees: lines, tables, and progress bars that disappear when they are done."""
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from meshwright.errors import FileFormatError
+from meshwright.ir.files import write_atomically
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKMGT]i?)?B?")
+UNITS: dict[str, float] = {
+    "": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
 
 
 def console() -> Console:
@@ -79,3 +89,21 @@ def restore_cursor() -> None:
     terminal = console()
     if terminal.is_terminal:
         terminal.show_cursor(True)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write what a command was asked to write; a FileFormatError where that is impossible."""
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise FileFormatError(
+            f"cannot write the file: {error.strerror}", where=str(path), remedy="check the path"
+        ) from None
+
+
+def num_bytes(text: str, where: str) -> int:
+    """A size with its unit, in bytes; a FileFormatError at ``where`` if it is none."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise FileFormatError(f"{text!r} is not a size", where=where, remedy="write a number and a unit, as in 16MiB")
+    return round(float(found[1]) * UNITS[found[2] or ""])

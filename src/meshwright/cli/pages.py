@@ -50,11 +50,6 @@ def write_report(
         bars.end()
     if page is None:
         raise LayoutError("there is no layout to report of", where=model, remedy="take more devices")
-    try:
-        path.write_text(report.render(page), encoding="utf-8")
-    except OSError as error:
-        raise FileFormatError(
-            f"cannot write the file: {error.strerror}", where=str(path), remedy="check the path"
-        ) from None
+    display.write(path, report.render(page).encode())
     terminal.print(f"{page.verdict}: {page.sentence}\n-> {path}")
     return 0 if found.options else 1

@@ -52,6 +52,7 @@ def plan(
     cluster: str = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine."),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
+    memory: str = typer.Option("", "--memory", help="Memory of a rank, as in 8GiB; default: what a device has."),
     batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
     sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
     vary: str = typer.Option("", help="The best layout for each: devices=64..512, cluster=A,B, seq=.. or batch=.."),
@@ -90,15 +91,18 @@ def plan(
     bars = display.Bars(display.console())
     bars.begin("capturing and planning")
     try:
-        made = api.plan_run(run, ranks)
+        found = api.plan_run(run, ranks, display.num_bytes(memory, "--memory") if memory else None)
     finally:
         bars.end()
+    made = found.plan
     if output is not None:
-        files.save(made, output)
+        display.write(output, files.encode_json(made))
     if as_json:
         typer.echo(files.encode_json(made).decode(), nl=False)
     else:
         display.console().print(made.explain())
+        if found.verdict:
+            display.console().print(f"  memory: {found.verdict} in {found.memory_bytes / 2**30:.3g} GiB a rank")
     return 0
 
 

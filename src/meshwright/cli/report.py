@@ -5,8 +5,7 @@ from pathlib import Path
 import typer
 
 from meshwright.cli import display
-from meshwright.errors import FileFormatError, TraceError
-from meshwright.ir.files import write_atomically
+from meshwright.errors import TraceError
 
 EPILOG = """[bold]Examples[/bold]
 
@@ -32,7 +31,7 @@ def report(
     run = room.read_run(directory)
     page = output or directory / "report.html"
     command = f"meshwright report {directory}"
-    _write(page, room.render_run(run, command=command).encode())
+    display.write(page, room.render_run(run, command=command).encode())
     terminal = display.console()
     for missing in run.missing:
         terminal.print(f"missing: {missing}")
@@ -45,19 +44,10 @@ def report(
             raise TraceError(
                 "this run has no traces", where=str(directory), remedy="leave --trace out, or run it again with traces"
             )
-        _write(trace, room.trace_events(*traces))
+        display.write(trace, room.trace_events(*traces))
         terminal.print(f"-> {trace}")
 
 
 def add_to(app: typer.Typer) -> None:
     """Make it a command."""
     app.command(epilog=EPILOG)(report)
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise FileFormatError(
-            f"cannot write the file: {error.strerror}", where=str(path), remedy="check the path"
-        ) from None

@@ -1,6 +1,5 @@
 """``meshwright schedule``: the picture of a pipeline schedule, and what it keeps alive, idles and sends."""
 
-import re
 from pathlib import Path
 
 import msgspec
@@ -24,10 +23,6 @@ EPILOG = """[bold]Examples[/bold]
 
   meshwright schedule --file zb-h1.csv
 """
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKMGT]i?)?B?")
-_UNITS: dict[str, float] = {
-    "": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
-}  # fmt: skip
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +46,7 @@ def schedule(
     as_json: bool = typer.Option(False, "--json", help="Print schedule and report as JSON."),
 ) -> None:
     """Draw and check a pipeline schedule: bubble, live micro-batches, bytes sent. A backward takes two forwards."""
-    num_bytes = _num_bytes(size) if size else None
+    num_bytes = display.num_bytes(size, "--bytes") if size else None
     made = (
         _built(name, stages, microbatches, chunks)
         if file is None
@@ -103,18 +98,9 @@ def _read(file: Path, name: str, counts: tuple[int | None, ...]) -> Schedule:
         raise ScheduleError(error.problem, where=where, remedy=error.remedy) from None
 
 
-def _num_bytes(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise FileFormatError(
-            f"{text!r} is not a size", where="--bytes", remedy="write a number and a unit, as in 16MiB"
-        )
-    return round(float(found[1]) * _UNITS[found[2] or ""])
-
-
 def _size_text(num_bytes: int) -> str:
-    unit = next((unit for unit in ("Ti", "Gi", "Mi", "Ki") if _UNITS[unit] <= num_bytes), "")
-    return f"{num_bytes / _UNITS[unit]:.4g} {unit}B"
+    unit = next((unit for unit in ("Ti", "Gi", "Mi", "Ki") if display.UNITS[unit] <= num_bytes), "")
+    return f"{num_bytes / display.UNITS[unit]:.4g} {unit}B"
 
 
 def _print(made: Schedule, report: Report, num_bytes: int | None) -> None:

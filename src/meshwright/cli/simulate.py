@@ -50,7 +50,7 @@ def simulate(
     finally:
         bars.end()
     if trace is not None:
-        trace.write_bytes(trace_events(found))
+        display.write(trace, trace_events(found))
     if as_json:
         typer.echo(files.encode_json(found).decode(), nl=False)
         return

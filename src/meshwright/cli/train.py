@@ -10,6 +10,7 @@ from meshwright import config
 from meshwright.cli import display
 from meshwright.cli.calibrate import calibrate_once
 from meshwright.cli.overrides import keys, overridden
+from meshwright.errors import ClusterError
 from meshwright.ir.run import Run
 
 if TYPE_CHECKING:
@@ -70,7 +71,13 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
         if api.launched_rank() == 0:
             summarize(run, result, feed_back)
         return
-    if run.layout.searched and not run.layout.cluster:
+    if feed_back and run.layout.cluster:
+        raise ClusterError(
+            "only what is known of this machine can be corrected",
+            where="--recalibrate",
+            remedy="leave layout.cluster out",
+        )
+    if (run.layout.searched and not run.layout.cluster) or feed_back:
         calibrate_once()
     num_ranks = run.num_ranks(api.num_devices())
     display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} in {run.train.directory}")
@@ -112,10 +119,14 @@ def summarize(run: Run, result: "Trained", feed_back: bool) -> None:
         terminal.print(f"          after step {last.step}: {last}")
     if result.ledger is not None:
         terminal.print(f"\n{result.ledger.table()}\n", highlight=False)
-        if feed_back:
-            corrected = api.recalibrate(result.ledger)
-            terminal.print(f"corrected: {corrected.source}, in {api.calibration_file()}")
     terminal.print(
         f"the run lies in {result.directory}: metrics.jsonl, plan.json, run.toml, checkpoints; `meshwright report "
         f"{result.directory}` makes a page of it"
     )
+    if not feed_back:
+        return
+    if result.ledger is None:
+        terminal.print("nothing is corrected: fewer than 2 steps were made, or nothing was predicted")
+    else:
+        corrected = api.recalibrate(result.ledger)
+        terminal.print(f"corrected: {corrected.source}, in {api.calibration_file()}")

@@ -222,7 +222,9 @@ class _Stage:
                     found.append(Communicate(what, "all_reduce", "pp", size, members=tuple(owners)))
             found.append(Communicate("loss and metrics", "broadcast", "pp", 8 * (1 + len(self.graph.metrics))))
         parameters = [
-            self.walk.parts.num_bytes(name, self.plan.storage(name)) for name in self._owned(self.graph.parameters)
+            self.walk.parts.num_bytes(name, self.plan.storage(name))
+            for name in self._owned(self.graph.parameters)
+            if name in self._trained()
         ]
         cost = Cost(CHECK_KERNELS * self.rates.kernel_s)
         if self.clips:
@@ -241,11 +243,14 @@ class _Stage:
     def held(self) -> Held:
         parts, storage = self.walk.parts, self.plan.storage
         parameters = sum(parts.num_bytes(name, storage(name)) for name in self._owned(self.graph.parameters))
-        trained = {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}
         states = sum(
-            parts.num_bytes(name, storage(name)) for name in self._owned(self.graph.parameters) if name in trained
+            parts.num_bytes(name, storage(name))
+            for name in self._owned(self.graph.parameters)
+            if name in self._trained()
         )
-        inputs = [self.graph.tensors[name] for name in self.graph.inputs]
+        pipeline = self.plan.mesh.size("pp") if "pp" in self.plan.mesh.names else 1
+        # A rank has them once, whatever its chunks.
+        inputs = [self.graph.tensors[name] for name in self.graph.inputs] if self.stage < pipeline else []
         return Held(
             parameters_bytes=parameters,
             gradients_bytes=sum(self.walk.accumulators.values()),
@@ -253,6 +258,9 @@ class _Stage:
             buffers_bytes=sum(parts.num_bytes(name, {}) for name in self._owned(self.graph.buffers)),
             inputs_bytes=sum(one.num_elements * ITEM_BYTES[one.dtype] for one in inputs),
         )
+
+    def _trained(self) -> set[str]:
+        return {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}
 
     def _owned(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if self.stage in self.divided.owners.get(name, (0,))]

@@ -30,14 +30,20 @@ def predict_step(work: Work, schedule: Schedule, mesh: Mesh, cluster: Cluster) -
     """The step of ``work`` by ``schedule`` (with its sends), as if nothing hid behind anything and no link were shared
     but by the ranks of one collective."""
     network = Network(cluster)
-    stride = mesh.world_size // (mesh.size("pp") if "pp" in mesh.names else 1)
+    count = len(schedule.ranks)
+    stride = mesh.world_size // count
+
+    def hops(one: int, other: int) -> int:
+        return abs(one % count - other % count) * stride
 
     def seconds(action: Action) -> float:
         stage = work.stages[action.stage]
         if action.kind is ActionKind.SEND_F:
-            return network.send_s(stage.sent_up_bytes, stride) if stage.sent_up_bytes else 0.0
+            far = hops(action.stage, action.stage + 1)
+            return network.send_s(stage.sent_up_bytes, far) if stage.sent_up_bytes else 0.0
         if action.kind is ActionKind.SEND_B:
-            return network.send_s(stage.sent_down_bytes, stride) if stage.sent_down_bytes else 0.0
+            far = hops(action.stage, action.stage - 1)
+            return network.send_s(stage.sent_down_bytes, far) if stage.sent_down_bytes else 0.0
         return pieces_s(stage.pieces.get(action.kind.value, ()), mesh, network)
 
     times = run(schedule, seconds)

@@ -52,9 +52,8 @@ def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
     return tuple(found)
 
 
-def memory_verdict(peaks: tuple[RankMemory, ...], limit_bytes: float) -> Verdict:
-    """Whether every rank stays within ``limit_bytes``."""
-    most = max(one.peak_bytes for one in peaks)
-    if most > limit_bytes:
+def memory_verdict(peak_bytes: float, limit_bytes: float) -> Verdict:
+    """Whether a rank whose peak this is stays within ``limit_bytes``."""
+    if peak_bytes > limit_bytes:
         return "does not fit"
-    return "marginal" if most > (1 - MARGIN) * limit_bytes else "fits"
+    return "marginal" if peak_bytes > (1 - MARGIN) * limit_bytes else "fits"

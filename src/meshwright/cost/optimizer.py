@@ -4,22 +4,21 @@ import msgspec
 
 
 class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of every element of a parameter: ``states`` numbers are kept, ``moved`` are read or written in a step, by
-    ``kernels`` passes, and ``extra`` are alive meanwhile, for one parameter at a time."""
+    """Of every element of a parameter: ``states`` numbers are kept, and ``moved`` are read or written in a step, by
+    ``kernels`` passes."""
 
     states: int
     moved: int
     kernels: int
-    extra: int = 0
 
 
 SGD = OptimizerCost(0, 3, 1)
 """p -= lr g."""
 MOMENTUM = OptimizerCost(1, 8, 3)
 """v = a v + g, in two passes; p -= lr v."""
-ADAMW = OptimizerCost(2, 21, 8, 1)
+ADAMW = OptimizerCost(2, 21, 8)
 """Decay, both moments, the root with its correction, and the update (Loshchilov, Hutter 2019; as torch.optim runs it,
 a parameter at a time)."""
-ADAM = OptimizerCost(2, 19, 7, 1)
+ADAM = OptimizerCost(2, 19, 7)
 
 OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adam": ADAM, "adamw": ADAMW}

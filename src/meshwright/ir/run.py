@@ -157,7 +157,7 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Data-parallel size; -1: what is left of the ranks."""
     plan: str = ""
     """A plan file (``meshwright plan --output``), in place of sizes; ``auto``: the fastest layout that the planner
-    finds, unless sizes are given."""
+    finds, unless another key of this table asks for one."""
     cluster: str = ""
     """The cluster that is planned for: a name, or a file; empty: this machine."""
 

@@ -203,18 +203,26 @@ def _nothing_fits(
         )
     least = min(too_large, key=lambda one: one.memory.peak_bytes)
     memory = least.memory
-    per_sample = (memory.saved_bytes + memory.workspace_bytes) / graph.batch_size
-    fewer = math.floor((limit - memory.held_bytes) / per_sample) if per_sample else 0
     changes = [f"give every rank {_gib(memory.peak_bytes)} GiB"]
-    if fewer >= 1:
+    if fewer := _smaller_batch(graph.batch_size, least, limit):
         changes.append(f"use a global batch of {fewer}")
     else:
-        changes.append(f"use more ranks: {_gib(memory.held_bytes)} GiB are parameters, gradients and optimizer state")
+        changes.append(f"use more ranks: {_gib(memory.held_bytes)} GiB are held the whole step")
     return LayoutError(
         f"no layout fits in {_gib(limit)} GiB; the smallest, {least.name}, needs {_gib(memory.peak_bytes)} GiB a rank",
         where="memory",
         remedy=", or ".join(changes),
     )
+
+
+def _smaller_batch(batch_size: int, option: _Option, limit: float) -> int:
+    """The largest batch that would fit under the option's layout, if what a micro-batch keeps shrinks with its samples;
+    0 where none would."""
+    parts = option.layout.dp * option.layout.microbatches
+    samples, memory = batch_size // parts, option.memory
+    shrinking = memory.saved_bytes + memory.workspace_bytes
+    fewer = math.floor((limit - memory.held_bytes) * samples / shrinking) if shrinking else 0
+    return fewer * parts if 1 <= fewer < samples else 0
 
 
 def _gib(size: float) -> str:

@@ -66,5 +66,6 @@ def foretell(
         )  # fmt: skip
     done = work or step_work(graph, plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
     schedule = schedule_of(plan)
-    played = play(schedule, done, plan.mesh, cluster, contention=contention, faults=faults)
+    overlap = contention or cluster.device.kind != "cpu"  # CPU ranks copy and add themselves
+    played = play(schedule, done, plan.mesh, cluster, overlap=overlap, contention=contention, faults=faults)
     return Foretold(digest=plan.digest, work=done, played=played, memory=peak_memory(done, schedule))
