@@ -122,7 +122,8 @@ def test_plan_says_whether_memory_holds_it(capsys: pytest.CaptureFixture[str]) -
     assert "memory: no layout fits in" in capsys.readouterr().err
     assert cli(["plan", "gpt", "--memory", "much"]) == 2
     assert "--memory: 'much' is not a size" in capsys.readouterr().err
-    assert cli(["plan", "gpt", "--dp", "1", *SMALL, "--output", "no/such/folder.json"]) == 2
+    Path("taken").write_text("")
+    assert cli(["plan", "gpt", "--dp", "1", *SMALL, "--output", "taken/plan.json"]) == 2
     assert "cannot write the file" in capsys.readouterr().err
 
 
