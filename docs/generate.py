@@ -306,16 +306,16 @@ def readme() -> str:
     text = README.read_text()
     before, start, rest = text.partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
-    results = HERE.parent / "benchmarks" / "results" / "foundation.md"
-    if results.exists():
-        found = results.read_text()
-        made = next(line for line in found.splitlines() if line.startswith("Made by"))
-        table = found[found.index("| target") :].split("\n\n")[0].rstrip()
-        measured = (
-            f"{made} All of it: [benchmarks/results/foundation.md](benchmarks/results/foundation.md).\n\n{table}\n"
-        )
-    else:
-        measured = "No result has been written yet.\n"
+    tables = []
+    for name in ("foundation", "pipelines", "prediction"):
+        results = HERE.parent / "benchmarks" / "results" / f"{name}.md"
+        if results.exists():
+            found = results.read_text()
+            made = next(line for line in found.splitlines() if line.startswith("Made by"))
+            table = found[found.index("| target") :].split("\n\n")[0].rstrip()
+            link = f"[benchmarks/results/{name}.md](benchmarks/results/{name}.md)"
+            tables.append(f"{made} All of it: {link}.\n\n{table}\n")
+    measured = "\n".join(tables) or "No result has been written yet.\n"
     return f"{before}{start}\n{measured}\n{end}{after}"
 
 
