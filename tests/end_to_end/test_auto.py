@@ -11,17 +11,13 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.cost.captured import step_work
-from meshwright.cost.occupancy import peak_memory
-from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
 from meshwright.models import ResNet, classification_loss
 from meshwright.planner import auto
 from meshwright.planner.explicit import plan_layout
-from meshwright.schedules.pipeline import schedule_of
-from meshwright.simulate.engine import play
+from meshwright.planner.foretell import foretell
 from tests.distributed import oracle
 
 CLUSTER = mw.Cluster.load("cpu-local")
@@ -42,9 +38,8 @@ def every_layout(graph: Graph, world_size: int) -> dict[str, tuple[float, int]]:
             plan = plan_layout(graph, one, world_size=world_size, cluster=CLUSTER)
         except MeshwrightError:
             continue
-        work, schedule = step_work(graph, plan, CLUSTER, optimizer=ADAMW), schedule_of(plan)
-        peak = max(rank.peak_bytes for rank in peak_memory(work, schedule))
-        found[layout_text(one)] = (play(schedule, work, plan.mesh, CLUSTER).step_s, peak)
+        one_step = foretell(graph, plan, CLUSTER)
+        found[layout_text(one)] = (one_step.played.step_s, one_step.peak.peak_bytes)
     return found
 
 
