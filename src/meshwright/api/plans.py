@@ -104,7 +104,7 @@ def choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | No
     if isinstance(plan, Layout):
         return plan_layout(graph, plan, world_size=world_size, cluster=known_cluster(cluster, device, world_size))
     if plan == "auto":
-        if cluster is None and device.type == "cpu" and calibrated() is None:
+        if cluster is None and world_size > 1 and device.type == "cpu" and calibrated() is None:
             log.warning(
                 "this machine was not measured, so its layout is chosen for a generic one: `meshwright calibrate`"
             )

@@ -76,7 +76,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     spread: float
 
 
-class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Devices and the nested levels that join them, innermost first. Ranks count through inner levels first.
 
     ``num_devices`` must equal the product of the fan-outs. ``open_ended`` says that the outermost level may grow: the
