@@ -323,14 +323,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = [abs(error) for error in found if isinstance(error, float)]
     if errors:
         median = statistics.median(errors)
-        passed = sum(error <= ERROR for error in errors)
+        passed = int(median <= MEDIAN_ERROR)
         results.append(
             Check(
                 target=f"median error of step time at most {MEDIAN_ERROR:.0%}",
                 verdict="pass" if median <= MEDIAN_ERROR else "fail",
                 measured=f"{median:.1%} of {len(errors)} cases; the largest {max(errors):.1%}",
                 passed=passed,
-                total=len(errors),
+                total=1,
             )
         )
         show(results[-1])
