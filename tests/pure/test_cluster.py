@@ -207,6 +207,7 @@ def test_a_cluster_file_is_loaded_by_path(tmp_path: Path) -> None:
         operation="all_reduce", algorithm="ring", level="box", ranks=4, bytes=1 << 20, time_s=1e-4
     )
     files.save(two, tmp_path / "again.toml")
+    assert (tmp_path / "again.toml").read_text().startswith("version = 1\n")
     assert Cluster.load(str(tmp_path / "again.toml"), num_devices=4).num_devices == 4
     assert Cluster.load(tmp_path / "again.toml") == two
 

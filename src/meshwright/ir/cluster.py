@@ -87,7 +87,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """
 
     VERSION: ClassVar[int] = 1
-    version: int = 1
+    version: int = msgspec.field(default_factory=lambda: 1)  # of a factory: so it is written, where defaults are not
     name: str
     num_devices: int
     open_ended: bool = False
