@@ -263,12 +263,11 @@ def throughput(rounds: int, steps: int) -> Finding:
 def memory() -> list[Finding]:
     """Peaks of both sides, and of 1F1B against GPipe."""
     peaks: dict[tuple[str, str], list[int]] = {}
-    for name in ("gpipe", "1f1b"):
+    results: list[Finding] = []
+    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
         for side in (OURS, PEER):
             with Ranks() as ranks:  # fresh processes: memory is not given back
-                peaks[name, side] = ranks(2, peak_bytes, Case(name, 16, config=LARGE), side, timeout=1800.0)
-    results: list[Finding] = []
-    for name in ("gpipe", "1f1b"):
+                peaks[name, side] = ranks(2, peak_bytes, Case(name, 16, chunks, LARGE), side, timeout=1800.0)
         ours, theirs = max(peaks[name, OURS]), max(peaks[name, PEER])
         text = f"{ours / theirs:.3f}: {ours / 2**30:.2f} GiB against {theirs / 2**30:.2f} GiB"
         results.append(
@@ -316,7 +315,7 @@ def survival(num_kills: int) -> Finding:
     good = sum(row.passed for row in rows)
     return _check(
         f"{num_kills} random kills: losses bit for bit those of an uninterrupted run",
-        f"{good} of {len(rows)}",
+        f"{good} of {len(rows)} runs, with {sum(sum(row.kills.values()) for row in rows)} kills",
         {"rows": [str(row) for row in rows]},
         passed=good,
         total=len(rows),

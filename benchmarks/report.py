@@ -113,6 +113,18 @@ Python {found.versions["python"]}.
 """
 
 
+def show(found: Finding) -> None:
+    """Print a finding."""
+    print(f"{found.verdict:<8}  {found.target}\n          {found.measured}", flush=True)
+
+
+def alone(findings: Sequence[Finding]) -> int:
+    """Print findings of a part of a benchmark, which writes no file; the exit code: 1 if one failed."""
+    for one in findings:
+        show(one)
+    return int(any(one.verdict == "fail" for one in findings))
+
+
 def ms(seconds: float) -> str:
     """Milliseconds for people."""
     return f"{seconds * 1e3:.1f} ms"

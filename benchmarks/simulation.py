@@ -1,18 +1,20 @@
 """How long simulating takes: 1,024 ranks x 64 micro-batches in several layouts. `python -m benchmarks.simulation`."""
 
-import statistics
 import sys
 import time
 
+from benchmarks.report import alone, new_run
 from meshwright.catalog import load_cluster
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.result import Duration, Finding, Series
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from meshwright.simulate.engine import play
 
 TARGET_S = 2.0
 MICROBATCHES = 64
+SETTINGS = "1,024 simulated ranks"
 LAYOUTS = ((1, 64, 16, "none", 1), (8, 16, 8, "1f1b", 1), (16, 8, 8, "1f1b", 1), (16, 8, 8, "gpipe", 1),
            (16, 8, 8, "zb-h1", 1), (16, 8, 8, "interleaved", 4), (64, 4, 4, "1f1b", 1))  # fmt: skip
 
@@ -38,29 +40,31 @@ def example_work(num_stages: int) -> Work:
     return Work((stage,) * num_stages)
 
 
-def main() -> int:
-    """Print every layout's seconds (medians of 5) without and with the spans of all ranks; 1 if one misses."""
-    cluster, slowest = load_cluster("a100-80gb-dgx-hdr200x8", 1024), 0.0
-    print("pp x dp x tp   schedule      played  play      with spans of all ranks")
+def findings() -> list[Finding]:
+    """For each layout, seconds without the spans of all ranks; with them, as a note."""
+    cluster, run = load_cluster("a100-80gb-dgx-hdr200x8", 1024), new_run()
+    found: list[Finding] = []
     for pp, dp, tp, name, chunks in LAYOUTS:
         schedule = add_reduction(add_communication(build(name, pp, MICROBATCHES, chunks)))
         work, mesh = example_work(pp * chunks), Mesh.of(pp=pp, dp=dp, tp=tp)
-        alone, whole = [], []
-        ranks = spans = 0
+        seconds, spans = [], 0
         for _ in range(5):
             start = time.perf_counter()
             played = play(schedule, work, mesh, cluster)
-            alone.append(time.perf_counter() - start)
-            spans, ranks = len(played.trace().spans), len(played.timelines)
-            whole.append(time.perf_counter() - start)
-        slowest = max(slowest, statistics.median(alone))
-        print(
-            f"{pp:4} x {dp:2} x {tp:2}   {name:11} {ranks:4} ranks {statistics.median(alone):5.2f} s   "
-            f"{statistics.median(whole):5.2f} s  ({spans:,} spans)"
+            seconds.append(time.perf_counter() - start)
+            spans = len(played.trace().spans)
+        series = Series.of(seconds, settings=SETTINGS, run=run)
+        found.append(
+            Duration(
+                target=f"simulate pp{pp} x dp{dp} x tp{tp}, {name}, {MICROBATCHES} micro-batches: under {TARGET_S:g} s",
+                verdict="pass" if series.value_s < TARGET_S else "fail",
+                measured=f"{series.value_s:.2f} s (up to {max(seconds):.2f} s); all ranks have {spans:,} spans",
+                series=series,
+                limit_s=TARGET_S,
+            )
         )
-    print(f"1,024 ranks x {MICROBATCHES} micro-batches in {slowest:.2f} s at most (target: {TARGET_S:g} s)")
-    return int(slowest > TARGET_S)
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(alone(findings()))

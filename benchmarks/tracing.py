@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 import meshwright as mw
+from benchmarks.report import alone
+from meshwright.ir.result import Check, Finding
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.runtime.ranks import run_ranks
 
@@ -68,21 +70,27 @@ def _alone_s(trainer: mw.Trainer, num_spans: int, num_samples: int) -> float:
     return spans_s + num_samples * statistics.median(times)
 
 
-def main() -> int:
-    """Print what notes cost in every case; 1 if they take more than the limit of a step."""
-    worst = 0.0
-    print(f"{'case':20} {'without':>10} {'with':>10} {'ratio':>7}   notes   alone")
+def findings() -> list[Finding]:
+    """For each case, what part of a step its notes take by themselves; steps with notes over steps without, beside."""
+    found: list[Finding] = []
     for name, (num_ranks, layout) in CASES.items():
         with tempfile.TemporaryDirectory() as directory:
-            without, noted, spans, alone = run_ranks(measure, layout, num_ranks=num_ranks, directory=Path(directory))
-        worst = max(worst, alone / without)
-        print(
-            f"{name:20} {without * 1e3:7.2f} ms {noted * 1e3:7.2f} ms {noted / without:7.3f}   {spans:5}   "
-            f"{alone * 1e6:.0f} µs = {alone / without:.2%} of a step"
+            without, noted, spans, by_themselves = run_ranks(
+                measure, layout, num_ranks=num_ranks, directory=Path(directory)
+            )
+        part = by_themselves / without
+        found.append(
+            Check(
+                target=f"notes of every step, {name}: under {LIMIT:.0%} of the step",
+                verdict="pass" if part < LIMIT else "fail",
+                measured=f"{part:.2%} ({spans} notes); steps by turns with and without: {noted / without:.3f}",
+                passed=int(part < LIMIT),
+                total=1,
+                notes={"part": part, "ratio": noted / without, "spans": spans},
+            )
         )
-    print(f"notes take {worst:.2%} of a step at most (limit: {LIMIT:.0%})")
-    return int(worst > LIMIT)
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(alone(findings()))

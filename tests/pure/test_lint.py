@@ -40,6 +40,8 @@ REFUSED = {
     "peer-with-fewer-threads": ("alike", f"{FIRST}.series.DDP.settings", "with the same threads"),
     "ratio-from-nowhere": ("ratio", f"{FIRST}.ratio", "compute it from the numbers of the file"),
     "speedup-from-nowhere": ("ratio", f"{FIRST}.points[1].speedup", "compute it from the numbers of the file"),
+    "error-from-nowhere": ("ratio", f"{FIRST}.error", "compute it from the numbers of the file"),
+    "far-from-predicted": ("verdict", f"{FIRST}.verdict", 'say "fail"'),
     "no-spread": ("spread", f"{FIRST}.interval", "give [low, high] that hold 95 %"),
     "passes-over-its-limit": ("verdict", f"{FIRST}.verdict", 'say "fail"'),
     "passes-without-a-limit": ("verdict", f"{FIRST}.verdict", "give the limit"),
@@ -69,7 +71,7 @@ def test_what_misleads_is_refused(name: str) -> None:
 def test_what_is_honest_passes_and_has_every_kind_of_finding() -> None:
     honest = planted("honest")
     assert lint(honest) == ()
-    assert len({type(finding) for finding in honest.findings}) == 6
+    assert len({type(finding) for finding in honest.findings}) == 7
 
 
 def test_every_rule_and_every_file_is_tried() -> None:

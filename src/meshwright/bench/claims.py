@@ -13,6 +13,7 @@ from meshwright.ir.result import (
     Duration,
     Interval,
     Point,
+    Prediction,
     Result,
     Scaling,
     Utilization,
@@ -148,6 +149,9 @@ def ratio(result: Result) -> Found:
         elif isinstance(finding, Utilization) and finding.series.value_s and finding.peak.flops_per_s:
             right = finding.flops / finding.series.value_s / finding.peak.flops_per_s
             yield from _follows(f"{key}.fraction", finding.fraction, right, "as flops / value_s / peak")
+        elif isinstance(finding, Prediction) and finding.series.value_s:
+            right = finding.predicted_s / finding.series.value_s
+            yield from _follows(f"{key}.error", 1 + finding.error, right, "one more is predicted_s / value_s, and")
         elif isinstance(finding, Scaling):
             yield from _speedups(result, key, finding)
 
@@ -200,6 +204,8 @@ def verdict(result: Result) -> Found:
             limit, broken = finding.limit, not finding.points or finding.points[-1].speedup < (finding.limit or 0.0)
         elif isinstance(finding, Duration):
             limit, broken = finding.limit_s, finding.series.value_s > (finding.limit_s or 0.0)
+        elif isinstance(finding, Prediction):
+            limit, broken = finding.limit, abs(finding.error) > (finding.limit or 0.0)
         elif isinstance(finding, Check):
             limit, broken = finding.total, not finding.passed == finding.total > 0
         else:

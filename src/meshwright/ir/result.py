@@ -191,7 +191,20 @@ class Duration(_Finding, frozen=True, kw_only=True, tag="duration"):
     """The most that passes."""
 
 
-Finding = Comparison | Scaling | Utilization | Accuracy | Check | Duration
+class Prediction(_Finding, frozen=True, kw_only=True, tag="prediction"):
+    """How long something takes, beside what was foretold before it ran."""
+
+    series: Series
+    """Seconds, measured."""
+    predicted_s: float = 0.0
+    """Foretold."""
+    error: float = 0.0
+    """``predicted_s`` over ``value_s`` of the series, less one: below zero, it took longer than foretold."""
+    limit: float | None = None
+    """The largest error either way that passes."""
+
+
+Finding = Comparison | Scaling | Utilization | Accuracy | Check | Duration | Prediction
 
 
 class Result(_Part, frozen=True, kw_only=True):
@@ -235,5 +248,5 @@ def series_of(finding: Finding, key: str) -> Iterator[tuple[str, Series]]:
         yield from ((f"{key}.series.{name}", one) for name, one in finding.series.items())
     elif isinstance(finding, Scaling):
         yield from ((f"{key}.points[{k}].series", point.series) for k, point in enumerate(finding.points))
-    elif isinstance(finding, Utilization | Duration):
+    elif isinstance(finding, Utilization | Duration | Prediction):
         yield f"{key}.series", finding.series
