@@ -306,7 +306,7 @@ def _live(peaks: dict[tuple[str, str], list[int]]) -> Finding:
 
 def _check(target: str, measured: str, notes: dict[str, Any], *, passed: int, total: int = 1) -> Finding:
     verdict: Any = "pass" if passed == total else "fail"
-    return Check(target=target, verdict=verdict, measured=measured, passed=passed, total=total, notes=notes)
+    return Check(target=target, verdict=verdict, measured=measured, passed=int(passed), total=total, notes=notes)
 
 
 def survival(num_kills: int) -> Finding:
