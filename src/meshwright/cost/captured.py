@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.cost.liveness import highest, last_reads
-from meshwright.cost.nodes import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, Node, StageNodes
+from meshwright.cost.nodes import Node, StageNodes
 from meshwright.cost.operators import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
@@ -13,7 +13,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph
 from meshwright.ir.plan import Plan
 from meshwright.ir.recomputation import Recomputation
-from meshwright.ir.stages import Cut, cut
+from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, Cut, cut
 
 CHECK_KERNELS = 3
 """Kernels that look whether the loss is finite."""

@@ -16,12 +16,11 @@ from meshwright.cost.operators import Cost, Parts, Rates, operator_cost
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
 from meshwright.ir.kind import kind_of
 from meshwright.ir.layout import TIME
-from meshwright.ir.placement import Partial, Placements, Shard, local_shape, output_placements
+from meshwright.ir.placement import Partial, Placements, Shard, local_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.resharding import Move, moves
-from meshwright.ir.stages import Cut, batch_border
+from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, STEP, Cut, border
 
-STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
 _IN_PLACE = frozenset({
     "aten.add", "aten.sub", "aten.mul", "aten.div", "aten.exp", "aten.neg", "aten.gelu_backward", "aten.tanh_backward",
     "aten.sigmoid_backward", "aten.silu_backward", "aten.threshold_backward", "aten.scatter_add",
@@ -99,7 +98,9 @@ class StageNodes:
     def _walk(self) -> None:
         self._given()
         biased = self._fused_additions()
-        for operator in self._operators():
+        results = (self.graph.loss, *self.graph.metrics.values()) if self.last else ()
+        needed = self.graph.tensors if self.whole else results
+        for operator in self.divided.operators(self.graph, self.stage, needed):
             self._operator(operator, operator.name in biased)
         self._borders()
         if self.whole:
@@ -108,22 +109,6 @@ class StageNodes:
             self._gradients()
         if self.last:
             self._scalars()
-
-    def phase_of(self, operator: Operator) -> str:
-        """When an operator runs."""
-        return PROLOGUE if operator.prologue else BACKWARD if operator.name in self.divided.late else FORWARD
-
-    def _operators(self) -> list[Operator]:
-        """The stage's operators and the part of the prologue that they need, the prologue first."""
-        mine = [one for one in self.graph.operators if self.divided.stage_of.get(one.name) == self.stage]
-        needed = {name for operator in mine for name in operator.inputs}
-        needed |= {self.graph.loss, *self.graph.metrics.values()} if self.last else set()
-        prologue: list[Operator] = []
-        for operator in reversed(self.graph.operators):
-            if operator.prologue and (needed.intersection(operator.outputs) or self.whole):
-                prologue.append(operator)
-                needed.update(operator.inputs)
-        return [*reversed(prologue), *(one for one in mine if not one.prologue)]
 
     def _given(self) -> None:
         """What is there before the first operator."""
@@ -137,10 +122,10 @@ class StageNodes:
         up, down = self.divided.received(self.stage)
         for names, phase in ((up, FORWARD), (down, BACKWARD)):
             for name in names:
-                border = self.border(name)
-                node = Node(name, phase, "received", Cost(), storages={name: self.parts.num_bytes(name, border)})
+                placements = self.border(name)
+                node = Node(name, phase, "received", Cost(), storages={name: self.parts.num_bytes(name, placements)})
                 self.nodes.append(node)
-                self._put(name, border, node, phase)
+                self._put(name, placements, node, phase)
 
     def _batch_placements(self, name: str) -> Placements:
         dp = self.sizes.get("dp", 1)
@@ -151,21 +136,16 @@ class StageNodes:
         return {}
 
     def border(self, name: str) -> Placements:
-        """How a tensor crosses borders: as it is made, but reduced over the mesh."""
+        """How a tensor crosses borders."""
         maker = self._producers[name]
         strategy = self.strategies[maker.name]
-        found = output_placements(maker.rule, strategy, maker.outputs.index(name)) if maker.rule else {}
-        kept = {axis: one for axis, one in found.items() if axis == TIME or isinstance(one, Shard)}
-        if self.plan.uneven:
-            over_time = {axis: one for axis, one in kept.items() if axis == TIME}
-            return batch_border(self.graph, name, self.sizes) | over_time
-        return self.parts.known(kept)
+        return self.parts.known(border(self.graph, name, maker, strategy, self.sizes, uneven=self.plan.uneven))
 
     def _put(self, name: str, placements: Placements, node: Node, phase: str) -> None:
         self.values[name] = _Value(node, placements, phase, self.graph.tensors[name].storage)
 
     def _operator(self, operator: Operator, fused: bool) -> None:
-        strategy, phase = self.strategies[operator.name], self.phase_of(operator)
+        strategy, phase = self.strategies[operator.name], self.divided.phase_of(operator)
         inputs = [
             self._want(name, self.parts.wanted(operator, strategy, position), phase)
             for position, name in enumerate(operator.inputs)

@@ -10,15 +10,17 @@ A cut is told by the first forward operator of every stage but the first. All el
                         keeps its own term, and the terms are added once a step
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME
-from meshwright.ir.placement import Placements, Shard
+from meshwright.ir.placement import Placements, Shard, output_placements
 
+STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
+"""When a stage's work runs: what is there before the step; once a step; each micro-batch (two); once a step (two)."""
 _ADD = "aten.add.Tensor"
 
 
@@ -38,6 +40,21 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     down: tuple[tuple[str, ...], ...]
     terms: dict[str, dict[int, tuple[str, ...]]]
     owners: dict[str, tuple[int, ...]]
+
+    def phase_of(self, operator: Operator) -> str:
+        """When an operator runs: ``PROLOGUE``, ``FORWARD`` or ``BACKWARD``."""
+        return PROLOGUE if operator.prologue else BACKWARD if operator.name in self.late else FORWARD
+
+    def operators(self, graph: Graph, stage: int, results: Iterable[str]) -> list[Operator]:
+        """The operators of a stage and the part of the prologue that they or ``results`` (tensors) need, first."""
+        mine = [one for one in graph.operators if self.stage_of.get(one.name) == stage]
+        needed = {name for operator in mine for name in operator.inputs} | set(results)
+        prologue: list[Operator] = []
+        for operator in reversed(graph.operators):
+            if operator.prologue and needed.intersection(operator.outputs):
+                prologue.append(operator)
+                needed.update(operator.inputs)
+        return [*reversed(prologue), *(one for one in mine if not one.prologue)]
 
     def reduced_inputs(self, operator: Operator, producers: dict[str, Operator]) -> set[str]:
         """What the operator reads of another stage: it is reduced over the mesh before it crosses."""
@@ -98,8 +115,19 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
     )
 
 
+def border(
+    graph: Graph, name: str, maker: Operator, strategy: dict[str, str], sizes: dict[str, int], *, uneven: bool
+) -> Placements:
+    """How a tensor crosses borders: as ``maker`` makes it under ``strategy``, but reduced over the mesh; between stages
+    of different submeshes (``uneven``) with its batch cut over dp, else whole."""
+    found = output_placements(maker.rule, strategy, maker.outputs.index(name)) if maker.rule else {}
+    over_time: Placements = {axis: one for axis, one in found.items() if axis == TIME}
+    if uneven:
+        return batch_border(graph, name, sizes) | over_time
+    return {axis: one for axis, one in found.items() if isinstance(one, Shard)} | over_time
+
+
 def batch_border(graph: Graph, name: str, sizes: dict[str, int]) -> Placements:
-    """How a tensor crosses between stages of different submeshes: its batch cut over dp, else whole."""
     tensor, parts = graph.tensors[name], sizes.get("dp", 1)
     for dim, classes in enumerate(tensor.dims):
         batch = bool(classes) and graph.factor_classes[classes[0]].role == "batch"

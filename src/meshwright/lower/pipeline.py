@@ -17,20 +17,12 @@ from torch import fx
 
 from meshwright.capture.builder import Capture
 from meshwright.errors import PlanError
-from meshwright.ir.graph import Operator
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import (
-    Partial,
-    Placements,
-    Shard,
-    input_placements,
-    local_shape,
-    output_placements,
-)
+from meshwright.ir.placement import Partial, Placements, Shard, input_placements, local_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.recomputation import Recomputation
-from meshwright.ir.stages import Cut, batch_border
+from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, STEP, Cut, border
 from meshwright.lower.fuse import fuse, propagate
 from meshwright.lower.partition import partition
 from meshwright.lower.program import Accumulator, Scalar, Slice, StageProgram, Transfer
@@ -38,8 +30,6 @@ from meshwright.lower.spmd import Lowering, Value
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
-
-STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
 
 
 def lower_stage(
@@ -78,8 +68,8 @@ class _StageLowering(Lowering):
         self._receive()
         self._plan_uses()
         storages = self._storage_readers()
-        for operator in self._operators():
-            self.phase = self._phase_of(operator)
+        for operator in self.operators:
+            self.phase = self.divided.phase_of(operator)
             self._operator(operator, storages)
         self._send()
         self._update_buffers()
@@ -94,36 +84,15 @@ class _StageLowering(Lowering):
 
     # --- what belongs to the stage -------------------------------------------------------------------------------
 
-    def _phase_of(self, operator: Operator) -> str:
-        return PROLOGUE if operator.prologue else BACKWARD if operator.name in self.divided.late else FORWARD
-
-    def _operators(self) -> list[Operator]:
-        """The stage's operators and the part of the prologue that they need, the prologue first."""
-        mine = [one for one in self.ir.operators if self.divided.stage_of.get(one.name) == self.stage]
-        needed = {name for operator in mine for name in operator.inputs} | {name for name, _ in self.outputs}
-        prologue: list[Operator] = []
-        for operator in reversed(self.ir.operators):
-            if operator.prologue and needed.intersection(operator.outputs):
-                prologue.append(operator)
-                needed.update(operator.inputs)
-        return [*reversed(prologue), *(one for one in mine if not one.prologue)]
-
     def _border(self, name: str) -> Placements:
-        """How a tensor crosses borders: as it is made, but reduced over the mesh."""
         maker = self.produced[name]
-        found = (
-            output_placements(maker.rule, self.strategies[maker.name], maker.outputs.index(name)) if maker.rule else {}
-        )
-        kept = {axis: one for axis, one in found.items() if axis == TIME or isinstance(one, Shard)}
-        if self.plan.uneven:
-            return batch_border(self.ir, name, self.sizes) | {axis: one for axis, one in kept.items() if axis == TIME}
-        return kept
+        return border(self.ir, name, maker, self.strategies[maker.name], self.sizes, uneven=self.plan.uneven)
 
     def _transfer(self, name: str, node: fx.Node) -> Transfer:
-        border, shape = self._border(name), self.ir.tensors[name].shape
-        over_time: Placements = {axis: one for axis, one in border.items() if axis == TIME}
+        placements, shape = self._border(name), self.ir.tensors[name].shape
+        over_time: Placements = {axis: one for axis, one in placements.items() if axis == TIME}
         whole = local_shape(shape, over_time, self.sizes)
-        return Transfer(name, node.name, local_shape(shape, border, self.sizes), whole, self._dtype(name))
+        return Transfer(name, node.name, local_shape(shape, placements, self.sizes), whole, self._dtype(name))
 
     def _dtype(self, name: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.ir.tensors[name].dtype)
@@ -151,12 +120,13 @@ class _StageLowering(Lowering):
         self.outputs += [(name, {}) for terms in held.terms.values() for name in terms.get(self.stage, ())]
         if self.last:
             self.outputs += [(name, {}) for name in (self.ir.loss, *self.ir.metrics.values())]
-        for operator in self._operators():
+        self.operators = held.operators(self.ir, self.stage, (name for name, _ in self.outputs))
+        for operator in self.operators:
             for position, name in enumerate(operator.inputs):
                 rule = operator.rule
                 wanted = input_placements(rule, self.strategies[operator.name], position) if rule else {}
                 self.uses.setdefault(name, []).append(wanted)
-                self.phase_uses.setdefault(name, []).append((self._phase_of(operator), wanted))
+                self.phase_uses.setdefault(name, []).append((held.phase_of(operator), wanted))
         for name, _ in self.outputs:
             self.uses.setdefault(name, [])
 
@@ -245,10 +215,10 @@ class _StageLowering(Lowering):
             strict=True,
         ):
             for name in names:
-                border = self._border(name)
-                shape = local_shape(self.ir.tensors[name].shape, border, self.sizes)
+                placements = self._border(name)
+                shape = local_shape(self.ir.tensors[name].shape, placements, self.sizes)
                 node = self._given("received", phase, shape, self._dtype(name))
-                self.values[name] = Value(node, border, phase=phase)
+                self.values[name] = Value(node, placements, phase=phase)
                 found.append(self._transfer(name, node))
 
     def _send(self) -> None:
