@@ -127,6 +127,23 @@ def test_plan_says_whether_memory_holds_it(capsys: pytest.CaptureFixture[str]) -
     assert "cannot write the file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("gpt --batch 4", "--batch"),
+        ("gpt --report page.html", "--report"),
+        ("llama3-8b --cluster h100-dgx --tp 2", "--tp"),
+        ("llama3-8b --cluster h100-dgx --layout.pp 2", "--layout.pp"),
+        ("resnet50 --cluster h100-dgx --seq 8", "--seq"),
+    ],
+)
+def test_plan_refuses_what_means_nothing_there(words: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["plan", *words.split()]) == 2
+    told = capsys.readouterr().err
+    assert f"{option}: " in told
+    assert "-> leave" in told
+
+
 def test_simulate_plays_a_step(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["--layout.dp", "1", "--layout.pp", "2", "--layout.microbatches", "4", "--ranks", "2"]
     assert cli(["simulate", str(run_file), *layout, "--trace", "step.json"]) == 0

@@ -1,5 +1,6 @@
 """``meshwright plan``: how a model is divided over ranks, and why, without running it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ TARGET: Any = typer.Argument(
 )
 DP: Any = typer.Option(None, "--dp", help="Data-parallel size; -1: what is left of the ranks.")
 TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
+RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
+CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
+OF_CAPTURED = ("dp", "tp", "output", "memory")
+"""Options that mean nothing for a model that is weighed by its sizes."""
+OF_SIZES = ("batch", "sequence", "vary", "price", "report", "scaling")
+"""Options that mean nothing for a model that is captured."""
 
 
 def plan(
@@ -48,8 +55,8 @@ def plan(
     target: str = TARGET,
     dp: int | None = DP,
     tp: int | None = TP,
-    ranks: int = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has."),
-    cluster: str = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine."),
+    ranks: int = RANKS,
+    cluster: str = CLUSTER,
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
     memory: str = typer.Option("", "--memory", help="Memory of a rank, as in 8GiB; default: what a device has."),
@@ -67,6 +74,11 @@ def plan(
 
     by_name = prediction.is_model(target) or prediction.is_network(target)
     if target not in config.REFERENCES and by_name:
+        refuse(context, OF_CAPTURED, f"{target} is not captured, but weighed by its sizes")
+        if context.args:
+            raise LayoutError(
+                f"{target} is not captured, but weighed by its sizes", where=context.args[0], remedy="leave it out"
+            )
         if scaling not in ("strong", "weak"):
             raise LayoutError(f"unknown scaling {scaling!r}", where="--scaling", remedy="write strong or weak")
         if not cluster:
@@ -74,6 +86,7 @@ def plan(
                 "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
             )
         if prediction.is_network(target):
+            refuse(context, ("sequence", "price", "report", "scaling"), f"{target} is a convolution network")
             return show_network(target, cluster, ranks, batch, vary, as_json)
         if report is not None:
             if vary:
@@ -86,6 +99,7 @@ def plan(
             return write_report(report, target, cluster, ranks, batch, sequence, price, " ".join(words))
         return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, as_json)
     run = run_of(target, dp, tp, context.args, cluster=cluster)
+    refuse(context, OF_SIZES, f"{target} is captured as it is: its run file has batch and sequence length")
     from meshwright import api
 
     bars = display.Bars(display.console())
@@ -104,6 +118,19 @@ def plan(
         if found.verdict:
             display.console().print(f"  memory: {found.verdict} in {found.memory_bytes / 2**30:.3g} GiB a rank")
     return 0
+
+
+def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
+    """Options that were given and mean nothing here.
+
+    Raises:
+        LayoutError: the first of them.
+    """
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--seq" if name == "sequence" else f"--{name}"
+            raise LayoutError(reason, where=option, remedy=f"leave out {option}")
 
 
 def run_of(target: str, dp: int | None, tp: int | None, arguments: list[str], cluster: str = "") -> Run:

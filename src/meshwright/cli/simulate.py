@@ -6,7 +6,7 @@ import typer
 from rich.table import Table
 
 from meshwright.cli import display
-from meshwright.cli.plan import DP, TARGET, TP, run_of
+from meshwright.cli.plan import CLUSTER, DP, RANKS, TARGET, TP, run_of
 from meshwright.cli.train import EXTRA
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
@@ -29,8 +29,8 @@ def simulate(
     target: str = TARGET,
     dp: int | None = DP,
     tp: int | None = TP,
-    ranks: int = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has."),
-    cluster: str = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine."),
+    ranks: int = RANKS,
+    cluster: str = CLUSTER,
     contention: bool = typer.Option(False, "--contention", help="Transfers that share a link share its rate."),
     slow: list[str] = typer.Option([], "--slow", help="A slow rank, as RANK=FACTOR: 2=1.3. Several are possible."),
     jitter: float = typer.Option(0.0, help="Relative standard deviation of every piece of computing."),

@@ -4,7 +4,7 @@ import msgspec
 
 from meshwright.cost.memory import Memory, layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
-from meshwright.cost.step import Stage, step_pieces
+from meshwright.cost.step import Pieces, Stage, step_pieces
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.schedule import ActionKind, Schedule
@@ -29,12 +29,10 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
 
 def rehearse(setup: Setup, cluster: Cluster) -> Rehearsal | None:
     """The step of ``setup``; None where its schedule has no builder, or is too long to be timed in a moment."""
-    schedule = _schedule(setup)
-    if schedule is None:
+    timed = _timed(setup, cluster)
+    if timed is None:
         return None
-    pieces = step_pieces(setup, cluster)
-    costs = _costs(pieces.stages, pieces.send_s)
-    times = timing.run(schedule, lambda action: costs[action.stage].of(action.kind))
+    _, pieces, times = timed
     pipeline_s = max(rank[-1][1] for rank in times)
     busy_s = sum(end - start for rank in times for start, end in rank)
     return Rehearsal(
@@ -48,12 +46,10 @@ def rehearse(setup: Setup, cluster: Cluster) -> Rehearsal | None:
 def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
     """The same as a trace of the pipeline's ranks (the first of each stage): spans named as the schedule's actions, and
     the memory that a rank holds, which rises with forwards and falls with backwards."""
-    schedule = _schedule(setup)
-    if schedule is None:
+    timed = _timed(setup, cluster)
+    if timed is None:
         return None
-    pieces = step_pieces(setup, cluster)
-    costs = _costs(pieces.stages, pieces.send_s)
-    times = timing.run(schedule, lambda action: costs[action.stage].of(action.kind))
+    schedule, pieces, times = timed
     spans, memory = [], []
     end_s = max(rank[-1][1] for rank in times)
     for rank, (actions, each) in enumerate(zip(schedule.ranks, times, strict=True)):
@@ -74,6 +70,18 @@ def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
         spans.append(Span(rank, "compute", "gradients and optimizer", end_s, end_s + pieces.after_s))
         memory.append(MemorySample(rank, end_s + pieces.after_s, int(now)))
     return Trace(source="simulated", spans=tuple(spans), memory=tuple(memory))
+
+
+def _timed(
+    setup: Setup, cluster: Cluster
+) -> tuple[Schedule, Pieces, tuple[tuple[tuple[float, float], ...], ...]] | None:
+    """The schedule, what its stages cost, and when each action of each rank starts and ends."""
+    schedule = _schedule(setup)
+    if schedule is None:
+        return None
+    pieces = step_pieces(setup, cluster)
+    costs = _costs(pieces.stages, pieces.send_s)
+    return schedule, pieces, timing.run(schedule, lambda action: costs[action.stage].of(action.kind))
 
 
 def _resting_bytes(memory: Memory) -> float:
