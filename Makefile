@@ -16,7 +16,7 @@ demo: $(STAMP) ## train a small GPT on this machine's cores and let it write
 
 test: lint ## everything that CI checks: lint, then all tests
 	@echo "==> pytest"
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	@echo "==> ruff check"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.distributed.pool import Ranks
 
+# As many threads as a rank has, before anybody imports torch: small models would only wait for threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("meshwright", settings(), deadline=None)
 settings.load_profile("meshwright")
 

