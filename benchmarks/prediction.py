@@ -1,7 +1,8 @@
 """Does prediction meet measurement? Step time and peak memory of three models under several layouts on two ranks.
 
 Run as ``make bench-prediction``. First this machine is calibrated, without any model; then every layout is predicted
-and measured. A step is zero_grad, forward, loss, backward and SGD with momentum 0.9 in float32, one thread a rank.
+and measured. A step is zero_grad, forward, loss, backward and SGD with momentum 0.9 (the demo: clipping and AdamW) in
+float32, one thread a rank.
 The exit code is 1 if a target is missed.
 """
 
@@ -25,11 +26,11 @@ from benchmarks.report import ms, new_run, show
 from meshwright.bench.repeat import alternate
 from meshwright.cost.captured import stage_held, step_work
 from meshwright.cost.occupancy import peak_memory
-from meshwright.cost.optimizer import MOMENTUM
+from meshwright.cost.optimizer import ADAMW, MOMENTUM, OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding, Prediction, Series, Settings
-from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, gpt_s, language_model_loss
+from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, demo_gpt, gpt_s, language_model_loss
 from meshwright.planner.foretell import foretell
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed.pool import Ranks
@@ -40,13 +41,24 @@ ERROR, MEDIAN_ERROR, MEMORY_ERROR, AUTO = 0.25, 0.10, 0.20, 0.05
 MIB = 2**20
 
 
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=2e-3)
+
+
 @dataclass(frozen=True)
 class Model:
-    """A model, its loss and its batch."""
+    """A model, its loss, its batch, and how it is trained."""
 
     make: Callable[[], torch.nn.Module]
     loss: Callable[..., Any]
     batch: Callable[[], dict[str, torch.Tensor]]
+    optimizer: Callable[..., torch.optim.Optimizer] = _momentum
+    states: OptimizerCost = MOMENTUM
+    max_grad_norm: float | None = None
 
 
 def _text(size: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
@@ -65,12 +77,14 @@ MODELS: Mapping[str, Model] = {
     "GPT-S": Model(gpt_s, language_model_loss, lambda: _text(8, 128, 2048)),
     "ResNet": Model(lambda: ResNet(depth=8, width=32), classification_loss, lambda: _samples("image", 32, 3, 32, 32)),
     "MLP": Model(lambda: MLP((1024, 2048, 2048, 2048, 10)), classification_loss, lambda: _samples("inputs", 256, 1024)),
+    "demo": Model(demo_gpt, language_model_loss, lambda: _text(8, 256, 256), _adamw, ADAMW, 1.0),
     "large GPT": Model(lambda: GPT(LARGE), language_model_loss, lambda: _text(32, 512, 2048)),
+    "large GPT, 160 sequences": Model(lambda: GPT(LARGE), language_model_loss, lambda: _text(160, 512, 2048)),
     "large ResNet": Model(
-        lambda: ResNet(depth=14, width=64), classification_loss, lambda: _samples("image", 256, 3, 32, 32)
+        lambda: ResNet(depth=14, width=64), classification_loss, lambda: _samples("image", 512, 3, 32, 32)
     ),
     "large MLP": Model(
-        lambda: MLP((1024, *[4096] * 6, 10)), classification_loss, lambda: _samples("inputs", 4096, 1024)
+        lambda: MLP((1024, *[4096] * 6, 10)), classification_loss, lambda: _samples("inputs", 32768, 1024)
     ),
 }
 
@@ -109,10 +123,11 @@ _TWO: dict[str, Mapping[str, Any]] = {
     "1f1b": {"pp": 2, "microbatches": 4},
     "recompute": {"pp": 2, "microbatches": 4, "recompute": "full"},
 }
+_DEMO = {name: _TWO[name] for name in ("dp", "tp", "1f1b")}
 _NO_TP = {name: one for name, one in _TWO.items() if name != "tp"} | {"1f1b of 8": {"pp": 2, "microbatches": 8}}
 CASES = [
     case
-    for model, two in (("GPT-S", _TWO), ("ResNet", _NO_TP), ("MLP", _TWO))
+    for model, two in (("demo", _DEMO), ("GPT-S", _TWO), ("ResNet", _NO_TP), ("MLP", _TWO))
     for case in _cases(
         model, **(_ALONE if model == "GPT-S" else {"one": {}}), **{f"two {k}": v for k, v in two.items()}
     )
@@ -122,9 +137,12 @@ MEMORY_CASES = [
         "large GPT",
         dp={"dp": 2},
         gpipe={"pp": 2, "microbatches": 16, "schedule": "gpipe"},
-        one_f_one_b={"pp": 2, "microbatches": 16},
-        recompute={"dp": 2, "microbatches": 2, "recompute": "full"},
         tp={"tp": 2},
+    ),
+    *_cases(
+        "large GPT, 160 sequences",
+        one_f_one_b={"pp": 2, "microbatches": 8},
+        recompute={"dp": 2, "microbatches": 2, "recompute": "full"},
     ),
     *_cases("large ResNet", dp={"dp": 2}, gpipe={"pp": 2, "microbatches": 4, "schedule": "gpipe"}),
     *_cases("large MLP", dp={"dp": 2}, one_f_one_b={"pp": 2, "microbatches": 4}),
@@ -140,11 +158,10 @@ def trainer_of(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = MODELS[case.model]
     batch = model.batch()
-    return mw.parallelize(model.make(), model.loss, batch, plan=case.layout, optimizer=_momentum), batch
-
-
-def _momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+    trainer = mw.parallelize(
+        model.make(), model.loss, batch, plan=case.layout, optimizer=model.optimizer, max_grad_norm=model.max_grad_norm
+    )
+    return trainer, batch
 
 
 def measure(cases: Sequence[Case], rounds: int, steps: int) -> dict[str, list[float]]:
@@ -180,7 +197,8 @@ def predicted_s(case: Case, cluster: Cluster) -> float:
     model = MODELS[case.model]
     graph = mw.capture(model.make(), model.loss, model.batch())
     plan = mw.plan(graph, cluster, layout=case.layout)
-    return foretell(graph, plan, cluster, optimizer=MOMENTUM).played.step_s
+    clips = model.max_grad_norm is not None
+    return foretell(graph, plan, cluster, optimizer=model.states, clips=clips).played.step_s
 
 
 def predicted_peaks(case: Case, cluster: Cluster) -> list[int]:
@@ -188,11 +206,11 @@ def predicted_peaks(case: Case, cluster: Cluster) -> list[int]:
     model = MODELS[case.model]
     graph = mw.capture(model.make(), model.loss, model.batch())
     plan = mw.plan(graph, cluster, layout=case.layout)
-    work = step_work(graph, plan, cluster, optimizer=MOMENTUM)
+    work = step_work(graph, plan, cluster, optimizer=model.states)
     found = []
     for rank, one in enumerate(peak_memory(work, schedule_of(plan))):
         mine = range(rank, len(plan.stages), plan.mesh.size("pp") if "pp" in plan.mesh.names else 1)
-        held = [stage_held(graph, plan, stage, cluster, MOMENTUM) for stage in mine]
+        held = [stage_held(graph, plan, stage, cluster, model.states) for stage in mine]
         found.append(
             one.peak_bytes - sum(one.parameters_bytes + one.buffers_bytes for one in held) - held[0].inputs_bytes
         )

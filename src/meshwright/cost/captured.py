@@ -113,9 +113,8 @@ class _Stage:
     # --- what runs when ----------------------------------------------------------------------------------------------
 
     def _late(self, nodes: list[Node]) -> list[Node]:
-        """With the forward nodes that are computed again, each before its first use."""
-        if not self.again.names:
-            return nodes
+        """With forward nodes that are computed again, each before its first use, and every gradient added up as soon
+        as it is made."""
         inside, done, order = set(nodes), set[Node](), list[Node]()
 
         def place(node: Node) -> None:
@@ -125,6 +124,9 @@ class _Stage:
             for source in node.inputs:
                 place(source)
             order.append(node)
+            for reader in self.readers.get(node, ()):
+                if reader.accumulates:
+                    place(reader)
 
         for node in nodes:
             place(node)

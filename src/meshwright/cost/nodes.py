@@ -44,7 +44,8 @@ class Exchange:
 @dataclass(eq=False)
 class Node:
     """Something that runs in one go: kernels, then collectives. ``storages`` are the memory that it makes, by key, with
-    bytes; ``early`` says that its collectives could start as soon as its input is made."""
+    bytes; ``early`` says that its collectives could start as soon as its input is made, ``accumulates`` that it adds to
+    what is there before the micro-batch."""
 
     what: str
     phase: str
@@ -57,6 +58,7 @@ class Node:
     early: bool = False
     in_place: bool = False
     returned: bool = False
+    accumulates: bool = False
 
 
 @dataclass
@@ -317,7 +319,7 @@ class StageNodes:
                 maker = self._maker(name)
                 product = maker is not None and maker.target.startswith("aten.mm.")
                 cost = Cost() if product else self.rates.stream("pointwise", 3 * total)
-                node = Node(f"{parameter} summed up", BACKWARD, "", cost, [source], returned=True)
+                node = Node(f"{parameter} summed up", BACKWARD, "", cost, [source], returned=True, accumulates=True)
                 self.nodes.append(node)
             if parameter not in bucketed:
                 self._reduce(parameter, placements, storage)

@@ -65,6 +65,18 @@ def _input_and_weight(backward: list[fx.Node], sent_down: set[str]) -> tuple[lis
     return [node for node in backward if node in needed], [node for node in backward if node not in needed]
 
 
+def _accumulations(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node | None]:
+    """The additions to gradients, each with the one to the same gradient before it: all phases add in one order."""
+    latest: dict[fx.Node, fx.Node] = {}
+    result: dict[fx.Node, fx.Node | None] = {}
+    for node in nodes:
+        if node.target is aten.add_.Tensor:
+            total = node.all_input_nodes[0]
+            result[node] = latest.get(total)
+            latest[total] = node
+    return result
+
+
 class _Partition:
     def __init__(self, graph: fx.Graph, constants: dict[str, Tensor], again: Recomputation) -> None:
         self.graph, self.constants, self.again = graph, constants, again
@@ -72,10 +84,12 @@ class _Partition:
         self.cheap: dict[fx.Node, bool] = {}
 
     def order(self, phase: str, nodes: list[fx.Node]) -> list[fx.Node]:
-        """The nodes of a phase; in backward, with the forward nodes that are computed again before their first use."""
+        """The nodes of a phase; in backward, with the forward nodes that are computed again before their first use, and
+        every gradient added up as soon as it is made: until then it holds memory, and so does what it is made of."""
         inside = set(nodes)
         order: list[fx.Node] = []
         done: set[fx.Node] = set()
+        before = _accumulations(nodes) if phase in _LATE else {}
 
         def place(node: fx.Node) -> None:
             if node in done or node.op != "call_function":
@@ -87,6 +101,9 @@ class _Partition:
             for source in node.all_input_nodes:
                 place(source)
             order.append(node)
+            for user in node.users:
+                if user in before and (before[user] is None or before[user] in done):
+                    place(user)
 
         for node in nodes:
             place(node)
