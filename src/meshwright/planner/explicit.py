@@ -1,10 +1,12 @@
-"""Layout to plan by explicit rule: batch on dp and time; heads, hidden features, vocabulary on tp; stages on pp."""
+"""Layout to plan: stages on pp, micro-batches on time, and the factors of dp and tp as the integer program chooses."""
 
-import fnmatch
 import math
 from collections import defaultdict
+from dataclasses import dataclass, field
 
 import msgspec
+
+from meshwright.catalog import load_cluster
 
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
@@ -17,14 +19,32 @@ from meshwright.ir.stages import Cut, cut
 from meshwright.planner.cut import choose_cut, follow_cut
 from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials, recomputed
 from meshwright.planner.factors import Factors
+from meshwright.planner.intra_op.assign import Assigned, assign
+from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import module_notes
-from meshwright.planner.tensor_rule import TensorRule
+from meshwright.planner.pins import read_pins
 from meshwright.schedules.pipeline import build
 
 
+@dataclass(frozen=True)
+class Ask:
+    """What is wanted of the program. ``divides_weights``: ``tp`` is used where it can be (who writes a layout asks for
+    it), else where it pays. ``explains``: with what other ways would cost. ``known`` keeps solutions."""
+
+    divides_weights: bool = True
+    explains: bool = True
+    known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
+
+
 def plan_layout(
-    graph: Graph, layout: Layout, *, world_size: int, cluster: Cluster | None = None, base: Plan | None = None
+    graph: Graph,
+    layout: Layout,
+    *,
+    world_size: int,
+    cluster: Cluster | None = None,
+    base: Plan | None = None,
+    ask: Ask | None = None,
 ) -> Plan:
     """The plan of ``layout`` for ``graph`` on ``world_size`` ranks.
 
@@ -36,7 +56,7 @@ def plan_layout(
             in ``pin``.
         ScheduleError: the schedule is not defined for so many micro-batches.
     """
-    return _planned(graph, layout.resolved(world_size), cluster, base)
+    return _planned(graph, layout.resolved(world_size), cluster, base, ask or Ask())
 
 
 def adapt_plan(plan: Plan, graph: Graph) -> Plan:
@@ -49,17 +69,17 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
     parts = layout.microbatches * math.lcm(*(one.get("dp", 1) for one in layout.stage_sizes or ({"dp": layout.dp},)))
     if not graph.gradients and graph.batch_size % parts:  # an evaluation of a ragged batch
         layout = msgspec.structs.replace(layout, microbatches=1)
-    return _planned(graph, layout, None, plan)
+    return _planned(graph, layout, None, plan, Ask())
 
 
-def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None) -> Plan:
+def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:
     """One plan; where stages differ in sizes, put together from one plan for each."""
     if not layout.stage_sizes:
-        return _Planner(graph, layout, layout.mesh(), cluster, base).plan()
+        return _Planner(graph, layout, layout.mesh(), cluster, base, ask).plan()
     plans = []
     for index in range(layout.pp):
         own = layout.of_stage(index)
-        plans.append(_Planner(graph, own, own.mesh(), cluster, base).plan())
+        plans.append(_Planner(graph, own, own.mesh(), cluster, base, ask).plan())
     divided = cut(graph, plans[0].firsts)
     stages = []
     for index in range(divided.num_stages):
@@ -91,7 +111,10 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
 
 
 class _Planner:
-    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh, cluster: Cluster | None, base: Plan | None) -> None:
+    def __init__(
+        self, graph: Graph, layout: Layout, mesh: Mesh, cluster: Cluster | None, base: Plan | None, ask: Ask
+    ) -> None:
+        self.ask = ask
         self.graph, self.layout, self.mesh, self.cluster, self.base = graph, layout, mesh, cluster, base
         self.sizes = {axis.name: axis.size for axis in mesh.axes if axis.size > 1 and axis.name != "pp"}
         if layout.microbatches > 1:
@@ -101,6 +124,7 @@ class _Planner:
         self.notes: dict[str, dict[str, str]] = defaultdict(dict)
         self.axis_notes: list[Note] = []
         self.missed: set[str] = set()
+        self.solved: Assigned | None = None
 
     def plan(self) -> Plan:
         self._check_batch()
@@ -108,18 +132,22 @@ class _Planner:
             build(self.layout.schedule, self.layout.pp, self.layout.microbatches, self.layout.chunks)
         if self.base is not None:
             self._inherit(self.base)
-        self._pin()
-        if "dp" in self.sizes:
+            if "tp" in self.sizes:
+                self._follow_storage("tp")
+        else:
+            pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
+            if "tp" in self.sizes and self.ask.divides_weights:
+                self._require_heads("tp", pins)
+            if "tp" in self.sizes or pins:
+                self._solve(pins)
+        if "dp" in self.sizes and self.solved is None:
             self._split_batch("dp")
-        if "tp" in self.sizes and (self.base is None or not any(stage.strategies for stage in self.base.stages)):
-            TensorRule(self.factors, self.notes, self.cluster).split("tp")
-        elif "tp" in self.sizes:
-            self._follow_storage("tp")
         if TIME in self.sizes:
             self._split_batch(TIME)
         firsts = self._firsts()
         divided = cut(self.graph, firsts)
-        placements = pass_partials(self.graph, divided, self.strategies, self.sizes)
+        settled = [axis for axis in self.sizes if axis != TIME] if self.solved is not None else []
+        placements = pass_partials(self.graph, divided, self.strategies, self.sizes, settled)
         if TIME in self.sizes:
             check_microbatches(self.graph, self.strategies, self.sizes, self.layout)
         storage = self._storage()
@@ -145,7 +173,41 @@ class _Planner:
             notes=self.base.notes if self.base is not None else self._explained(),
         )
 
+    def _solve(self, pins: dict[str, Strategy]) -> None:
+        """The factors of all axes but time, by the integer program."""
+        key = (self.mesh, self.layout.microbatches)
+        if key not in self.ask.known:
+            self.ask.known[key] = assign(
+                self.graph,
+                self.mesh,
+                self.cluster or load_cluster("cpu-local"),
+                microbatches=self.layout.microbatches,
+                pins=pins,
+                divides_weights=self.ask.divides_weights,
+            )
+        self.solved = self.ask.known[key]
+        self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}
+
+    def _require_heads(self, axis: str, pins: dict[str, Strategy]) -> None:
+        """That some factor of the heads divides over the axis, where nothing else is asked of attention."""
+        for operator in self.graph.operators:
+            attends = operator.target.startswith("meshwright.attention.") and operator.rule is not None
+            if not attends or axis in pins.get(operator.name, {}) or operator.rule is None:
+                continue
+            heads = operator.rule.parsed.outputs[0].dims[1]
+            if any(factor.name and operator.rule.sizes[factor.name] % self.sizes[axis] == 0 for factor in heads):
+                continue
+            size = math.prod(factor.size or operator.rule.sizes[factor.name] for factor in heads)
+            fits = [str(n) for n in range(1, size + 1) if size % n == 0]
+            raise LayoutError(
+                f"{size} attention heads do not divide over {axis}={self.sizes[axis]}",
+                where=f"module {operator.module or '(model)'}",
+                remedy=f"use {axis} of {', '.join(fits)}",
+            )
+
     def _storage(self) -> dict[str, dict[str, Placement]]:
+        if self.solved is not None:
+            return self.solved.storage
         if self.base is None:
             return parameter_storage(self.graph, self.strategies)
         return {name: self.base.storage(name) for name in self.graph.parameters}
@@ -268,47 +330,10 @@ class _Planner:
             outer *= self.graph.factor_classes[name].size
         return None
 
-    # --- pins ----------------------------------------------------------------------------------------------------
-
-    def _pin(self) -> None:
-        for glob, text in self.layout.pin.items():
-            factor, at, axis = text.partition("@")
-            where = f"layout: pin[{glob!r}]"
-            if not at:
-                raise LayoutError(f"{text!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
-            if axis not in self.mesh.names:
-                raise LayoutError(
-                    f"unknown axis {axis!r}", where=where, remedy=f"axes are {', '.join(self.mesh.names)}"
-                )
-            members = [one for one in self.graph.operators if fnmatch.fnmatch(one.module, glob)]
-            if not members and self.base is not None:
-                continue
-            if not members:
-                modules = sorted({one.module for one in self.graph.operators if one.module})
-                raise LayoutError("matches no module", where=where, remedy=f"modules are: {', '.join(modules[:20])}")
-            if axis not in self.sizes:
-                continue
-            hits = 0
-            for operator in members:
-                if axis in self.strategies[operator.name]:  # the base plan has settled it
-                    continue
-                for letter, name in operator.classes.items():
-                    wanted = self.factors.is_batch(name) if factor == "batch" else letter == factor
-                    if wanted and self.factors.fits(operator, letter, axis):
-                        self.strategies[operator.name][axis] = letter
-                        hits += 1
-                        break
-                else:
-                    self.strategies[operator.name].setdefault(axis, "")
-                self.notes[operator.module][axis] = f"{text}\0pinned"
-            if not hits and factor != "none" and self.base is None:
-                known = sorted({letter for one in members for letter in one.classes})
-                raise LayoutError(
-                    f"no operator there can split {factor!r} over {axis}={self.sizes[axis]}",
-                    where=where,
-                    remedy=f"factors are: batch, none, {', '.join(known)}",
-                )
-
     def _explained(self) -> tuple[Note, ...]:
+        if self.solved is not None:
+            pins = read_pins(Factors(self.graph, self.sizes, {one.name: {} for one in self.graph.operators}),
+                             self.layout.pin, self.mesh.names)  # fmt: skip
+            return notes_of(self.graph, self.solved, pins) if self.ask.explains else ()
         data = "dp" in self.sizes
         return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes))

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from meshwright.planner.intra_op.problem import Costs, Problem, Tensor, table_of, table_size
 
-LARGEST_TABLE = 2_000_000
+LARGEST_TABLE = 20_000_000
 """Entries; a decision whose table of answers would be larger is left to the integer program."""
+AT_ONCE = 1_000_000
+"""Entries of a sum that is held whole; larger ones are compared choice by choice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +33,7 @@ class Answer:
 
     node: int
     scope: tuple[int, ...]
-    best: NDArray[np.int64]
+    best: NDArray[np.integer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,19 +91,19 @@ def simplify(problem: Problem, limited: bool = False, largest: int = LARGEST_TAB
     while sizes:
         node = min(sizes, key=lambda one: (sizes[one][0], one))
         size, around = sizes.pop(node)
-        if size * problem.nodes[node].num_choices > largest or len(around) > widest:
+        if size > largest or len(around) > widest:
             break
         scopes = list(touching.pop(node))
         whole = (*around, node)
-        total = np.zeros((1,) * len(whole))
+        parts = []
         for scope in scopes:
-            total = total + _spread(scope, tables.pop(scope), whole)
+            parts.append(_spread(scope, tables.pop(scope), whole))
             for other in scope:
                 if other != node:
                     touching[other].discard(scope)
-        total = np.broadcast_to(total, tuple(problem.nodes[one].num_choices for one in whole))
-        answers.append(Answer(node, around, np.asarray(total.argmin(axis=-1))))
-        best = total.min(axis=-1)
+        shape = tuple(problem.nodes[one].num_choices for one in whole)
+        best, choice = _least(sorted(parts, key=lambda one: one.size), shape)
+        answers.append(Answer(node, around, choice))
         if around:
             add(around, best)
             for other in around:
@@ -118,6 +120,25 @@ def simplify(problem: Problem, limited: bool = False, largest: int = LARGEST_TAB
         tuple(answers),
         seconds,
     )
+
+
+def _least(parts: list[Costs], shape: tuple[int, ...]) -> tuple[Costs, NDArray[np.integer]]:
+    """The least of the sum of tables over their last axis, and where it is. ``parts`` come small ones first."""
+    if np.prod(shape) <= AT_ONCE:
+        total = np.zeros(shape)
+        for one in parts:
+            total += one
+        return total.min(axis=-1), np.asarray(total.argmin(axis=-1))
+    best = np.full(shape[:-1], np.inf)
+    choice = np.zeros(shape[:-1], dtype=np.int16)
+    for last in range(shape[-1]):
+        total = np.zeros((1,) * (len(shape) - 1))
+        for one in parts:
+            total = total + one[..., last if one.shape[-1] > 1 else 0]
+        less = total < best
+        np.copyto(best, total, where=less)
+        np.copyto(choice, last, where=less)
+    return best, choice
 
 
 def _around(problem: Problem, touching: dict[int, set[tuple[int, ...]]], node: int) -> tuple[int, tuple[int, ...]]:

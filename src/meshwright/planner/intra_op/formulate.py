@@ -7,15 +7,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.placement import Placements, Shard, input_placements, output_placements
-from meshwright.planner.intra_op.decisions import Decisions, decisions_of
+from meshwright.ir.plan import Strategy
+from meshwright.planner.intra_op.decisions import Decision, Decisions, decisions_of
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.problem import Node, Problem, Tensor
 
-Keeps = Callable[[Operator, dict[str, str]], bool]
-"""Whether an operator may have a strategy: what pins and the layout ask for."""
+Keeps = Callable[[Operator, Strategy], bool]
+"""Whether an operator may have a strategy."""
+
+
+def anything(operator: Operator, strategy: Strategy) -> bool:
+    """It may."""
+    return True
+
 
 Path = tuple[Operator, ...]
 """The views between a tensor and what reads it, from the tensor on."""
@@ -45,7 +53,7 @@ class _Read:
 
 class _Formulation:
     def __init__(
-        self, graph: Graph, prices: Prices, allows: Allows, keeps: Keeps, marks: Mapping[str, object],
+        self, graph: Graph, prices: Prices, allows: Allows, keeps: Keeps, prefers: Keeps, marks: Mapping[str, object],
         optimizer: OptimizerCost,
     ) -> None:  # fmt: skip
         self.graph, self.prices, self.optimizer = graph, prices, optimizer
@@ -54,11 +62,11 @@ class _Formulation:
         options = Options(graph, self.sizes, allows)
         self.choices: list[list[Choice]] = []
         for decision in self.decisions.found:
-            found = options.choices(decision)
-            kept = [
-                one for one in found if all(keeps(m, s) for m, s in zip(decision.members, one, strict=True))
-            ]
-            self.choices.append(kept or found)
+            kept = [one for one in options.choices(decision) if _all(keeps, decision, one)]
+            if not kept:
+                raise _contradiction(decision)
+            preferred = [one for one in kept if _all(prefers, decision, one)]
+            self.choices.append(preferred or kept)
         self.consumers = graph.consumers()
         self.producers = graph.producers()
         self.nodes: list[Node] = []
@@ -263,9 +271,31 @@ class _Formulation:
         return {}
 
 
+def _all(keeps: Keeps, decision: Decision, choice: Choice) -> bool:
+    return all(keeps(member, strategy) for member, strategy in zip(decision.members, choice, strict=True))
+
+
+def _contradiction(decision: Decision) -> LayoutError:
+    operator = decision.leads[0]
+    return LayoutError(
+        f"no strategy of {operator.name} is what the pins ask for: an operator and its gradients are split alike",
+        where=f"layout: pin, module {operator.module or '(model)'}",
+        remedy=f"its factors are: batch, none, {', '.join(operator.classes)}",
+    )
+
+
 def formulate(
-    graph: Graph, prices: Prices, allows: Allows, keeps: Keeps = lambda operator, strategy: True,
+    graph: Graph, prices: Prices, allows: Allows, keeps: Keeps = anything, prefers: Keeps = anything,
     marks: Mapping[str, object] | None = None, optimizer: OptimizerCost = ADAMW,
 ) -> Formulated:  # fmt: skip
-    """The problem of a graph. ``marks`` are by operator what is asked of it in particular (see ``decisions_of``)."""
-    return _Formulation(graph, prices, allows, keeps, marks or {}, optimizer).formulate()
+    """The problem of a graph.
+
+    Args:
+        keeps: which strategies an operator may have at all.
+        prefers: which of these, where there are such.
+        marks: by operator what is asked of it in particular (see ``decisions_of``).
+
+    Raises:
+        LayoutError: an operator may have no strategy.
+    """
+    return _Formulation(graph, prices, allows, keeps, prefers, marks or {}, optimizer).formulate()

@@ -1,0 +1,127 @@
+"""Why a module is split as it is: what the other ways would cost, with all other modules as they are."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+
+from meshwright.ir.graph import Graph
+from meshwright.ir.kind import COMPUTE, kind_of
+from meshwright.ir.placement import is_linear
+from meshwright.ir.plan import Note, Strategy, starred
+from meshwright.planner.intra_op.assign import Assigned
+from meshwright.planner.intra_op.decisions import Decision
+from meshwright.planner.intra_op.eliminate import simplify
+from meshwright.planner.intra_op.problem import Node, Problem, Tensor
+
+SHOWN = 3
+"""Other ways that are told of, the cheapest."""
+
+
+def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -> tuple[Note, ...]:
+    """A line for every module with weights or attention, repeated ones once if all agree."""
+    parameters = set(graph.parameters)
+    main: dict[str, int] = {}
+    around: dict[str, list[int]] = defaultdict(list)
+    decisions = assigned.formulated.decisions
+    for operator in graph.operators:
+        place = decisions.place.get(operator.name)
+        if place is None or operator.prologue:
+            continue
+        around[operator.module].append(place[0])
+        tells = parameters & set(operator.inputs) or kind_of(operator) in COMPUTE
+        if not operator.backward and (tells or operator.module in main):
+            heaviest = main.get(operator.module)
+            if heaviest is None or _weight(assigned, place[0]) > _weight(assigned, heaviest):
+                main[operator.module] = place[0]
+    told: dict[tuple[int, ...], tuple[str, str]] = {}
+    lines: dict[str, tuple[str, str]] = {}
+    groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for module, index in main.items():
+        key = (index, *sorted(set(around[module])))
+        if key not in told:
+            told[key] = _line(graph, assigned, index, set(around[module]), pinned)
+        lines[module] = told[key]
+        groups[starred(module)].add(lines[module])
+    named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
+    return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
+
+
+def _weight(assigned: Assigned, index: int) -> float:
+    """How much a decision says of its module: the seconds of its cheapest choice, products before all."""
+    product = kind_of(assigned.formulated.decisions.found[index].leads[0]) in COMPUTE
+    return float(assigned.formulated.problem.nodes[index].costs.min()) + (1e9 if product else 0.0)
+
+
+def _line(
+    graph: Graph, assigned: Assigned, index: int, module: set[int], pinned: Mapping[str, Strategy]
+) -> tuple[str, str]:
+    formulated, chosen = assigned.formulated, assigned.solution.choices
+    decision = formulated.decisions.found[index]
+    lead = _lead(decision)
+    ways = [_way(graph, decision, one[lead], formulated.sizes) for one in formulated.choices[index]]
+    costs = _costs(assigned, index, module)
+    by_way: dict[str, float] = {}
+    for way, seconds in zip(ways, costs, strict=True):
+        by_way[way] = min(seconds, by_way.get(way, np.inf))
+    split, best = ways[chosen[index]], costs[chosen[index]]
+    if pinned.get(decision.members[lead].name):
+        return split, "pinned"
+    others = sorted((seconds - best, way) for way, seconds in by_way.items() if way != split and np.isfinite(seconds))
+    if not others:
+        return split, "nothing else is possible"
+    return split, ", ".join(f"{way} {_more(more)}" for more, way in others[:SHOWN])
+
+
+def _more(seconds: float) -> str:
+    return f"{seconds * 1e3:+.3g} ms"
+
+
+def _lead(decision: Decision) -> int:
+    return next((number for number, one in enumerate(decision.members) if not one.backward), 0)
+
+
+def _way(graph: Graph, decision: Decision, strategy: Strategy, sizes: Mapping[str, int]) -> str:
+    """``batch@dp h@tp``."""
+    operator = decision.members[_lead(decision)]
+    said = []
+    for axis in sizes:
+        choice = strategy.get(axis, "")
+        if not choice or is_linear(choice):
+            said.append(f"none@{axis}")
+        else:
+            batch = graph.factor_classes[operator.classes[choice]].role == "batch"
+            said.append(f"{'batch' if batch else choice}@{axis}")
+    return " ".join(said)
+
+
+def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
+    """Seconds of the step by choice of a decision, with the rest of its module at its best and all else as it is, but
+    for what they have in common."""
+    problem, chosen = assigned.formulated.problem, assigned.solution.choices
+    free = set(module)
+    near = [one for one in problem.tensors if free & set(one.nodes)]
+    free |= {node for one in near for node in one.nodes if node in assigned.formulated.stored}
+    near = [one for one in problem.tensors if free & set(one.nodes)]
+    scope = sorted({node for one in near for node in one.nodes} | free)
+    place = {node: number for number, node in enumerate(scope)}
+
+    def kept(node: int, choice: int) -> list[int]:
+        if node == index:
+            return [choice]
+        return list(range(problem.nodes[node].num_choices)) if node in free else [chosen[node]]
+
+    found = []
+    for choice in range(problem.nodes[index].num_choices):
+        rows = {node: kept(node, choice) for node in scope}
+        nodes = tuple(Node("", problem.nodes[node].costs[rows[node]], np.zeros((0, len(rows[node])))) for node in scope)
+        tensors = tuple(
+            Tensor(
+                place[one.maker], one.have[rows[one.maker]],
+                tuple((place[node], wants[rows[node]]) for node, wants in one.readers), one.prices,
+            )
+            for one in near
+        )  # fmt: skip
+        core = simplify(Problem(nodes, tensors))
+        found.append(core.seconds if not core.nodes else np.inf)
+    return found
