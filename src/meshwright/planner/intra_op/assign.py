@@ -12,6 +12,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Placement, Placements, input_placements, is_linear
 from meshwright.ir.plan import Strategy
 from meshwright.planner.intra_op.formulate import Formulated, anything, formulate
+from meshwright.planner.intra_op.moments import Moments
 from meshwright.planner.intra_op.options import follow
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.solve import TIME_LIMIT_S, Solution, solve
@@ -39,6 +40,7 @@ def assign(
     pins: Pins | None = None,
     divides_weights: bool = False,
     optimizer: OptimizerCost = ADAMW,
+    memory_bytes: float | None = None,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Assigned:
     """The cheapest strategies of all operators over the axes of ``mesh`` (but ``pp``).
@@ -49,9 +51,10 @@ def assign(
     Args:
         microbatches: in how many parts, one after the other, the batch is worked through.
         divides_weights: products with weights divide these over ``tp`` where they can, whether it pays or not.
+        memory_bytes: what parameters, gradients, optimizer state and activations of a rank may hold together.
 
     Raises:
-        LayoutError: pins contradict what an operator can do.
+        LayoutError: pins contradict what an operator can do, or nothing fits in memory.
     """
     sizes = {axis.name: axis.size for axis in mesh.axes if axis.size > 1 and axis.name != "pp"}
     asked: Pins = pins or {}
@@ -77,8 +80,17 @@ def assign(
 
     prices = Prices(graph, mesh, sizes, cluster, microbatches)
     limited = keeps if asked else anything
-    formulated = formulate(graph, prices, allows, limited, prefers, {name: tuple(sorted(one.items())) for name, one in asked.items()}, optimizer)
+    marks = {name: tuple(sorted(one.items())) for name, one in asked.items()}
+    stages = mesh.size("pp") if "pp" in mesh.names else 1
+    moments = Moments(graph, prices, memory_bytes, stages) if memory_bytes is not None else None
+    formulated = formulate(graph, prices, allows, limited, prefers, marks, optimizer, moments)
     solution = solve(formulated.problem, time_limit_s)
+    if solution is None and memory_bytes is not None:
+        raise LayoutError(
+            f"no strategies of the operators fit in {memory_bytes / 2**30:.3g} GiB a rank",
+            where="memory",
+            remedy="give more memory, use more ranks or a smaller batch, or recompute",
+        )
     if solution is None:
         raise LayoutError(
             "no strategies of all operators go together", where="layout: pin", remedy="leave out a pin"

@@ -1,5 +1,6 @@
 """From a graph, a mesh and a cluster to a problem: its decisions with their choices, and the tensors between them."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +13,10 @@ from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.placement import Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.planner.intra_op.decisions import Decision, Decisions, decisions_of
+from meshwright.planner.intra_op.moments import Moments, copies
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
 from meshwright.planner.intra_op.prices import Prices
-from meshwright.planner.intra_op.problem import Node, Problem, Tensor
+from meshwright.planner.intra_op.problem import Costs, Node, Problem, Tensor
 
 Keeps = Callable[[Operator, Strategy], bool]
 """Whether an operator may have a strategy."""
@@ -54,9 +56,9 @@ class _Read:
 class _Formulation:
     def __init__(
         self, graph: Graph, prices: Prices, allows: Allows, keeps: Keeps, prefers: Keeps, marks: Mapping[str, object],
-        optimizer: OptimizerCost,
+        optimizer: OptimizerCost, moments: Moments | None,
     ) -> None:  # fmt: skip
-        self.graph, self.prices, self.optimizer = graph, prices, optimizer
+        self.graph, self.prices, self.optimizer, self.moments = graph, prices, optimizer, moments
         self.sizes = prices.sizes
         self.decisions = decisions_of(graph, marks)
         options = Options(graph, self.sizes, allows)
@@ -78,22 +80,38 @@ class _Formulation:
                 self.gradient_of[entry.gradient].append(entry.parameter)
         self.whole = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
         self.parameter_node: dict[str, int] = {}
+        self.outputs_of = {one.name: one.outputs for one in graph.operators}
 
     def formulate(self) -> Formulated:
         for decision, choices in zip(self.decisions.found, self.choices, strict=True):
             costs = [
                 sum(self.prices.operator_s(m, s) for m, s in zip(decision.members, one, strict=True)) for one in choices
             ]
-            self._node(decision.members[0].name, decision.times * np.array(costs))
+            self._node(decision.members[0].name, decision.times * np.array(costs), self._held(decision, choices))
         reads = self._reads()
         self._parameters(reads)
         self._tensors(reads)
-        problem = Problem(tuple(self.nodes), tuple(self.tensors))
+        limits = self.moments.limits if self.moments is not None else np.zeros(0)
+        problem = Problem(tuple(self.nodes), tuple(self.tensors), limits)
         return Formulated(self.graph, self.sizes, self.decisions, self.choices, problem, self.stored)
 
-    def _node(self, name: str, costs: np.ndarray) -> int:  # type: ignore[type-arg]
-        self.nodes.append(Node(name, costs.astype(float), np.zeros((0, len(costs)))))
+    def _node(self, name: str, costs: Costs, memory: Costs | None = None) -> int:
+        moments = len(self.moments.positions) if self.moments is not None else 0
+        self.nodes.append(Node(name, costs.astype(float), np.zeros((moments, len(costs))) if memory is None else memory))
         return len(self.nodes) - 1
+
+    def _held(self, decision: Decision, choices: list[Choice]) -> Costs | None:
+        """What a decision's results hold at each moment, in all repetitions."""
+        if self.moments is None:
+            return None
+        held = np.zeros((len(self.moments.positions), len(choices)))
+        for member, (operator, twins) in enumerate(zip(decision.members, decision.twins, strict=True)):
+            for output, name in enumerate(operator.outputs):
+                alive = self.moments.owned(self.outputs_of[twin][output] for twin in twins)
+                for number, choice in enumerate(choices) if alive.any() else ():
+                    made = output_placements(operator.rule, choice[member], output) if operator.rule else {}
+                    held[:, number] += alive * self.moments.size(name, made)
+        return held
 
     # --- who reads what ----------------------------------------------------------------------------------------------
 
@@ -163,12 +181,16 @@ class _Formulation:
                     places.setdefault(repr(sorted(cuts.items())) if cuts else "", cuts)
             options = list(places.values())
             costs = [self.prices.update_s(tensor, one, self.optimizer) if name in trained else 0.0 for one in options]
-            node = self._node(name, np.array(costs))
+            memory = None
+            if self.moments is not None:
+                states = self.optimizer.states
+                memory = np.stack([self.moments.parameter(name, one, states, name in trained) for one in options], 1)
+            node = self._node(name, np.array(costs), memory)
             known[key] = self.parameter_node[name] = node
             self.stored[node] = ([name], options)
         for node, (names, _) in self.stored.items():
             one = self.nodes[node]
-            self.nodes[node] = Node(one.name, one.costs * len(names), one.memory)
+            self.nodes[node] = Node(one.name, one.costs * len(names), one.memory * len(names))
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
@@ -186,7 +208,7 @@ class _Formulation:
             tensor = self.graph.tensors[name]
             alike[self._maker_key(name), tensor.shape, tensor.dtype, tuple(sorted(map(repr, readers)))].append(name)
         for names in alike.values():
-            self._tensor(names[0], len(names), reads[names[0]])
+            self._tensor(names, reads[names[0]])
 
     def _ends(self, name: str) -> list[tuple[str, tuple[str, Path]]]:
         """The tensor and the views of it by followers, as they may leave the graph."""
@@ -206,7 +228,9 @@ class _Formulation:
             return ("parameter", self.parameter_node[name]) if name in self.parameter_node else ("given", name)
         return (*self.decisions.place[maker.name], maker.outputs.index(name))
 
-    def _tensor(self, name: str, times: int, found: list[tuple[Operator, int, Path]]) -> None:
+    def _tensor(self, names: list[str], found: list[tuple[Operator, int, Path]]) -> None:
+        """A tensor and those that are alike in repeated blocks."""
+        name = names[0]
         tensor, maker = self.graph.tensors[name], self.producers.get(name)
         node, haves = self._made(name)
         reads = [
@@ -243,8 +267,14 @@ class _Formulation:
             ]
             for one in made.values()
         ])  # fmt: skip
+        memory = None
+        if self.moments is not None:
+            memory, alive = np.zeros((len(self.moments.positions), *prices.shape)), self.moments.read(names)
+            for (h, one), (w, want) in itertools.product(enumerate(made.values()), enumerate(wanted)):
+                if want is not None and copies(one, want):
+                    memory[:, h, w] = alive * self.moments.size(name, want)
         if prices.any():
-            self.tensors.append(Tensor(node, have, readers, prices * times if times > 1 else prices))
+            self.tensors.append(Tensor(node, have, readers, prices * len(names), memory))
 
     def _made(self, name: str) -> tuple[int, list[Placements]]:
         """The node that says how a tensor lies, and how, by its choices."""
@@ -286,7 +316,7 @@ def _contradiction(decision: Decision) -> LayoutError:
 
 def formulate(
     graph: Graph, prices: Prices, allows: Allows, keeps: Keeps = anything, prefers: Keeps = anything,
-    marks: Mapping[str, object] | None = None, optimizer: OptimizerCost = ADAMW,
+    marks: Mapping[str, object] | None = None, optimizer: OptimizerCost = ADAMW, moments: Moments | None = None,
 ) -> Formulated:  # fmt: skip
     """The problem of a graph.
 
@@ -294,8 +324,9 @@ def formulate(
         keeps: which strategies an operator may have at all.
         prefers: which of these, where there are such.
         marks: by operator what is asked of it in particular (see ``decisions_of``).
+        moments: at which memory is limited.
 
     Raises:
         LayoutError: an operator may have no strategy.
     """
-    return _Formulation(graph, prices, allows, keeps, prefers, marks or {}, optimizer).formulate()
+    return _Formulation(graph, prices, allows, keeps, prefers, marks or {}, optimizer, moments).formulate()
