@@ -38,9 +38,7 @@ def problems(draw: st.DrawFn, moments: int = 0) -> Problem:
         readers = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3))
         memory = array(moments, places, places) if moments else None
         prices = array(places, places, of=PRICES)
-        tensors.append(
-            Tensor(maker, spread(maker), tuple((node, spread(node)) for node in readers), prices, memory)
-        )
+        tensors.append(Tensor(maker, spread(maker), tuple((node, spread(node)) for node in readers), prices, memory))
     limits = np.array([draw(st.integers(10, 120)) for _ in range(moments)], dtype=float)
     return Problem(tuple(nodes), tuple(tensors), limits)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from meshwright.catalog import load_cluster
-
+from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -29,11 +29,17 @@ from meshwright.schedules.pipeline import build
 
 @dataclass(frozen=True)
 class Ask:
-    """What is wanted of the program. ``divides_weights``: ``tp`` is used where it can be (who writes a layout asks for
-    it), else where it pays. ``explains``: with what other ways would cost. ``known`` keeps solutions."""
+    """What is wanted of the program.
+
+    ``divides_weights``: ``tp`` is used where it can be (who writes a layout asks for it), else where it pays.
+    ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
+    ``known`` keeps solutions.
+    """
 
     divides_weights: bool = True
     explains: bool = True
+    memory_bytes: float | None = None
+    optimizer: OptimizerCost = ADAMW
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
 
 
@@ -175,7 +181,8 @@ class _Planner:
 
     def _solve(self, pins: dict[str, Strategy]) -> None:
         """The factors of all axes but time, by the integer program."""
-        key = (self.mesh, self.layout.microbatches)
+        key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
+               self.ask.memory_bytes)  # fmt: skip
         if key not in self.ask.known:
             self.ask.known[key] = assign(
                 self.graph,
@@ -184,6 +191,8 @@ class _Planner:
                 microbatches=self.layout.microbatches,
                 pins=pins,
                 divides_weights=self.ask.divides_weights,
+                optimizer=self.ask.optimizer,
+                memory_bytes=self.ask.memory_bytes,
             )
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}

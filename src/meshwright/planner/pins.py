@@ -39,19 +39,21 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
         for operator in members:
             letter = _letter(factors, operator, factor, axis)
             hits += bool(letter)
-            if not letter and factor not in ("batch", "none"):  # the rest of the module is solved
-                continue
             other = by.get((operator.name, axis))
-            if other is not None and found[operator.name][axis] != letter:
-                if _length(other) == _length(glob):
+            if other is not None:
+                before, here = _closeness(other, operator.module), _closeness(glob, operator.module)
+                if before == here and found.get(operator.name, {}).get(axis, letter) != letter:
                     raise LayoutError(
-                        f"{text!r} contradicts pin[{other!r}], {pins[other]!r}, at module {operator.module or '(model)'}",
+                        f"{text!r} contradicts pin[{other!r}] ({pins[other]!r}) at {operator.module or 'the model'}",
                         where=where, remedy="leave out one of the two, or name fewer modules in one",
                     )  # fmt: skip
-                if _length(other) > _length(glob):
+                if before > here:
                     continue
-            found.setdefault(operator.name, {})[axis] = letter
+                found.get(operator.name, {}).pop(axis, None)
             by[operator.name, axis] = glob
+            if not letter and factor not in ("batch", "none"):  # the rest of the module is solved
+                continue
+            found.setdefault(operator.name, {})[axis] = letter
         if not hits and factor != "none":
             known = sorted({letter for one in members for letter in one.classes})
             raise LayoutError(
@@ -80,8 +82,9 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str) -> str
     return ""
 
 
-def _length(glob: str) -> int:
-    return sum(letter not in "*?" for letter in glob)
+def _closeness(glob: str, module: str) -> tuple[bool, int]:
+    """How exactly a pin names a module: by its path, else by how much of it."""
+    return glob == module, sum(letter not in "*?" for letter in glob)
 
 
 def _nowhere(factors: Factors, glob: str, where: str) -> LayoutError:

@@ -9,7 +9,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kind import kind_of
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import Placement, Placements, input_placements, is_linear
+from meshwright.ir.placement import Partial, Placement, Placements, input_placements, is_linear, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.planner.intra_op.formulate import Formulated, anything, formulate
 from meshwright.planner.intra_op.moments import Moments
@@ -45,8 +45,8 @@ def assign(
 ) -> Assigned:
     """The cheapest strategies of all operators over the axes of ``mesh`` (but ``pp``).
 
-    The axis ``dp`` takes the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, and axes of other names
-    anything. Pins come before these.
+    The axis ``dp`` takes the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, and axes of other
+    names anything. Pins come before these.
 
     Args:
         microbatches: in how many parts, one after the other, the batch is worked through.
@@ -92,9 +92,7 @@ def assign(
             remedy="give more memory, use more ranks or a smaller batch, or recompute",
         )
     if solution is None:
-        raise LayoutError(
-            "no strategies of all operators go together", where="layout: pin", remedy="leave out a pin"
-        )
+        raise LayoutError("no strategies of all operators go together", where="layout: pin", remedy="leave out a pin")
     strategies, storage = read_out(formulated, solution.choices)
     return Assigned(strategies, storage, formulated, solution)
 
@@ -109,7 +107,7 @@ def _as_asked(asked: Strategy, strategy: Strategy) -> bool:
 
 def sequence_classes(graph: Graph) -> set[str]:
     """The factors that are positions in a sequence: the dims of integer inputs behind the batch."""
-    found = set()
+    found: set[str] = set()
     for name in graph.inputs:
         tensor = graph.tensors[name]
         if "int" in tensor.dtype:
@@ -132,7 +130,7 @@ def _weight_letters(graph: Graph) -> dict[str, set[str]]:
                 for operand, name in zip(one.rule.parsed.inputs, one.inputs, strict=True) if name in behind
                 for dim in operand.dims for factor in dim if factor.name
             }  # fmt: skip
-            letters = {one_ for one_ in letters if graph.factor_classes[one.classes[one_]].role != "batch"}
+            letters = {letter for letter in letters if graph.factor_classes[one.classes[letter]].role != "batch"}
             if letters:
                 found[one.name] = letters
     return found
@@ -161,4 +159,27 @@ def read_out(formulated: Formulated, choices: tuple[int, ...]) -> tuple[
         if one.rule is not None:
             for position, name in enumerate(one.inputs):
                 wanted[name] = input_placements(one.rule, strategies[one.name], position)
+    _pass_gradients(graph, decisions.followers, strategies)
     return strategies, storage
+
+
+def _pass_gradients(graph: Graph, followers: set[str], strategies: dict[str, Strategy]) -> None:
+    """Views between a product and a parameter's gradient let its sums through: what is to be reduced last can be reduced
+    together with other gradients."""
+    ends = {entry.gradient for entry in graph.gradients}
+    chain: list[Operator] = []
+    for one in reversed(graph.operators):
+        if one.name in followers and one.outputs[0] in ends:
+            chain.append(one)
+            ends.add(one.inputs[0])
+    made: dict[str, Placements] = {}
+    views = {one.name for one in chain}
+    for one in graph.operators:
+        if one.rule is None or not ends.intersection(one.outputs):
+            continue
+        linear = one.rule.parsed.inputs[0].linear if one.name in views else 0
+        for axis, placement in made.get(one.inputs[0], {}).items() if linear else ():
+            if placement == Partial("sum"):
+                strategies[one.name].setdefault(axis, "^" * linear)
+        for index, name in enumerate(one.outputs):
+            made[name] = output_placements(one.rule, strategies[one.name], index)

@@ -118,9 +118,7 @@ def _repeated_blocks(graph: Graph) -> set[str]:
     return {starred(name) for name, count in products.items() if name and count >= 2}
 
 
-def _signature(
-    graph: Graph, group: Iterable[Operator], blocks: set[str], marks: Mapping[str, object]
-) -> object | None:
+def _signature(graph: Graph, group: Iterable[Operator], blocks: set[str], marks: Mapping[str, object]) -> object | None:
     """Equal for groups of operators that are alike in everything that a choice depends on; None outside of blocks."""
     classes: dict[str, tuple[int, str]] = {}
     said: list[object] = []

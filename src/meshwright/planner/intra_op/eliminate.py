@@ -70,8 +70,8 @@ def simplify(problem: Problem, limited: bool = False, largest: int = LARGEST_TAB
     def add(scope: tuple[int, ...], costs: Costs) -> None:
         tables[scope] = tables[scope] + costs if scope in tables else costs
 
-    for index, node in enumerate(problem.nodes):
-        add((index,), node.costs)
+    for index, decision in enumerate(problem.nodes):
+        add((index,), decision.costs)
     for one in problem.tensors:
         weighs = limited and one.memory is not None
         if not weighs and len(one.nodes) <= widest and table_size(problem, one.nodes) <= largest:
@@ -80,7 +80,7 @@ def simplify(problem: Problem, limited: bool = False, largest: int = LARGEST_TAB
             left.append(one)
     held = {node for one in left for node in one.nodes}
     if limited:
-        held |= {index for index, node in enumerate(problem.nodes) if np.ptp(node.memory, axis=1).any()}
+        held |= {index for index, one in enumerate(problem.nodes) if np.ptp(one.memory, axis=1).any()}
     touching: dict[int, set[tuple[int, ...]]] = {index: set() for index in range(len(problem.nodes))}
     for scope in tables:
         for node in scope:

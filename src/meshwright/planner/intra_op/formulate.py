@@ -97,7 +97,9 @@ class _Formulation:
 
     def _node(self, name: str, costs: Costs, memory: Costs | None = None) -> int:
         moments = len(self.moments.positions) if self.moments is not None else 0
-        self.nodes.append(Node(name, costs.astype(float), np.zeros((moments, len(costs))) if memory is None else memory))
+        self.nodes.append(
+            Node(name, costs.astype(float), np.zeros((moments, len(costs))) if memory is None else memory)
+        )
         return len(self.nodes) - 1
 
     def _held(self, decision: Decision, choices: list[Choice]) -> Costs | None:
@@ -177,7 +179,7 @@ class _Formulation:
             places: dict[str, Placements] = {"": {}}
             for operator, position, path in reads[name]:
                 for wanted in self._wants(operator, position, path):
-                    cuts = {axis: one for axis, one in (wanted or {}).items() if isinstance(one, Shard)}
+                    cuts: Placements = {axis: one for axis, one in (wanted or {}).items() if isinstance(one, Shard)}
                     places.setdefault(repr(sorted(cuts.items())) if cuts else "", cuts)
             options = list(places.values())
             costs = [self.prices.update_s(tensor, one, self.optimizer) if name in trained else 0.0 for one in options]

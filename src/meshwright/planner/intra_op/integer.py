@@ -7,9 +7,9 @@
                 what any reader wants is made, once for all:   y[t, h, w] >= z[h, w]
                 memory at each moment:                         sum of bytes <= limit
 
-This is the program of Alpa (Zheng et al. 2022, section 4.2), whose edges are pairs of one reader each, with tensors that
-several readers share, and memory (there a limit on weights; here on all that lives at a moment). Written with the
-marginals of z, its relaxation is the local polytope, which is exact on trees.
+This is the program of Alpa (Zheng et al. 2022, section 4.2), whose edges have one reader each, with tensors that many
+readers share, and memory at moments. Written with the marginals of z, its relaxation is the local polytope, which is
+exact on trees.
 """
 
 from collections.abc import Iterable
@@ -69,8 +69,8 @@ class _Program:
         self.binaries = len(self.costs)
         for table in core.tables:
             self._table(table)
-        for one in core.tensors:
-            self._tensor(one)
+        for tensor in core.tensors:
+            self._tensor(tensor)
         for terms, limit in zip(self.bytes, limits, strict=True):
             unit = max(1.0, abs(float(limit)))
             self.rows.add([(column, size / unit) for column, size in terms], -np.inf, float(limit) / unit)
@@ -132,8 +132,10 @@ class _Program:
 
 
 def solve_core(core: Core, limited: bool = False, time_limit_s: float = 60.0, gap: float = 1e-6) -> Found:
-    """The best choices of the nodes that elimination left, within ``gap`` (relative) or the time limit. With ``limited``
-    the limits of memory hold; nodes that hold more or less by their choices must then be among those that were left."""
+    """The best choices of the nodes that elimination left, within ``gap`` (relative) or the time limit.
+
+    With ``limited`` the limits of memory hold; nodes that hold more or less by their choices must be among those left.
+    """
     if not core.nodes:
         return Found({} if np.isfinite(core.seconds) else None, core.seconds, True)
     program = _Program(core, limited)
@@ -150,7 +152,7 @@ def solve_core(core: Core, limited: bool = False, time_limit_s: float = 60.0, ga
     model.a_matrix_.index_, model.a_matrix_.value_ = np.array(rows.columns), np.array(rows.values)
     kinds = (highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous)
     model.integrality_ = [kinds[column >= program.binaries] for column in range(len(program.costs))]
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in (("output_flag", False), ("threads", 1), ("time_limit", time_limit_s), ("mip_rel_gap", gap)):
         solver.setOptionValue(name, value)
     solver.passModel(model)

@@ -58,10 +58,8 @@ class Moments:
             changes[life.last + 1] -= self.graph.tensors[name].num_bytes
         live = changes.cumsum()[: len(backward)]
         turn = next((index for index, one in enumerate(backward) if one), len(backward) - 1)
-        peaks = [
-            index for index in range(len(live))
-            if (index == 0 or live[index - 1] < live[index]) and (index + 1 == len(live) or live[index + 1] < live[index])
-        ]  # fmt: skip
+        padded = np.concatenate([[-1.0], live, [-1.0]])
+        peaks = np.flatnonzero((padded[1:-1] > padded[:-2]) & (padded[1:-1] > padded[2:])).tolist()
         largest = sorted(peaks, key=lambda index: -live[index])[: MOST_MOMENTS - 1]
         return sorted({turn, *largest})
 

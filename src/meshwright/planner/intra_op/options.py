@@ -31,10 +31,14 @@ class Options:
     def choices(self, decision: Decision) -> list[Choice]:
         """All that the members' rules, the sizes of their factors and the axes allow."""
         per_axis = [
-            [(axis, factor, passes) for factor in self._factors(decision, axis) for passes in self._passes(decision, axis)
-             if factor == _NONE or not any(passes)]
+            [
+                (axis, factor, passes)
+                for factor in self._factors(decision, axis)
+                for passes in self._passes(decision, axis)
+                if factor == _NONE or not any(passes)
+            ]
             for axis in self.sizes
-        ]  # fmt: skip
+        ]
         found: dict[object, Choice] = {}
         for picked in itertools.islice(itertools.product(*per_axis), MOST_CHOICES):
             choice = self._choice(decision, picked)
@@ -67,7 +71,9 @@ class Options:
             any(self._arriving(one, axis, inside) for one in decision.members if one.backward == backward)
             for backward in (False, True)
         ]
-        return [(f, b) for f in ((False, True) if able[0] else (False,)) for b in ((False, True) if able[1] else (False,))]
+        return [
+            (f, b) for f in ((False, True) if able[0] else (False,)) for b in ((False, True) if able[1] else (False,))
+        ]
 
     def _arriving(self, operator: Operator, axis: str, inside: set[str]) -> int:
         """The group of operands in which the operator is linear and that could all be sums; 0: none."""
@@ -114,7 +120,9 @@ class Options:
             result.append(strategy)
         return tuple(result)
 
-    def _passed(self, operator: Operator, axis: str, inside: set[str], made: Mapping[str, Placements], passes: bool) -> int:
+    def _passed(
+        self, operator: Operator, axis: str, inside: set[str], made: Mapping[str, Placements], passes: bool
+    ) -> int:
         """The group of operands that are sums and stay so: those from inside are, those from outside if ``passes``."""
         if operator.rule is None:
             return 0

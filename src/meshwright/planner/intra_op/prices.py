@@ -18,8 +18,8 @@ from meshwright.planner.derive import BUCKET_BYTES
 
 
 class Prices:
-    """The cost model of ``cost.nodes`` for single operators and tensors. A step of ``microbatches`` pays each of them so
-    often, for a part of the batch; gradients are brought to their parameters once."""
+    """The cost model of ``cost.nodes`` for single operators and tensors. A step of ``microbatches`` pays each of them
+    so often, for a part of the batch; gradients are brought to their parameters once."""
 
     def __init__(
         self, graph: Graph, mesh: Mesh, sizes: Mapping[str, int], cluster: Cluster, microbatches: int = 1
@@ -84,8 +84,8 @@ class Prices:
             return 0.0
         batch = any(name in self._batch for dim in tensor.dims for name in dim)
         parts = times if batch else 1
-        key = (tensor.shape, tensor.dtype, tuple(sorted(have.items())), tuple(sorted(want.items())), owned, times, parts,
-               gradient)  # fmt: skip
+        places = (tuple(sorted(have.items())), tuple(sorted(want.items())))
+        key = (tensor.shape, tensor.dtype, places, owned, times, parts, gradient)
         if key not in self._known:
             self._known[key] = times * self._reshard_s(tensor, have, want, owned, parts, gradient)
         return self._known[key]

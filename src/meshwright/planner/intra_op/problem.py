@@ -1,4 +1,4 @@
-"""The choice of one strategy for every decision, as numbers: what each costs alone, and what tensors cost between them."""
+"""The choice of one strategy for every decision, as numbers: what each costs alone, and tensors between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,7 +100,7 @@ def table_of(problem: Problem, one: Tensor) -> Costs:
     for want in range(one.prices.shape[1]):
         asked: NDArray[np.bool_] = np.zeros((1,) * len(scope), dtype=bool)
         for node, wants in one.readers:
-            asked = asked | along(node, wants == want)
+            asked = asked | along(node, wants == want).astype(bool)
         if asked.any():
             table = table + np.where(asked, along(one.maker, one.prices[one.have, want]), 0.0)
     return table
