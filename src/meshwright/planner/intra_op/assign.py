@@ -164,7 +164,7 @@ def read_out(formulated: Formulated, choices: tuple[int, ...]) -> tuple[
 
 
 def _pass_gradients(graph: Graph, followers: set[str], strategies: dict[str, Strategy]) -> None:
-    """Views between a product and a parameter's gradient let its sums through: what is to be reduced last can be reduced
+    """Views between a product and a parameter's gradient let its sums through: what is reduced last can be reduced
     together with other gradients."""
     ends = {entry.gradient for entry in graph.gradients}
     chain: list[Operator] = []

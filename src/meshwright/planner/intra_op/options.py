@@ -26,6 +26,7 @@ class Options:
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int], allows: Allows) -> None:
         self.graph, self.sizes, self.allows = graph, dict(sizes), allows
+        self._numbered: dict[str, dict[tuple[str, int], str]] = {}
         self.partial = {axis: self._maybe_partial(axis) for axis in sizes}
 
     def choices(self, decision: Decision) -> list[Choice]:
@@ -50,10 +51,16 @@ class Options:
         """By class and number (the queries of self-attention are the first letter of the sequence, keys the second)."""
         found = {_NONE: None}
         for one in decision.leads:
-            for factor, letter in numbered(one).items():
+            for factor, letter in self._letters(one).items():
                 if self._splits(one, letter, axis):
                     found.setdefault(factor)
         return list(found)
+
+    def _letters(self, operator: Operator) -> dict[tuple[str, int], str]:
+        found = self._numbered.get(operator.name)
+        if found is None:
+            found = self._numbered[operator.name] = numbered(operator)
+        return found
 
     def _splits(self, operator: Operator, letter: str, axis: str) -> bool:
         rule = operator.rule
@@ -98,7 +105,7 @@ class Options:
         result: list[Strategy] = []
         for one in decision.members:
             strategy: Strategy = {}
-            letters = numbered(one)
+            letters = self._letters(one)
             for axis, factor, _ in picked:
                 letter = letters.get(factor)
                 if letter is None or not self._splits(one, letter, axis):
