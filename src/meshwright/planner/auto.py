@@ -139,7 +139,7 @@ class _Scales:
     def __init__(self, graph: Graph, world_size: int, cluster: Cluster, optimizer: OptimizerCost, clips: bool) -> None:
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
         self.optimizer, self.clips = optimizer, clips
-        self._free = Ask(divides_weights=False, explains=False, optimizer=optimizer)
+        self._free = Ask(uses_axes=False, explains=False, optimizer=optimizer)
         self._works: dict[tuple[int | str | float | None, ...], Work] = {}
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:

@@ -31,12 +31,12 @@ from meshwright.schedules.pipeline import build
 class Ask:
     """What is wanted of the program.
 
-    ``divides_weights``: ``tp`` is used where it can be (who writes a layout asks for it), else where it pays.
+    ``uses_axes``: ``dp`` and ``tp`` are used where they can be (who writes a layout asks for it), else where it pays.
     ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
     ``known`` keeps solutions.
     """
 
-    divides_weights: bool = True
+    uses_axes: bool = True
     explains: bool = True
     memory_bytes: float | None = None
     optimizer: OptimizerCost = ADAMW
@@ -142,11 +142,11 @@ class _Planner:
                 self._follow_storage("tp")
         else:
             pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
-            if "tp" in self.sizes and self.ask.divides_weights:
+            if "tp" in self.sizes and self.ask.uses_axes:
                 self._require_heads("tp", pins)
             if "tp" in self.sizes or pins:
                 self._solve(pins)
-        if "dp" in self.sizes and self.solved is None:
+        if "dp" in self.sizes:
             self._split_batch("dp")
         if TIME in self.sizes:
             self._split_batch(TIME)
@@ -190,7 +190,7 @@ class _Planner:
                 self.cluster or load_cluster("cpu-local"),
                 microbatches=self.layout.microbatches,
                 pins=pins,
-                divides_weights=self.ask.divides_weights,
+                uses_axes=self.ask.uses_axes,
                 optimizer=self.ask.optimizer,
                 memory_bytes=self.ask.memory_bytes,
             )
@@ -286,7 +286,7 @@ class _Planner:
                     self.strategies[operator.name][axis] = choice
 
     def _split_batch(self, axis: str) -> None:
-        """Every operator with a batch factor splits it."""
+        """Every operator with a batch factor splits it, unless that was decided; those that cannot are noted."""
         missed: dict[str, str] = {}
         for operator in self.graph.operators:
             if axis in self.strategies[operator.name] or (axis == TIME and operator.prologue):
@@ -294,7 +294,8 @@ class _Planner:
             letters = [letter for letter, name in operator.classes.items() if self.factors.is_batch(name)]
             chosen = next((letter for letter in letters if self.factors.fits(operator, letter, axis)), None)
             if chosen is not None:
-                self.strategies[operator.name][axis] = chosen
+                if self.solved is None or axis == TIME:
+                    self.strategies[operator.name][axis] = chosen
             elif letters and operator.rule is not None:
                 taken = any(letter in self.strategies[operator.name].values() for letter in letters)
                 why = "is split over another axis, and does not divide over both" if taken else "cannot be split"
@@ -343,6 +344,7 @@ class _Planner:
         if self.solved is not None:
             pins = read_pins(Factors(self.graph, self.sizes, {one.name: {} for one in self.graph.operators}),
                              self.layout.pin, self.mesh.names)  # fmt: skip
-            return notes_of(self.graph, self.solved, pins) if self.ask.explains else ()
+            own = notes_of(self.graph, self.solved, pins) if self.ask.explains else ()
+            return (*own, *dict.fromkeys(self.axis_notes))
         data = "dp" in self.sizes
         return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes))

@@ -38,7 +38,7 @@ def assign(
     *,
     microbatches: int = 1,
     pins: Pins | None = None,
-    divides_weights: bool = False,
+    uses_axes: bool = False,
     optimizer: OptimizerCost = ADAMW,
     memory_bytes: float | None = None,
     time_limit_s: float = TIME_LIMIT_S,
@@ -50,7 +50,8 @@ def assign(
 
     Args:
         microbatches: in how many parts, one after the other, the batch is worked through.
-        divides_weights: products with weights divide these over ``tp`` where they can, whether it pays or not.
+        uses_axes: whether it pays or not, operators divide their batch over ``dp`` and products their weights over
+            ``tp``, where they can.
         memory_bytes: what parameters, gradients, optimizer state and activations of a rank may hold together.
 
     Raises:
@@ -70,20 +71,23 @@ def assign(
     def keeps(operator: Operator, strategy: Strategy) -> bool:
         return operator.backward or _as_asked(asked.get(operator.name, {}), strategy)
 
-    weights = _weight_letters(graph) if divides_weights and "tp" in sizes else {}
+    weights = _weight_letters(graph) if uses_axes else {}
 
-    def prefers(operator: Operator, strategy: Strategy) -> bool:
-        divided = weights.get(operator.name)
-        return _as_asked(asked.get(operator.name, {}), strategy) and (
-            divided is None or "tp" in asked.get(operator.name, {}) or strategy.get("tp") in divided
-        )
+    def merit(operator: Operator, strategy: Strategy) -> int:
+        pinned = asked.get(operator.name, {})
+        met = 2 * _as_asked(pinned, strategy)
+        if uses_axes and "tp" in sizes and "tp" not in pinned:
+            met += strategy.get("tp", "") in weights.get(operator.name, ())
+        if uses_axes and "dp" in sizes and "dp" not in pinned and not operator.prologue:
+            met += 2 * (operator.classes.get(strategy.get("dp", "")) is not None)
+        return met
 
     prices = Prices(graph, mesh, sizes, cluster, microbatches)
     limited = keeps if asked else anything
     marks = {name: tuple(sorted(one.items())) for name, one in asked.items()}
     stages = mesh.size("pp") if "pp" in mesh.names else 1
     moments = Moments(graph, prices, memory_bytes, stages) if memory_bytes is not None else None
-    formulated = formulate(graph, prices, allows, limited, prefers, marks, optimizer, moments)
+    formulated = formulate(graph, prices, allows, limited, merit, marks, optimizer, moments)
     solution = solve(formulated.problem, time_limit_s)
     if solution is None and memory_bytes is not None:
         raise LayoutError(

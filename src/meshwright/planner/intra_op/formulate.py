@@ -22,9 +22,18 @@ Keeps = Callable[[Operator, Strategy], bool]
 """Whether an operator may have a strategy."""
 
 
+Merit = Callable[[Operator, Strategy], int]
+"""How many of the wishes are met by a strategy of an operator."""
+
+
 def anything(operator: Operator, strategy: Strategy) -> bool:
     """It may."""
     return True
+
+
+def nothing(operator: Operator, strategy: Strategy) -> int:
+    """There are no wishes."""
+    return 0
 
 
 Path = tuple[Operator, ...]
@@ -55,7 +64,7 @@ class _Read:
 
 class _Formulation:
     def __init__(
-        self, graph: Graph, prices: Prices, allows: Allows, keeps: Keeps, prefers: Keeps, marks: Mapping[str, object],
+        self, graph: Graph, prices: Prices, allows: Allows, keeps: Keeps, merit: Merit, marks: Mapping[str, object],
         optimizer: OptimizerCost, moments: Moments | None,
     ) -> None:  # fmt: skip
         self.graph, self.prices, self.optimizer, self.moments = graph, prices, optimizer, moments
@@ -67,8 +76,8 @@ class _Formulation:
             kept = [one for one in options.choices(decision) if _all(keeps, decision, one)]
             if not kept:
                 raise _contradiction(decision)
-            preferred = [one for one in kept if _all(prefers, decision, one)]
-            self.choices.append(preferred or kept)
+            merits = [sum(map(merit, decision.members, one)) for one in kept]
+            self.choices.append([one for one, met in zip(kept, merits, strict=True) if met == max(merits)])
         self.consumers = graph.consumers()
         self.producers = graph.producers()
         self.nodes: list[Node] = []
@@ -317,18 +326,18 @@ def _contradiction(decision: Decision) -> LayoutError:
 
 
 def formulate(
-    graph: Graph, prices: Prices, allows: Allows, keeps: Keeps = anything, prefers: Keeps = anything,
+    graph: Graph, prices: Prices, allows: Allows, keeps: Keeps = anything, merit: Merit = nothing,
     marks: Mapping[str, object] | None = None, optimizer: OptimizerCost = ADAMW, moments: Moments | None = None,
 ) -> Formulated:  # fmt: skip
     """The problem of a graph.
 
     Args:
         keeps: which strategies an operator may have at all.
-        prefers: which of these, where there are such.
+        merit: of these only those that meet most wishes are regarded.
         marks: by operator what is asked of it in particular (see ``decisions_of``).
         moments: at which memory is limited.
 
     Raises:
         LayoutError: an operator may have no strategy.
     """
-    return _Formulation(graph, prices, allows, keeps, prefers, marks or {}, optimizer, moments).formulate()
+    return _Formulation(graph, prices, allows, keeps, merit, marks or {}, optimizer, moments).formulate()
