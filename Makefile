@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction matrix clean
+.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ bench-predictor: $(STAMP) ## judge the predictor by published measurements in va
 
 bench-prediction: $(STAMP) ## calibrate, predict and measure three models under several layouts; emulate; simulate
 	@$(BIN)/python -m benchmarks.prediction
+
+bench-models: $(STAMP) ## plan Llama-3-8B over 64 and 512 devices, against targets
+	@$(BIN)/python -m benchmarks.planning
 
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix

@@ -1,4 +1,4 @@
-"""Why a module is split as it is: what the other ways would cost, with all other modules as they are."""
+"""Why a module is split as it is: what the other ways would cost, with what is next to it at its best."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -96,12 +96,12 @@ def _way(graph: Graph, decision: Decision, strategy: Strategy, sizes: Mapping[st
 
 
 def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
-    """Seconds of the step by choice of a decision, with the rest of its module at its best and all else as it is, but
-    for what they have in common."""
-    problem, chosen = assigned.formulated.problem, assigned.solution.choices
+    """Seconds of the step by choice of a decision, but for what they have in common: the rest of its module and what is
+    next to that are at their best, all else is as it is."""
+    problem, chosen, stored = assigned.formulated.problem, assigned.solution.choices, assigned.formulated.stored
     free = set(module)
-    near = [one for one in problem.tensors if free & set(one.nodes)]
-    free |= {node for one in near for node in one.nodes if node in assigned.formulated.stored}
+    free |= {node for one in problem.tensors if index in one.nodes and len(one.readers) == 1 for node in one.nodes}
+    free |= {node for one in problem.tensors if free & set(one.nodes) for node in one.nodes if node in stored}
     near = [one for one in problem.tensors if free & set(one.nodes)]
     scope = sorted({node for one in near for node in one.nodes} | free)
     place = {node: number for number, node in enumerate(scope)}
