@@ -11,10 +11,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
@@ -44,9 +43,7 @@ def captured(layers: int) -> Graph:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
-    return mw.capture(
-        model, lambda model, batch: model(**batch).loss, {"input_ids": tokens, "labels": tokens}
-    )
+    return mw.capture(model, lambda model, batch: model(**batch).loss, {"input_ids": tokens, "labels": tokens})
 
 
 def timed(run: Callable[[], object], rounds: int) -> list[float]:
@@ -72,7 +69,7 @@ def judged(target: str, seconds: Sequence[float], limit_s: float, settings: str,
     )
 
 
-def plans(graph: Graph, captures: Sequence[float], rounds: int, show: Callable[[Finding], None]) -> None:
+def plans(graph: Graph, captures: Sequence[float], rounds: int) -> Iterator[Finding]:
     """The targets of 32 layers on both meshes."""
     for name, mesh in MESHES.items():
         cluster = mw.Cluster.load(CLUSTER, mesh.world_size)
@@ -80,11 +77,11 @@ def plans(graph: Graph, captures: Sequence[float], rounds: int, show: Callable[[
         problem, gap = found.formulated.problem, found.solution.gap
         if name == "8x8":
             seconds = timed(lambda problem=problem: solve(problem), rounds)  # type: ignore[misc]
-            show(judged(f"{LAYERS} layers on {name}: solve within {SOLVE_S:g} s", seconds, SOLVE_S, name, gap))
+            yield judged(f"{LAYERS} layers on {name}: solve within {SOLVE_S:g} s", seconds, SOLVE_S, name, gap)
         planning = timed(lambda mesh=mesh, cluster=cluster: assign(graph, mesh, cluster), rounds)  # type: ignore[misc]
         both = [one + other for one, other in zip(captures, planning, strict=True)]
         limit = ALL_S if name == "8x8" else ALL_THREE_AXES_S
-        show(judged(f"{LAYERS} layers on {name}: all within {limit:g} s", both, limit, name, gap))
+        yield judged(f"{LAYERS} layers on {name}: all within {limit:g} s", both, limit, name, gap)
 
 
 def growth(rounds: int, layers: Sequence[int]) -> Comparison:
@@ -96,9 +93,7 @@ def growth(rounds: int, layers: Sequence[int]) -> Comparison:
         for count, problem in problems.items():
             seconds[count] += timed(lambda problem=problem: solve(problem), 1)  # type: ignore[misc]
     few, many = (statistics.median(seconds[count]) for count in layers)
-    series = {
-        f"{count} layers": Series.of(found, steps=1, settings="8x8", run=run) for count, found in seconds.items()
-    }
+    series = {f"{count} layers": Series.of(found, steps=1, settings="8x8", run=run) for count, found in seconds.items()}
     return Comparison(
         target=f"the solve grows at most {GROWTH}x from {layers[0]} to {layers[1]} layers",
         verdict="pass" if many / few <= GROWTH else "fail",
@@ -111,25 +106,26 @@ def growth(rounds: int, layers: Sequence[int]) -> Comparison:
     )
 
 
+def findings(rounds: int = ROUNDS) -> Iterator[Finding]:
+    """Every target, as it is found."""
+    captured(1)  # what is imported and compiled at first use
+    captures = timed(lambda: captured(LAYERS), rounds)
+    each = [seconds / LAYERS for seconds in captures]
+    yield judged(f"capture within {CAPTURE_A_LAYER_S:g} s a layer", each, CAPTURE_A_LAYER_S, "capture")
+    yield from plans(captured(LAYERS), captures, rounds)
+    yield growth(rounds, (8, 128))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write every target."""
+    """Print every target, and write them."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"repetitions (default {ROUNDS}; fewer: no file)")
-    options = parser.parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=True)
-    results: list[Finding] = []
-
-    def show(result: Finding) -> None:
-        results.append(result)
-        console.print(f"{result.verdict:<8}  {result.target}\n          {result.measured}", markup=False)
-
-    captured(1)  # what is imported and compiled at first use
-    captures = timed(lambda: captured(LAYERS), options.rounds)
-    each = [seconds / LAYERS for seconds in captures]
-    show(judged(f"capture within {CAPTURE_A_LAYER_S:g} s a layer", each, CAPTURE_A_LAYER_S, "capture"))
-    plans(captured(LAYERS), captures, options.rounds, show)
-    show(growth(options.rounds, (8, 128)))
-    if options.rounds >= ROUNDS:
+    rounds: int = parser.parse_args(arguments).rounds
+    results = []
+    for one in findings(rounds):
+        report.show(one)
+        results.append(one)
+    if rounds >= ROUNDS:
         sizes = {"model": "Llama-3-8B", "batch": BATCH, "sequence": SEQUENCE}
         settings = {
             name: Settings(dtype="bfloat16", ranks=ranks, threads=1, sizes=sizes)
@@ -138,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = "Nothing is computed: tensors are on the meta device, and planning takes one core."
         timed_text = "capture, the program's solve, or capture and planning together, as each target says"
         report.write("planning", "Planning Llama-3-8B", COMMAND, timed_text, settings, results, text)
-        console.print("written to benchmarks/results/planning.md and .json")
-    return 1 if any(result.verdict == "fail" for result in results) else 0
+        print("written to benchmarks/results/planning.md and .json")
+    return int(any(one.verdict == "fail" for one in results))
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def test_the_closer_of_two_pins_holds() -> None:
     [
         (
             {"blocks.0.ml?": "f@tp", "blocks.0.?lp": "k@tp"},
-            r"'k@tp' contradicts pin\['blocks.0.ml\?'\] \('f@tp'\) at blocks.0.mlp.up\n  -> leave out one of the two, or",
+            r"'k@tp' contradicts pin\['blocks.0.ml\?'\] \('f@tp'\) at blocks.0.mlp.up\n  -> leave out one",
         ),
         (
             {"blocks.0.mpl": "f@tp"},
@@ -210,3 +210,10 @@ def test_the_plan_tells_what_other_ways_would_cost() -> None:
     assert split == "f@tp"
     assert "k@tp +" in reason
     assert "ms" in reason
+
+
+def test_without_pipelines_operators_alone_are_divided() -> None:
+    graph, cluster = gpt(), BOX.resized(4)
+    plan = mw.plan(graph, cluster, devices=4, memory_bytes=1e15, pipelines=False)
+    assert plan.layout.pp == 1
+    assert not [one for one in plan.alternatives if "pp" in one.layout]

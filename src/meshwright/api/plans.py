@@ -47,13 +47,14 @@ def plan(
     devices: int | None = None,
     layout: Layout | None = None,
     memory_bytes: float | None = None,
+    pipelines: bool = True,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
     """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
     it was calibrated, else ``cpu-local``).
 
     Without a layout the fastest one that fits is searched (``planner.auto``), with ``memory_bytes`` for each rank
-    (default: what a device of the cluster has).
+    (default: what a device of the cluster has); ``pipelines=False`` divides operators alone, and makes no stages.
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory.
@@ -62,7 +63,7 @@ def plan(
     known = known_cluster(cluster, torch.device("cpu"), devices or 0)
     if layout is None:
         world_size = devices or known.num_devices
-        return plan_auto(graph, world_size, known, memory_bytes=memory_bytes, progress=progress)
+        return plan_auto(graph, world_size, known, memory_bytes=memory_bytes, pipelines=pipelines, progress=progress)
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(graph, layout, world_size=world_size, cluster=known)
 

@@ -61,6 +61,7 @@ def plan_auto(
     memory_bytes: float | None = None,
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
+    pipelines: bool = True,
     progress: Progress = lambda what: None,
 ) -> Plan:
     """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation that fits in memory.
@@ -73,6 +74,7 @@ def plan_auto(
     Args:
         memory_bytes: the limit of each rank; default: what a device of the cluster has.
         optimizer: what it keeps and moves; AdamW, which keeps most, where nothing is known.
+        pipelines: whether layouts with stages are weighed, too; else operators alone are divided.
 
     Raises:
         LayoutError: no layout divides the batch, or none fits; names the one that needs least, and what would do.
@@ -82,7 +84,7 @@ def plan_auto(
     too_large: list[_Option] = []
     refused: list[str] = []
     weigh = _Scales(graph, world_size, cluster, optimizer, clips)
-    for layout in candidates(graph.batch_size, world_size):
+    for layout in (one for one in candidates(graph.batch_size, world_size) if pipelines or one.pp == 1):
         progress(layout_text(layout))
         try:
             option = weigh.lightest_that_fits(layout, limit)
@@ -169,7 +171,7 @@ class _Scales:
         """With strategies that the program finds under the limit, if these do fit."""
         try:
             option = self._weigh(layout, replace(self._free, memory_bytes=limit))
-        except (LayoutError, TimeoutError):
+        except LayoutError:
             return None
         return option if option.memory.peak_bytes <= limit else None
 

@@ -88,7 +88,10 @@ def assign(
     stages = mesh.size("pp") if "pp" in mesh.names else 1
     moments = Moments(graph, prices, memory_bytes, stages) if memory_bytes is not None else None
     formulated = formulate(graph, prices, allows, limited, merit, marks, optimizer, moments)
-    solution = solve(formulated.problem, time_limit_s)
+    try:
+        solution = solve(formulated.problem, time_limit_s)
+    except TimeoutError as error:
+        raise LayoutError(str(error), where="memory", remedy="give more memory, or leave more open") from None
     if solution is None and memory_bytes is not None:
         raise LayoutError(
             f"no strategies of the operators fit in {memory_bytes / 2**30:.3g} GiB a rank",

@@ -16,6 +16,8 @@ from meshwright.planner.intra_op.problem import Node, Problem, Tensor
 
 SHOWN = 3
 """Other ways that are told of, the cheapest."""
+PROVEN = 1e-4
+"""A gap that is not worth a word."""
 
 
 def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -> tuple[Note, ...]:
@@ -44,6 +46,9 @@ def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -
         lines[module] = told[key]
         groups[starred(module)].add(lines[module])
     named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
+    gap = assigned.solution.gap
+    if gap > PROVEN:
+        named.append(("", "", f"in the time given, these choices were proven within {gap:.2%} of the best"))
     return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
 
 

@@ -17,8 +17,6 @@ Allows = Callable[[Operator, str, str], bool]
 """Whether an operator may split its factor (a letter) over an axis: what the axis is for, and what is pinned."""
 
 _NONE = ("", 0)
-MOST_CHOICES = 4096
-"""Of one decision, before equal ones are dropped; more come only of meshes with many axes for any factor."""
 
 
 class Options:
@@ -41,7 +39,7 @@ class Options:
             for axis in self.sizes
         ]
         found: dict[object, Choice] = {}
-        for picked in itertools.islice(itertools.product(*per_axis), MOST_CHOICES):
+        for picked in itertools.product(*per_axis):
             choice = self._choice(decision, picked)
             if choice is not None:
                 found.setdefault(tuple(tuple(sorted(one.items())) for one in choice), choice)
