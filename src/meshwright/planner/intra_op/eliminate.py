@@ -56,13 +56,16 @@ class Core:
         return [found[node] for node in range(len(self.problem.nodes))]
 
 
-def simplify(problem: Problem, limited: bool = False, largest: int = LARGEST_TABLE, widest: int = 64) -> Core:
+def simplify(
+    problem: Problem, limited: bool = False, largest: int = LARGEST_TABLE, widest: int = 64, keep: int | None = None
+) -> Core:
     """Eliminate the nodes that can be, cheapest first.
 
     Args:
         limited: keep what the limits of memory are about: nodes that hold more or less by their choices, and tensors.
         largest: entries of the largest table that may be made.
         widest: neighbours that a node may have to be eliminated (2: only tables between two nodes come of it).
+        keep: a node that stays. Where nothing else does, its table has the best seconds for each of its choices.
     """
     tables: dict[tuple[int, ...], Costs] = {}
     left: list[Tensor] = []
@@ -79,6 +82,7 @@ def simplify(problem: Problem, limited: bool = False, largest: int = LARGEST_TAB
         else:
             left.append(one)
     held = {node for one in left for node in one.nodes}
+    held |= {keep} if keep is not None else set()
     if limited:
         held |= {index for index, one in enumerate(problem.nodes) if np.ptp(one.memory, axis=1).any()}
     touching: dict[int, set[tuple[int, ...]]] = {index: set() for index in range(len(problem.nodes))}

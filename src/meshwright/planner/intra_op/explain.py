@@ -1,7 +1,7 @@
 """Why a module is split as it is: what the other ways would cost, with what is next to it at its best."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from meshwright.planner.intra_op.problem import Node, Problem, Tensor
 
 SHOWN = 3
 """Other ways that are told of, the cheapest."""
+LARGEST = 300_000
+"""Entries of a table that is worth a word of explanation."""
 PROVEN = 1e-4
 """A gap that is not worth a word."""
 
@@ -102,31 +104,31 @@ def _way(graph: Graph, decision: Decision, strategy: Strategy, sizes: Mapping[st
 
 def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
     """Seconds of the step by choice of a decision, but for what they have in common: the rest of its module and what is
-    next to that are at their best, all else is as it is."""
-    problem, chosen, stored = assigned.formulated.problem, assigned.solution.choices, assigned.formulated.stored
-    free = set(module)
-    free |= {node for one in problem.tensors if index in one.nodes and len(one.readers) == 1 for node in one.nodes}
-    free |= {node for one in problem.tensors if free & set(one.nodes) for node in one.nodes if node in stored}
+    next to it are at their best, all else is as it is."""
+    problem, stored = assigned.formulated.problem, assigned.formulated.stored
+    beside = {node for one in problem.tensors if index in one.nodes and len(one.readers) == 1 for node in one.nodes}
+    for free in (module | beside, beside, {index}):
+        free |= {node for one in problem.tensors if free & set(one.nodes) for node in one.nodes if node in stored}
+        core = simplify(*_part(problem, assigned.solution.choices, free | {index}, index))
+        if len(core.nodes) == 1 and not core.tensors:
+            return [float(seconds) for seconds in sum(table.costs for table in core.tables)]
+    raise AssertionError("what is fixed is eliminated")
+
+
+def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -> tuple[Problem, bool, int, int, int]:
+    """The problem of the nodes ``free``, with those next to them as they are chosen; how ``simplify`` is to take it."""
     near = [one for one in problem.tensors if free & set(one.nodes)]
     scope = sorted({node for one in near for node in one.nodes} | free)
     place = {node: number for number, node in enumerate(scope)}
-
-    def kept(node: int, choice: int) -> list[int]:
-        if node == index:
-            return [choice]
-        return list(range(problem.nodes[node].num_choices)) if node in free else [chosen[node]]
-
-    found = []
-    for choice in range(problem.nodes[index].num_choices):
-        rows = {node: kept(node, choice) for node in scope}
-        nodes = tuple(Node("", problem.nodes[node].costs[rows[node]], np.zeros((0, len(rows[node])))) for node in scope)
-        tensors = tuple(
-            Tensor(
-                place[one.maker], one.have[rows[one.maker]],
-                tuple((place[node], wants[rows[node]]) for node, wants in one.readers), one.prices,
-            )
-            for one in near
-        )  # fmt: skip
-        core = simplify(Problem(nodes, tensors))
-        found.append(core.seconds if not core.nodes else np.inf)
-    return found
+    rows = {node: list(range(problem.nodes[node].num_choices)) if node in free else [chosen[node]] for node in scope}
+    nodes = tuple(Node("", problem.nodes[node].costs[rows[node]], np.zeros((0, len(rows[node])))) for node in scope)
+    tensors = tuple(
+        Tensor(
+            place[one.maker],
+            one.have[rows[one.maker]],
+            tuple((place[node], wants[rows[node]]) for node, wants in one.readers),
+            one.prices,
+        )
+        for one in near
+    )
+    return Problem(nodes, tensors), False, LARGEST, 64, place[index]
