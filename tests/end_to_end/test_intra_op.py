@@ -55,7 +55,7 @@ def mlp(*sizes: int) -> Graph:
 
 def step_s(graph: Graph, cluster: mw.Cluster, layout: mw.Layout) -> tuple[float, float]:
     """The seconds of a step in the program, and by the cost model of plans, which walks the graph as lowering does."""
-    ask = Ask(uses_axes=False, explains=False)
+    ask = Ask(explains=False)
     plan = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=cluster, ask=ask)
     plan.check(graph)
     work = step_work(graph, plan, cluster, optimizer=ask.optimizer)

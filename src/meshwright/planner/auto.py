@@ -141,20 +141,20 @@ class _Scales:
     def __init__(self, graph: Graph, world_size: int, cluster: Cluster, optimizer: OptimizerCost, clips: bool) -> None:
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
         self.optimizer, self.clips = optimizer, clips
-        self._free = Ask(uses_axes=False, explains=False, optimizer=optimizer)
+        self._plain = Ask(explains=False, optimizer=optimizer)
         self._works: dict[tuple[int | str | float | None, ...], Work] = {}
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
         """With as little recomputation as the limit allows; with the most, where nothing fits. Before that, strategies
         that need less memory are looked for, and taken where they are the faster way to fit."""
-        option = self._weigh(layout, self._free)
+        option = self._weigh(layout, self._plain)
         if option.memory.peak_bytes <= limit:
             return option
         careful = self._careful(layout, limit) if layout.tp > 1 else None
         for recompute in RECOMPUTE[1:]:
             if option.memory.peak_bytes <= limit:
                 break
-            again = self._weigh(msgspec.structs.replace(layout, recompute=recompute), self._free)
+            again = self._weigh(msgspec.structs.replace(layout, recompute=recompute), self._plain)
             if any(stage.recompute for stage in again.plan.stages):  # else the model has nothing of the kind
                 option = again
         if careful is None:
@@ -170,7 +170,7 @@ class _Scales:
     def _careful(self, layout: Layout, limit: float) -> _Option | None:
         """With strategies that the program finds under the limit, if these do fit."""
         try:
-            option = self._weigh(layout, replace(self._free, memory_bytes=limit))
+            option = self._weigh(layout, replace(self._plain, memory_bytes=limit))
         except LayoutError:
             return None
         return option if option.memory.peak_bytes <= limit else None

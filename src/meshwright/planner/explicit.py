@@ -31,12 +31,10 @@ from meshwright.schedules.pipeline import build
 class Ask:
     """What is wanted of the program.
 
-    ``uses_axes``: ``dp`` and ``tp`` are used where they can be (who writes a layout asks for it), else where it pays.
     ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
     ``known`` keeps solutions.
     """
 
-    uses_axes: bool = True
     explains: bool = True
     memory_bytes: float | None = None
     optimizer: OptimizerCost = ADAMW
@@ -142,7 +140,7 @@ class _Planner:
                 self._follow_storage("tp")
         else:
             pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
-            if "tp" in self.sizes and self.ask.uses_axes:
+            if "tp" in self.sizes:
                 self._require_heads("tp", pins)
             if "tp" in self.sizes or pins:
                 self._solve(pins)
@@ -190,7 +188,7 @@ class _Planner:
                 self.cluster or load_cluster("cpu-local"),
                 microbatches=self.layout.microbatches,
                 pins=pins,
-                uses_axes=self.ask.uses_axes,
+                uses_axes=True,
                 optimizer=self.ask.optimizer,
                 memory_bytes=self.ask.memory_bytes,
             )
