@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.show(one)
         results.append(one)
     if rounds >= ROUNDS:
-        sizes = {"model": "Llama-3-8B", "batch": BATCH, "sequence": SEQUENCE}
+        sizes: dict[str, str | int | float | bool] = {"model": "Llama-3-8B", "batch": BATCH, "sequence": SEQUENCE}
         settings = {
             name: Settings(dtype="bfloat16", ranks=ranks, threads=1, sizes=sizes)
             for name, ranks in (("capture", 1), ("8x8", 64), ("8x8x8", 512))

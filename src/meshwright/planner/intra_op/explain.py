@@ -111,7 +111,7 @@ def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
         free |= {node for one in problem.tensors if free & set(one.nodes) for node in one.nodes if node in stored}
         core = simplify(*_part(problem, assigned.solution.choices, free | {index}, index))
         if len(core.nodes) == 1 and not core.tensors:
-            return [float(seconds) for seconds in sum(table.costs for table in core.tables)]
+            return [float(seconds) for table in core.tables for seconds in table.costs]
     raise AssertionError("what is fixed is eliminated")
 
 
