@@ -38,7 +38,7 @@ bench-predictor: $(STAMP) ## judge the predictor by published measurements in va
 	@$(BIN)/python -m benchmarks.predictor $(FOLDERS)
 
 bench-prediction: $(STAMP) ## calibrate, predict and measure three models under several layouts; emulate; simulate
-	@$(BIN)/python -m benchmarks.prediction
+	@rc=0; for part in prediction memory; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix
