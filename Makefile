@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction matrix clean
+.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ bench-predictor: $(STAMP) ## judge the predictor by published measurements in va
 
 bench-prediction: $(STAMP) ## calibrate, predict and measure three models under several layouts; emulate; simulate
 	@rc=0; for part in prediction memory; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
+
+bench-models: $(STAMP) ## check Hugging Face models under every layout against one process
+	@$(BIN)/python -m benchmarks.models
 
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix

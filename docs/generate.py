@@ -3,6 +3,7 @@
 import ast
 import inspect
 import math
+import sys
 import textwrap
 import types
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import typer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' example calls
+from docs.operator_rules import operators_page
 from meshwright.bench.lint import RULES
 from meshwright.cli import app
 from meshwright.ir.result import Finding, Machine, Peak, Point, Result, Series, Settings
@@ -335,6 +338,7 @@ PAGES = {
     HERE / "reference" / "worked-numbers.md": worked_page,
     HERE / "reference" / "validation.md": validation_page,
     HERE / "reference" / "validation.svg": validation_picture,
+    HERE / "operators.md": lambda: operators_page(GENERATED.format(source="src/meshwright/ops")),
     README: readme,
 }
 

@@ -147,10 +147,13 @@ class Wires:
         self._slots: dict[tuple[str, int], tuple[threading.Barrier, dict[int, Tensor]]] = {}
         self._lock = threading.Lock()
         self._barriers: list[threading.Barrier] = []
+        self._aborted = False
 
     def swap(self, group: AxisGroup, turn: int, value: Tensor) -> list[Tensor]:
         """Every rank's value, by index in the group."""
         with self._lock:
+            if self._aborted:
+                raise threading.BrokenBarrierError
             if (group.name, turn) not in self._slots:
                 barrier = threading.Barrier(group.size)
                 self._slots[group.name, turn] = barrier, {}
@@ -163,6 +166,7 @@ class Wires:
     def abort(self) -> None:
         """Let nobody wait for a rank that failed."""
         with self._lock:
+            self._aborted = True
             for barrier in self._barriers:
                 barrier.abort()
 

@@ -19,6 +19,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Data-parallel size: divides the batch."""
     tp: int = 1
     """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
+    sequence_parallel: bool = False
+    """Whether tp divides the sequence between its blocks: reduce-scatters and all-gathers in place of all-reduces."""
     pp: int = 1
     """Pipeline-parallel size: divides the model into stages, one after the other."""
     microbatches: int = 1
@@ -76,6 +78,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 where="layout",
                 remedy=f"choose sizes whose product is {world_size}, or start {product} ranks",
             )
+        if self.sequence_parallel and sizes["tp"] == 1:
+            raise LayoutError(
+                "sequence_parallel with tp=1", where="layout", remedy="give tp of 2 or more: it divides the sequence too"
+            )
         for name in ("microbatches", "chunks"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name}={getattr(self, name)}", where="layout", remedy="give 1 or more")
@@ -126,6 +132,8 @@ def layout_text(layout: Layout) -> str:
         words.append(layout.schedule)
     if layout.chunks > 1:
         words.append(f"{layout.chunks} chunks")
+    if layout.sequence_parallel:
+        words.append("sequence parallel")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     return ", ".join(words)

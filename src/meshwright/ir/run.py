@@ -160,6 +160,8 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     finds, unless another key of this table asks for one."""
     cluster: str = ""
     """The cluster that is planned for: a name, or a file; empty: this machine."""
+    strict: bool = False
+    """Refuse a model with an operator that no rule splits, in place of running it whole on every rank."""
 
     @property
     def searched(self) -> bool:

@@ -1,7 +1,7 @@
 """What follows from the strategies of a plan: Partials passed on, storage of parameters, gradient buckets."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME
@@ -23,10 +23,15 @@ Consumers = dict[str, list[tuple[Operator, int]]]
 
 
 def pass_partials(
-    graph: Graph, divided: Cut, strategies: dict[str, Strategy], axes: Iterable[str]
+    graph: Graph,
+    divided: Cut,
+    strategies: dict[str, Strategy],
+    axes: Iterable[str],
+    otherwise: Mapping[str, Strategy] | None = None,
 ) -> dict[str, Placements]:
     """Let Partials through operators that are linear in them, where that is not dearer than reducing first. What comes
-    from another stage is a Partial over time only."""
+    from another stage is a Partial over time only. Where no Partial passes, an operator splits what ``otherwise`` has
+    for it (by its name, axis -> factor)."""
     axes, consumers, producers = list(axes), graph.consumers(), graph.producers()
     placements: dict[str, Placements] = {}
     for operator in graph.operators:
@@ -42,6 +47,8 @@ def pass_partials(
                 group = _linear_group(graph, consumers, operator, axis, here)
                 if group:
                     strategy[axis] = "^" * group
+                elif choice := (otherwise or {}).get(operator.name, {}).get(axis):
+                    strategy[axis] = choice
         for index, output in enumerate(operator.outputs):
             placements[output] = output_placements(operator.rule, strategy, index)
     return placements

@@ -18,7 +18,7 @@ from meshwright.planner.cut import choose_cut, follow_cut
 from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials, recomputed
 from meshwright.planner.factors import Factors
 from meshwright.planner.microbatch import check_microbatches
-from meshwright.planner.notes import module_notes
+from meshwright.planner.notes import module_notes, unsplit_notes
 from meshwright.planner.tensor_rule import TensorRule
 from meshwright.schedules.pipeline import build
 
@@ -119,7 +119,7 @@ class _Planner:
             self._split_batch(TIME)
         firsts = self._firsts()
         divided = cut(self.graph, firsts)
-        placements = pass_partials(self.graph, divided, self.strategies, self.sizes)
+        placements = pass_partials(self.graph, divided, self.strategies, self.sizes, self._sequence_parallel())
         if TIME in self.sizes:
             check_microbatches(self.graph, self.strategies, self.sizes, self.layout)
         storage = self._storage()
@@ -229,12 +229,34 @@ class _Planner:
                 why = "is split over another axis, and does not divide over both" if taken else "cannot be split"
                 missed[operator.name] = f"the batch factor of {operator.rule.pattern!r} {why}"
             elif operator.rule is None and self.factors.touches_batch(operator):
-                missed[operator.name] = operator.reason
+                missed[operator.name] = ""
         if axis == TIME:  # there, what communicates is refused
             return
         self.missed |= missed.keys()
         for name, reason in missed.items():
+            if not reason:  # it has no rule, and a line of its own
+                continue
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
+
+    def _sequence_parallel(self) -> dict[str, Strategy]:
+        """What is not split over tp, but has a batch and a sequence, splits the sequence there."""
+        if not self.layout.sequence_parallel or "tp" not in self.sizes:
+            return {}
+        sequences = self.factors.sequences()
+        found: dict[str, Strategy] = {}
+        for operator in self.graph.operators:
+            has_batch = any(self.factors.is_batch(name) for name in operator.classes.values())
+            letter = self.factors.letter_of(operator, sequences, "tp")
+            if letter is not None and has_batch and not operator.prologue:
+                found[operator.name] = {"tp": letter}
+        if not found and self.base is None:
+            sizes = sorted({self.graph.factor_classes[name].size for name in sequences})
+            raise LayoutError(
+                f"no sequence divides over tp={self.sizes['tp']}: sizes are {', '.join(map(str, sizes)) or 'none'}",
+                where="layout: sequence_parallel",
+                remedy="use a sequence that tp divides, or leave sequence_parallel out",
+            )
+        return found
 
     # --- evaluation and other shapes -----------------------------------------------------------------------------
 
@@ -311,4 +333,5 @@ class _Planner:
 
     def _explained(self) -> tuple[Note, ...]:
         data = "dp" in self.sizes
-        return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes))
+        unsplit = unsplit_notes(self.graph, self.cluster) if self.sizes else ()
+        return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes), *unsplit)

@@ -19,6 +19,21 @@ class Factors:
         """Whether a factor class is the batch."""
         return self.graph.factor_classes[name].role == "batch"
 
+    def sequences(self) -> set[str]:
+        """The factor classes that are a sequence: dim 1 of tokens and labels, and what attention has queries or keys
+        of."""
+        graph = self.graph
+        dims = [graph.tensors[name].dims[1] for name in graph.inputs if _is_tokens(graph, name)]
+        for operator in graph.operators:
+            if operator.target.startswith("meshwright.attention."):
+                dims += [graph.tensors[name].dims[2] for name in operator.inputs[:2]]
+        return {name for dim in dims for name in dim if not self.is_batch(name)}
+
+    def letter_of(self, operator: Operator, names: set[str], axis: str) -> str | None:
+        """The first letter of one of these classes that the operator can split over ``axis``."""
+        letters = (letter for letter, name in operator.classes.items() if name in names)
+        return next((letter for letter in letters if self.fits(operator, letter, axis)), None)
+
     def touches_batch(self, operator: Operator) -> bool:
         """Whether an input of the operator has a batch dim."""
         return any(
@@ -32,3 +47,8 @@ class Factors:
             return False
         others = math.prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
         return rule.sizes[letter] % (others * self.sizes[axis]) == 0
+
+
+def _is_tokens(graph: Graph, name: str) -> bool:
+    tensor = graph.tensors[name]
+    return len(tensor.shape) == 2 and tensor.dtype.startswith("int")
