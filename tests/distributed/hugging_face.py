@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import meshwright as mw
+from meshwright.ir.layout import layout_text
 from tests.distributed import oracle
 from tests.distributed.oracle import BATCH, STEPS, Subject
 
@@ -187,6 +190,53 @@ def subject(name: str, steps: int = STEPS) -> Subject:
     return Subject(model, loss_fn, [batch() for _ in range(steps)])
 
 
+# --- both sides ------------------------------------------------------------------------------------------------------
+
+LAYOUTS: Mapping[str, mw.Layout | str] = {
+    "dp2": mw.Layout(dp=2),
+    "tp2": mw.Layout(tp=2),
+    "tp2, sequence parallel": mw.Layout(tp=2, sequence_parallel=True),
+    "cp2": mw.Layout(cp=2),
+    "dp2 x tp2": mw.Layout(dp=2, tp=2),
+    "auto on 4": "auto",
+}
+"""By name, what is asked for."""
+NO_EVEN_SEQUENCE = ("ViT", "CLIP")
+"""Models with a class token beside the patches: cp does not divide their sequence."""
+
+
 def fits(model: str, layout: str) -> bool:
-    """Whether a layout is for a model: experts and causal sequences are not everywhere."""
-    return True
+    """Whether a layout can be asked of a model."""
+    return layout != "cp2" or model not in NO_EVEN_SEQUENCE
+
+
+def num_ranks(layout: str) -> int:
+    """The ranks that it needs."""
+    asked = LAYOUTS[layout]
+    return asked.num_ranks if isinstance(asked, mw.Layout) else 4
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank saw: the largest error, how far parameters moved, the layout that ran, how many parameters it
+    splits, and the operators that no rule splits."""
+
+    error: float
+    moved: float
+    layout: str
+    num_split: int
+    unsplit: tuple[str, ...]
+
+
+def compare(model: str, layout: str, steps: int = 3) -> Found:
+    """A model trained both ways on this rank, by AdamW in float64."""
+    arguments = (oracle.OPTIMIZERS["AdamW"], None)
+    with oracle.WiderCasts():
+        serial = subject(model, steps)
+        before = {name: value.clone() for name, value in serial.model.state_dict().items()}
+        expected = oracle.in_one_process(serial, *arguments)
+        found, trainer = oracle.in_parallel(subject(model, steps), LAYOUTS[layout], *arguments)
+    result = oracle.compared(before, expected, found, trainer)
+    unsplit = {operator.target: None for operator in trainer.graph.operators if operator.rule is None}
+    text = layout_text(trainer.plan.layout)
+    return Found(result.error, result.moved, text, result.num_split, tuple(unsplit))

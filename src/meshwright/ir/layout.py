@@ -17,6 +17,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     dp: int = 1
     """Data-parallel size: divides the batch."""
+    cp: int = 1
+    """Context-parallel size: divides the sequence; attention gathers keys and values."""
     tp: int = 1
     """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
     sequence_parallel: bool = False
@@ -51,7 +53,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def num_ranks(self) -> int:
         """The ranks that it needs; negative where a size is open."""
-        return math.prod((self.dp, self.tp, self.pp))
+        return math.prod((self.dp, self.cp, self.tp, self.pp))
 
     def resolved(self, world_size: int) -> "Layout":
         """The layout with -1 filled in.
@@ -59,7 +61,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Raises:
             LayoutError: the sizes do not multiply to ``world_size``, or do not go together.
         """
-        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
         for name, size in sizes.items():
             if size < 1 and size != -1:
                 raise LayoutError(f"{name}={size}", where="layout", remedy="give 1 or more, or -1 for what is left")
@@ -72,7 +74,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             sizes[free[0]] = world_size // product
             product = world_size
         if product != world_size:
-            asked = " x ".join(f"{name}={getattr(self, name)}" for name in sizes if name != "pp" or self.pp != 1)
+            named = [name for name in sizes if name in ("dp", "tp") or sizes[name] != 1]
+            asked = " x ".join(f"{name}={getattr(self, name)}" for name in named)
             raise LayoutError(
                 f"{asked} needs {product} ranks, there are {world_size}",
                 where="layout",
@@ -80,7 +83,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
         if self.sequence_parallel and sizes["tp"] == 1:
             raise LayoutError(
-                "sequence_parallel with tp=1", where="layout", remedy="give tp of 2 or more: it divides the sequence too"
+                "sequence_parallel with tp=1",
+                where="layout",
+                remedy="give tp of 2 or more: it divides the sequence too",
             )
         for name in ("microbatches", "chunks"):
             if getattr(self, name) < 1:
@@ -96,6 +101,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def _check_stage_sizes(self, sizes: dict[str, int]) -> None:
         each = sizes["dp"] * sizes["tp"]
+        if self.stage_sizes and sizes["cp"] > 1:
+            raise LayoutError("stage_sizes with cp", where="layout: stage_sizes", remedy="leave one of them out")
         if self.stage_sizes and len(self.stage_sizes) != sizes["pp"]:
             raise LayoutError(
                 f"{len(self.stage_sizes)} stage_sizes for pp={sizes['pp']}", where="layout: stage_sizes",
@@ -119,12 +126,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def mesh(self) -> Mesh:
         """The mesh of the layout's axes: pp outermost where there is one, tp innermost."""
         stages = {"pp": self.pp} if self.pp > 1 else {}
-        return Mesh.of(**stages, dp=self.dp, tp=self.tp)
+        context = {"cp": self.cp} if self.cp > 1 else {}
+        return Mesh.of(**stages, dp=self.dp, **context, tp=self.tp)
 
 
 def layout_text(layout: Layout) -> str:
     """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
-    axes = " x ".join(f"{name}{size}" for name in ("dp", "tp", "pp") if (size := getattr(layout, name)) > 1)
+    axes = " x ".join(f"{name}{size}" for name in ("dp", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
     words = [axes or "one rank"]
     if layout.microbatches > 1:
         words.append(f"{layout.microbatches} micro-batches")

@@ -111,6 +111,8 @@ class _Planner:
         self._pin()
         if "dp" in self.sizes:
             self._split_batch("dp")
+        if "cp" in self.sizes:
+            self._split_sequence("cp")
         if "tp" in self.sizes and (self.base is None or not any(stage.strategies for stage in self.base.stages)):
             TensorRule(self.factors, self.notes, self.cluster).split("tp")
         elif "tp" in self.sizes:
@@ -237,6 +239,22 @@ class _Planner:
             if not reason:  # it has no rule, and a line of its own
                 continue
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
+
+    def _split_sequence(self, axis: str) -> None:
+        """Every operator with a sequence splits it; of attention the queries, so that it gathers keys and values."""
+        sequences = self.factors.sequences()
+        for operator in self.graph.operators:
+            if axis not in self.strategies[operator.name] and not operator.prologue:
+                letter = self.factors.letter_of(operator, sequences, axis)
+                if letter is not None:
+                    self.strategies[operator.name][axis] = letter
+                elif operator.target.startswith("meshwright.attention.") and self.base is None:
+                    length = self.graph.tensors[operator.inputs[0]].shape[2]
+                    raise LayoutError(
+                        f"a sequence of {length} does not divide over {axis}={self.sizes[axis]}",
+                        where=f"module {operator.module or '(model)'}",
+                        remedy=f"use a sequence that {self.sizes[axis]} divides",
+                    )
 
     def _sequence_parallel(self) -> dict[str, Strategy]:
         """What is not split over tp, but has a batch and a sequence, splits the sequence there."""

@@ -1,5 +1,6 @@
 """The explicit rule of tensor parallelism: column then row in every block, heads, vocabulary where it pays."""
 
+import math
 from collections.abc import Iterable
 
 from meshwright.errors import LayoutError
@@ -25,8 +26,9 @@ class TensorRule:
         would need it whole. Heads first; then hidden features in order; then the vocabulary where it pays."""
         chosen: dict[str, str] = {}
         heads, hidden, vocabulary = self._candidates()
-        for name in heads:
-            self._require_heads(name, axis)
+        for dim in heads:
+            # key and value heads where they divide; else the query heads that share each of them
+            name = self._dividing_heads(dim, axis)
             if self._splits_everywhere(name, axis) and not self._conflicts(name, chosen):
                 chosen[name] = "attention heads: column then row, one all-reduce forward and one backward"
         for name in hidden:
@@ -60,8 +62,8 @@ class TensorRule:
                     break
         self._note_whole(axis)
 
-    def _candidates(self) -> tuple[list[str], list[str], list[str]]:
-        heads: dict[str, None] = {}
+    def _candidates(self) -> tuple[list[tuple[str, ...]], list[str], list[str]]:
+        heads: dict[tuple[str, ...], None] = {}
         made: dict[str, None] = {}
         reduced: dict[str, None] = {}
         vocabulary: dict[str, None] = {}
@@ -78,14 +80,15 @@ class TensorRule:
                 continue
             if operator.target.startswith("meshwright.attention."):
                 dim = operator.rule.parsed.outputs[0].dims[1]
-                heads.update({operator.classes[factor.name]: None for factor in dim if factor.name})
+                heads[tuple(operator.classes[factor.name] for factor in dim if factor.name)] = None
             if operator.target.startswith(_CONTRACTIONS):
                 for letter, name in operator.classes.items():
                     if name in weights and not self.factors.is_batch(name):
                         (reduced if operator.rule.reduced(letter, 0) else made).setdefault(name)
             if "softmax" in operator.target:
                 vocabulary.update({operator.classes[letter]: None for letter in operator.rule.decompositions})
-        hidden = [name for name in made if name in reduced and name not in heads]
+        every = {name for dim in heads for name in dim}
+        hidden = [name for name in made if name in reduced and name not in every]
         return list(heads), hidden, [name for name in vocabulary if name in made]
 
     def _splits_everywhere(self, name: str, axis: str, decompose: bool = False) -> bool:
@@ -114,16 +117,20 @@ class TensorRule:
             if operator.target.startswith(_CONTRACTIONS)
         )
 
-    def _require_heads(self, name: str, axis: str) -> None:
-        size = self.graph.factor_classes[name].size
-        if size % self.sizes[axis]:
-            operator = next(one for one in self.graph.operators if name in one.classes.values())
-            fits = [str(n) for n in range(1, size + 1) if size % n == 0]
-            raise LayoutError(
-                f"{size} attention heads do not divide over {axis}={self.sizes[axis]}",
-                where=f"module {operator.module or '(model)'}",
-                remedy=f"use {axis} of {', '.join(fits)}",
-            )
+    def _dividing_heads(self, dim: tuple[str, ...], axis: str) -> str:
+        """The outermost factor of the heads that divides over the axis."""
+        sizes, parts = [self.graph.factor_classes[name].size for name in dim], self.sizes[axis]
+        found = next((name for name, size in zip(dim, sizes, strict=True) if size % parts == 0), None)
+        if found is not None:
+            return found
+        operator = next(one for one in self.graph.operators if dim[0] in one.classes.values())
+        fits = sorted({n for size in sizes for n in range(1, size + 1) if size % n == 0})
+        shared = f" ({sizes[0]} key and value heads, each of {math.prod(sizes[1:])})" if len(sizes) > 1 else ""
+        raise LayoutError(
+            f"{math.prod(sizes)} attention heads{shared} do not divide over {axis}={parts}",
+            where=f"module {operator.module or '(model)'}",
+            remedy=f"use {axis} of {', '.join(map(str, fits))}",
+        )
 
     def _vocabulary_pays(self, name: str, axis: str) -> tuple[bool, str]:
         """Compute saved against two all-reduces of the hidden states, per element of these:
