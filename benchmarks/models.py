@@ -106,7 +106,7 @@ Each cell is the largest error of {STEPS} training steps against one process of 
 ranks, of losses and of all parameters and buffers afterwards: |a - b| / max(1, max|b|) for each tensor; bold: over
 {oracle.TOLERANCE:.0e}. Small configurations (2 layers, 4 heads, of Llama's kin 2 key and value heads), random weights,
 dropout off, unmodified models; casts to float32 inside a model are widened to float64 on both sides. Global batch
-{oracle.BATCH}, ragged labels, AdamW. In brackets: what "auto" chose. Empty: the layout does not fit (the class token of
+{oracle.BATCH}, ragged labels, AdamW. In brackets: what "auto" chose. Empty: the layout does not fit (only Mixtral has experts; the class token of
 ViT and CLIP makes an odd sequence).
 
 {table(rows)}

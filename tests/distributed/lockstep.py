@@ -37,6 +37,7 @@ from meshwright.lower.local import LocalCall
 from meshwright.lower.spmd import lower
 from meshwright.ops import collectives
 from meshwright.ops.base import Call, OperatorRule, Unsplit
+from meshwright.ops.experts import Exchange, across, across_backward
 from meshwright.ops.table import operator_rule
 
 TOLERANCE = 1e-9
@@ -188,6 +189,15 @@ def execute(
         turns[name] += 1
         return wires.swap(by_name[name], turns[name], value)
 
+    def rows_over(name: str) -> Exchange:
+        def exchange(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+            me, numbers = by_name[name].index, swapped(name, counts)
+            sent = zip(swapped(name, rows), numbers, strict=True)
+            mine = [one.split(count.sum(1).tolist())[me] for one, count in sent]
+            return torch.cat(mine), torch.stack([count[me] for count in numbers])
+
+        return exchange
+
     for node in graph.nodes:
         lookup: Callable[[fx.Node], Any] = known.__getitem__
         args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
@@ -208,6 +218,10 @@ def execute(
             index = by_name[name].index
             stacked = torch.stack([one[index] for one in swapped(name, value)])
             known[node] = stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0)
+        elif node.target is torch.ops.meshwright.experts_across.default:
+            known[node] = across(rows_over(args[-2]), *args[:-2], args[-1])
+        elif node.target is torch.ops.meshwright.experts_across_backward.default:
+            known[node] = across_backward(rows_over(args[-2]), *args[:-2], args[-1])
         elif node.target is collectives.WAIT:
             known[node] = args[0]
         else:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import Library
 
 from meshwright.comm.groups import exchange, process_group
-from meshwright.comm.record import current
+from meshwright.comm.record import blocking, current
 from meshwright.comm.transport.base import Work
 
 LIBRARY = Library("meshwright_comm", "IMPL")
@@ -79,6 +79,18 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     return _in_flight(result, work, "reduce_scatter", group, begun)
 
 
+def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
+    """Send rows to the ranks of a group, ``counts`` [size, n] of them to each: (the rows that came, their counts)."""
+    ranks, theirs = process_group(group), torch.empty_like(counts)
+    with blocking("all_to_all", group, counts.nbytes):
+        dist.all_to_all_single(theirs, counts.contiguous(), group=ranks)
+    sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    with blocking("all_to_all", group, rows.nbytes):
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=ranks)
+    return result, theirs
+
+
 def wait(value: Tensor) -> Tensor:
     """Block until the collective that makes ``value`` is done."""
     found = value.__dict__.pop(_WORK, None)
@@ -96,6 +108,7 @@ for _name, _function in (
     ("all_reduce_start", all_reduce_start),
     ("all_gather_start", all_gather_start),
     ("reduce_scatter_start", reduce_scatter_start),
+    ("exchange_rows", exchange_rows),
     ("wait", wait),
 ):
     LIBRARY.impl(_name, _function, "CPU")

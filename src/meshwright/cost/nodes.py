@@ -166,16 +166,15 @@ class StageNodes:
             assert operator.rule is not None
             for text in operator.rule.decompositions[factor]:
                 word, _, letters = text.partition(" ")
-                num_bytes = self.parts.letters_bytes(operator, strategy, letters)
-                gathers = word == "gather"
-                node.exchanges.append(
-                    Exchange(
-                        f"{operator.name} {text}",
-                        "all_gather" if gathers else "all_reduce",
-                        axis,
-                        num_bytes * (self.sizes[axis] if gathers else 1),
-                    )
-                )
+                kind = {"gather": "all_gather", "all_to_all": "all_to_all"}.get(word, "all_reduce")
+                if kind == "all_to_all":
+                    times, position = map(int, letters.split())
+                    wanted = self.parts.wanted(operator, strategy, position)
+                    num_bytes = times * self.parts.num_bytes(operator.inputs[position], wanted)
+                else:
+                    num_bytes = self.parts.letters_bytes(operator, strategy, letters)
+                    num_bytes *= self.sizes[axis] if kind == "all_gather" else 1
+                node.exchanges.append(Exchange(f"{operator.name} {text}", kind, axis, num_bytes))
         self.nodes.append(node)
         for index, name in enumerate(operator.outputs):
             if name not in self.graph.tensors:

@@ -19,6 +19,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Data-parallel size: divides the batch."""
     cp: int = 1
     """Context-parallel size: divides the sequence; attention gathers keys and values."""
+    ep: int = 1
+    """Expert-parallel size: how many of the dp ranks divide the experts among them; it divides dp."""
     tp: int = 1
     """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
     sequence_parallel: bool = False
@@ -81,6 +83,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 where="layout",
                 remedy=f"choose sizes whose product is {world_size}, or start {product} ranks",
             )
+        if self.ep < 1 or sizes["dp"] % self.ep:
+            raise LayoutError(
+                f"ep={self.ep} does not divide dp={sizes['dp']}",
+                where="layout",
+                remedy="experts lie over ranks that divide the batch: give a divisor of dp",
+            )
         if self.sequence_parallel and sizes["tp"] == 1:
             raise LayoutError(
                 "sequence_parallel with tp=1",
@@ -101,8 +109,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def _check_stage_sizes(self, sizes: dict[str, int]) -> None:
         each = sizes["dp"] * sizes["tp"]
-        if self.stage_sizes and sizes["cp"] > 1:
-            raise LayoutError("stage_sizes with cp", where="layout: stage_sizes", remedy="leave one of them out")
+        if self.stage_sizes and max(sizes["cp"], self.ep) > 1:
+            raise LayoutError("stage_sizes with cp or ep", where="layout: stage_sizes", remedy="leave one of them out")
         if self.stage_sizes and len(self.stage_sizes) != sizes["pp"]:
             raise LayoutError(
                 f"{len(self.stage_sizes)} stage_sizes for pp={sizes['pp']}", where="layout: stage_sizes",
@@ -124,15 +132,16 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return msgspec.structs.replace(self, stage_sizes=(), **own)
 
     def mesh(self) -> Mesh:
-        """The mesh of the layout's axes: pp outermost where there is one, tp innermost."""
+        """The mesh of the layout's axes: pp outermost where there is one, tp innermost; the ranks that divide the batch
+        are dp x ep where there are experts."""
         stages = {"pp": self.pp} if self.pp > 1 else {}
-        context = {"cp": self.cp} if self.cp > 1 else {}
-        return Mesh.of(**stages, dp=self.dp, **context, tp=self.tp)
+        inner = {name: size for name, size in (("ep", self.ep), ("cp", self.cp)) if size > 1}
+        return Mesh.of(**stages, dp=self.dp // self.ep, **inner, tp=self.tp)
 
 
 def layout_text(layout: Layout) -> str:
     """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
-    axes = " x ".join(f"{name}{size}" for name in ("dp", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
+    axes = " x ".join(f"{name}{size}" for name in ("dp", "ep", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
     words = [axes or "one rank"]
     if layout.microbatches > 1:
         words.append(f"{layout.microbatches} micro-batches")

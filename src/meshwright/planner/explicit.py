@@ -111,6 +111,9 @@ class _Planner:
         self._pin()
         if "dp" in self.sizes:
             self._split_batch("dp")
+        if "ep" in self.sizes:
+            self._split_experts("ep")
+            self._split_batch("ep")
         if "cp" in self.sizes:
             self._split_sequence("cp")
         if "tp" in self.sizes and (self.base is None or not any(stage.strategies for stage in self.base.stages)):
@@ -192,15 +195,15 @@ class _Planner:
     # --- data parallel -------------------------------------------------------------------------------------------
 
     def _check_batch(self) -> None:
-        parts = self.sizes.get("dp", 1) * self.sizes.get(TIME, 1)
+        parts = self.layout.dp * self.sizes.get(TIME, 1)
         size = self.graph.batch_size
         evaluates = self.base is not None and not self.graph.gradients
         if size % parts and not evaluates:  # an evaluation of a ragged batch runs whole on every rank
             lower = size // parts * parts
             fits = f"{lower} or {lower + parts}" if lower else str(parts)
-            over = f"dp={self.sizes.get('dp', 1)}"
+            over = f"dp={self.layout.dp}"
             if TIME in self.sizes:
-                over = f"{self.layout.microbatches} micro-batches" + (f" on {over}" if "dp" in self.sizes else "")
+                over = f"{self.layout.microbatches} micro-batches" + (f" on {over}" if self.layout.dp > 1 else "")
             raise LayoutError(
                 f"a global batch of {size} does not divide over {over}",
                 where="batch",
@@ -239,6 +242,29 @@ class _Planner:
             if not reason:  # it has no rule, and a line of its own
                 continue
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
+
+    def _split_experts(self, axis: str) -> None:
+        """Mixtures of experts divide their experts where everything else divides the batch."""
+        found = [operator for operator in self.graph.operators if operator.target.startswith("meshwright.experts")]
+        for operator in found:
+            if axis in self.strategies[operator.name]:
+                continue
+            letter = (
+                next((one for one in operator.rule.joint if self.factors.fits(operator, one, axis)), None)
+                if (operator.rule is not None)
+                else None
+            )
+            if letter is not None:
+                self.strategies[operator.name][axis] = letter
+            elif self.base is None:
+                tokens, experts = self.graph.tensors[operator.inputs[0]], self.graph.tensors[operator.inputs[-1]]
+                raise LayoutError(
+                    f"{experts.shape[0]} experts or {tokens.shape[0]} tokens do not divide over ep={self.sizes[axis]}",
+                    where=f"module {operator.module or '(model)'}",
+                    remedy="use an ep that divides the experts, and a batch that dp divides",
+                )
+        if not found and self.base is None:
+            raise LayoutError(f"{axis}={self.sizes[axis]}, and there are no experts", where="layout", remedy="use ep=1")
 
     def _split_sequence(self, axis: str) -> None:
         """Every operator with a sequence splits it; of attention the queries, so that it gathers keys and values."""

@@ -45,8 +45,11 @@ class Factors:
         rule, strategy = operator.rule, self.strategies[operator.name]
         if rule is None or not rule.splittable(letter):
             return False
-        others = math.prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
-        return rule.sizes[letter] % (others * self.sizes[axis]) == 0
+        for member in rule.members(letter):
+            others = [other for other, choice in strategy.items() if choice and member in rule.members(choice)]
+            if rule.sizes[member] % (math.prod(self.sizes[other] for other in others) * self.sizes[axis]):
+                return False
+        return True
 
 
 def _is_tokens(graph: Graph, name: str) -> bool:

@@ -10,7 +10,7 @@ from meshwright.planner.factors import Factors
 MIN_VOCABULARY = 1024
 """Without a cluster, a vocabulary below this is replicated."""
 
-_CONTRACTIONS = ("aten.mm.", "aten.bmm.", "aten.mv.", "meshwright.attention.")
+_CONTRACTIONS = ("aten.mm.", "aten.bmm.", "aten.mv.", "meshwright.attention.", "meshwright.experts.")
 _CONVOLUTIONS = ("aten.convolution.", "aten.convolution_backward.")
 
 
@@ -85,6 +85,12 @@ class TensorRule:
                 for letter, name in operator.classes.items():
                     if name in weights and not self.factors.is_batch(name):
                         (reduced if operator.rule.reduced(letter, 0) else made).setdefault(name)
+            if operator.target.startswith("meshwright.experts."):  # their features are made and reduced inside
+                inside = [
+                    operator.classes[factor.name] for factor in operator.rule.parsed.inputs[4].dims[2] if factor.name
+                ]
+                made.update(dict.fromkeys(inside))
+                reduced.update(dict.fromkeys(inside))
             if "softmax" in operator.target:
                 vocabulary.update({operator.classes[letter]: None for letter in operator.rule.decompositions})
         every = {name for dim in heads for name in dim}
