@@ -24,7 +24,7 @@ from tests.distributed.pool import Ranks, RanksFailedError
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "make bench-models"
-STEPS = 3
+STEPS = 2
 TIMEOUT_S = 600.0
 
 
@@ -106,8 +106,8 @@ Each cell is the largest error of {STEPS} training steps against one process of 
 ranks, of losses and of all parameters and buffers afterwards: |a - b| / max(1, max|b|) for each tensor; bold: over
 {oracle.TOLERANCE:.0e}. Small configurations (2 layers, 4 heads, of Llama's kin 2 key and value heads), random weights,
 dropout off, unmodified models; casts to float32 inside a model are widened to float64 on both sides. Global batch
-{oracle.BATCH}, ragged labels, AdamW. In brackets: what "auto" chose. Empty: the layout does not fit (only Mixtral has experts; the class token of
-ViT and CLIP makes an odd sequence).
+{oracle.BATCH}, ragged labels, AdamW. In brackets: what "auto" chose. Empty: the layout does not fit (only Mixtral has
+experts; the class token of ViT and CLIP makes an odd sequence).
 
 {table(rows)}
 """

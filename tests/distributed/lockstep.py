@@ -219,9 +219,9 @@ def execute(
             stacked = torch.stack([one[index] for one in swapped(name, value)])
             known[node] = stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0)
         elif node.target is torch.ops.meshwright.experts_across.default:
-            known[node] = across(rows_over(args[-2]), *args[:-2], args[-1])
+            known[node] = across(rows_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is torch.ops.meshwright.experts_across_backward.default:
-            known[node] = across_backward(rows_over(args[-2]), *args[:-2], args[-1])
+            known[node] = across_backward(rows_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is collectives.WAIT:
             known[node] = args[0]
         else:

@@ -165,12 +165,12 @@ def _over(group: str, size: int) -> Exchange:
 
 def _across(*values: Any) -> Any:
     *given, group, size = values
-    return across(_over(group, size), *given, size)
+    return across(_over(group, size), *given, size=size)
 
 
 def _across_backward(*values: Any) -> Any:
     *given, group, size = values
-    return across_backward(_over(group, size), *given, size)
+    return across_backward(_over(group, size), *given, size=size)
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {
