@@ -131,7 +131,7 @@ class Dispatch:
 
 def across(
     exchange: Exchange, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str,
-    first: int, num_experts: int, size: int,
+    first: int, num_experts: int, *, size: int,
 ) -> Tensor:  # fmt: skip
     """``experts`` of tokens that are this rank's, by experts that lie over ``size`` ranks."""
     dispatch = Dispatch.of(exchange, index, num_experts, size)
@@ -142,7 +142,7 @@ def across(
 
 def across_backward(
     exchange: Exchange, grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor,
-    activation: str, first: int, num_experts: int, size: int,
+    activation: str, first: int, num_experts: int, *, size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of tokens and weights that are this rank's, and of its experts."""
     dispatch = Dispatch.of(exchange, index, num_experts, size)
