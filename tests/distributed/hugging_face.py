@@ -197,6 +197,7 @@ LAYOUTS: Mapping[str, mw.Layout | str] = {
     "tp2": mw.Layout(tp=2),
     "tp2, sequence parallel": mw.Layout(tp=2, sequence_parallel=True),
     "cp2": mw.Layout(cp=2),
+    "cp2, ring": mw.Layout(cp=2, context="ring"),
     "dp2, ep2": mw.Layout(dp=2, ep=2),
     "dp2 x tp2": mw.Layout(dp=2, tp=2),
     "auto on 4": "auto",
@@ -210,7 +211,7 @@ def fits(model: str, layout: str) -> bool:
     """Whether a layout can be asked of a model."""
     if ", ep" in layout:
         return model == "Mixtral"
-    return layout != "cp2" or model not in NO_EVEN_SEQUENCE
+    return not layout.startswith("cp2") or model not in NO_EVEN_SEQUENCE
 
 
 def num_ranks(layout: str) -> int:

@@ -35,9 +35,10 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.rule import Rule
 from meshwright.lower.local import LocalCall
 from meshwright.lower.spmd import lower
-from meshwright.ops import collectives
+from meshwright.ops import collectives, ring
 from meshwright.ops.base import Call, OperatorRule, Unsplit
 from meshwright.ops.experts import Exchange, across, across_backward
+from meshwright.ops.ring import Shift
 from meshwright.ops.table import operator_rule
 
 TOLERANCE = 1e-9
@@ -198,6 +199,14 @@ def execute(
 
         return exchange
 
+    def round_of(name: str) -> Shift:
+        def shift(value: Tensor) -> Callable[[], Tensor]:
+            group = by_name[name]
+            before = swapped(name, value)[(group.index - 1) % group.size]
+            return lambda: before
+
+        return shift
+
     for node in graph.nodes:
         lookup: Callable[[fx.Node], Any] = known.__getitem__
         args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
@@ -222,6 +231,10 @@ def execute(
             known[node] = across(rows_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is torch.ops.meshwright.experts_across_backward.default:
             known[node] = across_backward(rows_over(args[-2]), *args[:-2], size=args[-1])
+        elif node.target is torch.ops.meshwright.attention_ring.default:
+            known[node] = ring.forward(round_of(args[-2]), *args[:-2], size=args[-1])
+        elif node.target is torch.ops.meshwright.attention_ring_backward.default:
+            known[node] = ring.backward(round_of(args[-2]), *args[:-2], size=args[-1])
         elif node.target is collectives.WAIT:
             known[node] = args[0]
         else:

@@ -210,7 +210,7 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
     joint: dict[str, tuple[str, ...]] = {}
     for name, members in bound.rule.joint.items():
         outermost = tuple(became[member][0] for member in members if became[member])
-        if len(outermost) == len(members) and not fixed & set(outermost):
+        if len(outermost) == len(members) and not (fixed - set(kept)) & set(outermost):
             joint[name], became[name] = outermost, (name,)
             sizes[name] = math.gcd(*(sizes[letter] for letter in outermost))
             kept[name] = bound.rule.decompositions[name]

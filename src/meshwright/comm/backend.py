@@ -91,6 +91,29 @@ def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[
     return result, theirs
 
 
+class _Both:
+    """A message to one rank and one from another; what is sent is kept until it is gone."""
+
+    def __init__(self, sent: Tensor, *works: Work | None) -> None:
+        self._sent, self._works = sent, works
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+
+
+def shift(value: Tensor, group: str, size: int) -> Tensor:
+    """Start to send to the next rank of a group, and to receive as much from the one before."""
+    begun, ranks = time.perf_counter(), process_group(group)
+    value = value.contiguous()
+    result, me = torch.empty_like(value), ranks.rank()
+    mine, theirs = (one.view(torch.uint8) if one.dtype == torch.bool else one for one in (value, result))
+    sent = dist.isend(mine, group=ranks, group_dst=(me + 1) % size)
+    works = _Both(value, sent, dist.irecv(theirs, group=ranks, group_src=(me - 1) % size))
+    return _in_flight(result, works, "shift", group, begun)
+
+
 def wait(value: Tensor) -> Tensor:
     """Block until the collective that makes ``value`` is done."""
     found = value.__dict__.pop(_WORK, None)
@@ -109,6 +132,7 @@ for _name, _function in (
     ("all_gather_start", all_gather_start),
     ("reduce_scatter_start", reduce_scatter_start),
     ("exchange_rows", exchange_rows),
+    ("shift", shift),
     ("wait", wait),
 ):
     LIBRARY.impl(_name, _function, "CPU")

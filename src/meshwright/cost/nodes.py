@@ -27,6 +27,8 @@ _IN_PLACE = frozenset({
     "meshwright.cross_entropy_backward",
 })  # fmt: skip
 """Operators that write into an input that nobody reads again (``lower/fuse.py``: reuse_memory)."""
+_COLLECTIVES = {"gather": "all_gather", "all_to_all": "all_to_all", "ring": "all_gather"}
+"""By the first word of what a decomposition communicates; what goes round a ring is what a gather would bring."""
 _WRITES_INTO = frozenset({"aten.mm", "aten.add", "aten.sum"})
 """Operators that compute a gradient where it is summed up, or in its bucket."""
 
@@ -166,11 +168,12 @@ class StageNodes:
             assert operator.rule is not None
             for text in operator.rule.decompositions[factor]:
                 word, _, letters = text.partition(" ")
-                kind = {"gather": "all_gather", "all_to_all": "all_to_all"}.get(word, "all_reduce")
-                if kind == "all_to_all":
+                kind = _COLLECTIVES.get(word, "all_reduce")
+                if word in ("all_to_all", "ring"):
                     times, position = map(int, letters.split())
                     wanted = self.parts.wanted(operator, strategy, position)
                     num_bytes = times * self.parts.num_bytes(operator.inputs[position], wanted)
+                    num_bytes *= self.sizes[axis] if word == "ring" else 1
                 else:
                     num_bytes = self.parts.letters_bytes(operator, strategy, letters)
                     num_bytes *= self.sizes[axis] if kind == "all_gather" else 1

@@ -18,7 +18,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     dp: int = 1
     """Data-parallel size: divides the batch."""
     cp: int = 1
-    """Context-parallel size: divides the sequence; attention gathers keys and values."""
+    """Context-parallel size: divides the sequence."""
+    context: Literal["gather", "ring"] = "gather"
+    """How attention comes to the keys and values of other cp ranks: all at once, or one rank's after the other."""
     ep: int = 1
     """Expert-parallel size: how many of the dp ranks divide the experts among them; it divides dp."""
     tp: int = 1
@@ -89,6 +91,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 where="layout",
                 remedy="experts lie over ranks that divide the batch: give a divisor of dp",
             )
+        if self.context == "ring" and sizes["cp"] == 1:
+            raise LayoutError("context='ring' with cp=1", where="layout", remedy="give cp of 2 or more: it is the ring")
         if self.sequence_parallel and sizes["tp"] == 1:
             raise LayoutError(
                 "sequence_parallel with tp=1",
@@ -149,6 +153,8 @@ def layout_text(layout: Layout) -> str:
         words.append(layout.schedule)
     if layout.chunks > 1:
         words.append(f"{layout.chunks} chunks")
+    if layout.context != "gather":
+        words.append(f"{layout.context} attention")
     if layout.sequence_parallel:
         words.append("sequence parallel")
     if layout.recompute != "none":

@@ -4,7 +4,7 @@
 swap what they have). A value that has been started must be waited for before it is read. ``exchange_rows`` is only
 called inside of other operators' kernels, because how many rows come is known at run time: it sends ``rows``, of which
 ``counts[rank].sum()`` go to each rank in order, and returns what came, by sender, with the senders' counts for this
-rank.
+rank; ``shift`` starts to send to the next rank of the group and gives what the one before sends.
 """
 
 import torch
@@ -16,6 +16,7 @@ LIBRARY.define("all_reduce_start(Tensor(a!) value, str op, str group, str algori
 LIBRARY.define("all_gather_start(Tensor value, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)")
+LIBRARY.define("shift(Tensor value, str group, SymInt size) -> Tensor")
 LIBRARY.define("wait(Tensor(a!) value) -> Tensor(a!)")
 
 register_fake(f"{NAMESPACE}::all_reduce_start", lambda value, op, group, algorithm: value, lib=LIBRARY)
@@ -36,5 +37,6 @@ ALL_REDUCE = _OPERATORS.all_reduce_start.default
 ALL_GATHER = _OPERATORS.all_gather_start.default
 REDUCE_SCATTER = _OPERATORS.reduce_scatter_start.default
 EXCHANGE_ROWS = _OPERATORS.exchange_rows.default
+SHIFT = _OPERATORS.shift.default
 WAIT = _OPERATORS.wait.default
 STARTS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER})

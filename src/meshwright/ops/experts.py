@@ -228,7 +228,7 @@ def experts_rule(call: Call) -> Rule:
     slots = call.tensors[1].shape[1]
     there_and_back = (f"all_to_all {slots} 0", f"all_to_all {slots} 0")
     return make_rule(
-        call, f"t !k, t a, ^t a, {up}, ^^{down} -> t o", decompositions={"x": there_and_back}, joint={"x": ("t", "e")}
+        call, f"t !k, t a, ^t a, {up}, ^^{down} -> t o", decompositions={"te": there_and_back}, joint={"te": ("t", "e")}
     )
 
 
@@ -240,22 +240,22 @@ def experts_backward_rule(call: Call) -> Rule:
     return make_rule(
         call,
         f"^t o, t !k, t a, t a, {up}, {down} -> t !k, t a, {up}, {down}",
-        decompositions={"x": there_and_back},
-        joint={"x": ("t", "e")},
+        decompositions={"te": there_and_back},
+        joint={"te": ("t", "e")},
     )
 
 
 def experts_local(local: Local) -> Any:
     """A rank that holds some experts runs those, by their numbers in the whole. Where tokens and experts are divided
-    over the same ranks (``x``), tokens go to the ranks of their experts and come back."""
+    over the same ranks (``te``), tokens go to the ranks of their experts and come back."""
     index, parts = local.coordinate("e")
-    if not local.is_split("x"):
+    if not local.is_split("te"):
         return local.call(local.target, *local.args[:-1], local.args[-1] + index * (local.size("e") // parts))
-    group, size = local.group("x")
+    group, size = local.group("te")
     total, position = local.size("e"), 2 if local.target is ours.experts_backward.default else 1
     each, given = total // size // parts, list(local.args[:-1])
-    if parts > 1 and local.outside("e", "x"):
-        # numbers are (e x rest) there: as (x e rest) they say first where a token goes
+    if parts > 1 and local.outside("e", "te"):
+        # numbers are (e te rest) there: as (te e rest) they say first where a token goes
         numbers = local.call(aten.reshape.default, local.call(aten.arange.default, total), [parts, size, each])
         order = local.call(aten.argsort.default, local.call(aten.reshape.default, local.call(
             aten.transpose.int, numbers, 0, 1), [-1]))  # fmt: skip

@@ -272,6 +272,9 @@ class _Planner:
         for operator in self.graph.operators:
             if axis not in self.strategies[operator.name] and not operator.prologue:
                 letter = self.factors.letter_of(operator, sequences, axis)
+                if self.layout.context == "ring" and operator.target.startswith("meshwright.attention") and letter:
+                    rings = operator.rule.joint if operator.rule is not None else {}
+                    letter = next((one for one in rings if self.factors.fits(operator, one, axis)), letter)
                 if letter is not None:
                     self.strategies[operator.name][axis] = letter
                 elif operator.target.startswith("meshwright.attention.") and self.base is None:
