@@ -94,8 +94,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ``sizes`` are the global sizes of the letters. ``decompositions`` names the factors that can only be
     split by a decomposition, and what that decomposition reduces: ``{"v": ("max b s", "sum b s")}``; outputs
     without such a factor come out whole. ``joint`` names factors that are several letters at once, each operand split
-    by the first of them that it has: ``{"te": ("t", "e")}`` divides tokens and experts over the same ranks, which only a
-    decomposition can bring together.
+    by the first of them that it has: ``{"te": ("t", "e")}`` divides tokens and experts over the same ranks, which only
+    a decomposition can bring together.
     """
 
     pattern: str

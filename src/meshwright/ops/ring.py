@@ -79,7 +79,7 @@ def forward(
     shift: Shift, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
     scale: float, random_key: int, salt: int, row: int, index: int, *, size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``attention`` of this rank's queries [b, h, s, d] and the keys and values of all ranks, of which it has a part."""
+    """``attention`` of this rank's queries [b, h, s, d] and all ranks' keys and values, of which it has some."""
     ring = Ring(shift, index, size, row)
     wide = torch.promote_types(query.dtype, torch.float32)
     total = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
