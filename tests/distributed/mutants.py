@@ -60,7 +60,7 @@ def mutants(operator: OperatorRule, call: Call, draw: Draw) -> Iterator[tuple[st
     if operator.contiguous:
         yield "parts need not be one run", replace(operator, contiguous=frozenset())
     if rule.decompositions:
-        bare = msgspec.structs.replace(_marks(rule, rule.decompositions, False), decompositions={})
+        bare = msgspec.structs.replace(_marks(rule, rule.decompositions, False), decompositions={}, joint={})
         yield "decomposition forgotten", replace(operator, rule=_fixed(bare), local=emit_unchanged)
 
 
