@@ -203,15 +203,15 @@ LAYOUTS: Mapping[str, mw.Layout | str] = {
     "auto on 4": "auto",
 }
 """By name, what is asked for."""
-NO_EVEN_SEQUENCE = ("ViT", "CLIP")
-"""Models with a class token beside the patches: cp does not divide their sequence."""
+ODD_SEQUENCES: Mapping[str, tuple[str, ...]] = {"ViT": ("cp", "sequence"), "CLIP": ("cp",)}
+"""Models with a class token beside the patches, and what cannot divide that."""
 
 
 def fits(model: str, layout: str) -> bool:
     """Whether a layout can be asked of a model."""
-    if ", ep" in layout:
-        return model == "Mixtral"
-    return not layout.startswith("cp2") or model not in NO_EVEN_SEQUENCE
+    if ", ep" in layout and model != "Mixtral":
+        return False
+    return not any(word in layout for word in ODD_SEQUENCES.get(model, ()))
 
 
 def num_ranks(layout: str) -> int:
