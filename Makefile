@@ -38,7 +38,10 @@ bench-predictor: $(STAMP) ## judge the predictor by published measurements in va
 	@$(BIN)/python -m benchmarks.predictor $(FOLDERS)
 
 bench-prediction: $(STAMP) ## calibrate, predict and measure three models under several layouts; emulate; simulate
-	@$(BIN)/python -m benchmarks.prediction
+	@rc=0; for part in prediction memory; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
+
+bench-models: $(STAMP) ## check Hugging Face models under every layout against one process
+	@$(BIN)/python -m benchmarks.models
 
 bench-models: $(STAMP) ## plan Llama-3-8B over 64 and 512 devices, against targets
 	@$(BIN)/python -m benchmarks.planning

@@ -1,15 +1,14 @@
-"""Does prediction meet measurement? Step time and peak memory of three models under several layouts on two ranks.
+"""Does prediction meet measurement? Step time of four models under several layouts on two ranks.
 
-Run as ``make bench-prediction``. First this machine is calibrated, without any model; then every layout is predicted
-and measured. A step is zero_grad, forward, loss, backward and SGD with momentum 0.9 (the demo: clipping and AdamW) in
-float32, one thread a rank.
+Run as ``make bench-prediction``, which also runs ``benchmarks.memory``. First this machine is calibrated, without any
+model; then every layout is predicted and measured. A step is zero_grad, forward, loss, backward and SGD with momentum
+0.9 (the demo: clipping and AdamW) in float32, one thread a rank.
 The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import tempfile
@@ -24,21 +23,17 @@ import meshwright as mw
 from benchmarks import emulation, report, simulation, tracing
 from benchmarks.report import ms, new_run, show
 from meshwright.bench.repeat import alternate
-from meshwright.cost.captured import stage_held, step_work
-from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW, MOMENTUM, OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding, Prediction, Series, Settings
-from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, demo_gpt, gpt_s, language_model_loss
+from meshwright.models import MLP, ResNet, classification_loss, demo_gpt, gpt_s, language_model_loss
 from meshwright.planner.foretell import foretell
-from meshwright.schedules.pipeline import schedule_of
 from tests.distributed.pool import Ranks
 
 COMMAND = "make bench-prediction"
 ROUNDS, STEPS = 9, 3
-ERROR, MEDIAN_ERROR, MEMORY_ERROR, AUTO = 0.25, 0.10, 0.20, 0.05
-MIB = 2**20
+ERROR, MEDIAN_ERROR, AUTO = 0.25, 0.10, 0.05
 
 
 def _momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -61,31 +56,22 @@ class Model:
     max_grad_norm: float | None = None
 
 
-def _text(size: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
+def text(size: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
     text = torch.randint(vocabulary, (size, length + 1), generator=torch.Generator().manual_seed(1))
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
-def _samples(name: str, size: int, *shape: int) -> dict[str, torch.Tensor]:
+def samples(name: str, size: int, *shape: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(size, *shape, generator=generator)
     return {name: inputs, "label": torch.randint(10, (size,), generator=generator)}
 
 
-LARGE = GPTConfig(layers=4, width=512, heads=8, vocabulary=2048, sequence_length=512)
 MODELS: Mapping[str, Model] = {
-    "GPT-S": Model(gpt_s, language_model_loss, lambda: _text(8, 128, 2048)),
-    "ResNet": Model(lambda: ResNet(depth=8, width=32), classification_loss, lambda: _samples("image", 32, 3, 32, 32)),
-    "MLP": Model(lambda: MLP((1024, 2048, 2048, 2048, 10)), classification_loss, lambda: _samples("inputs", 256, 1024)),
-    "demo": Model(demo_gpt, language_model_loss, lambda: _text(8, 256, 256), _adamw, ADAMW, 1.0),
-    "large GPT": Model(lambda: GPT(LARGE), language_model_loss, lambda: _text(32, 512, 2048)),
-    "large GPT, 160 sequences": Model(lambda: GPT(LARGE), language_model_loss, lambda: _text(160, 512, 2048)),
-    "large ResNet": Model(
-        lambda: ResNet(depth=14, width=64), classification_loss, lambda: _samples("image", 512, 3, 32, 32)
-    ),
-    "large MLP": Model(
-        lambda: MLP((1024, *[4096] * 6, 10)), classification_loss, lambda: _samples("inputs", 32768, 1024)
-    ),
+    "GPT-S": Model(gpt_s, language_model_loss, lambda: text(8, 128, 2048)),
+    "ResNet": Model(lambda: ResNet(depth=8, width=32), classification_loss, lambda: samples("image", 32, 3, 32, 32)),
+    "MLP": Model(lambda: MLP((1024, 2048, 2048, 2048, 10)), classification_loss, lambda: samples("inputs", 256, 1024)),
+    "demo": Model(demo_gpt, language_model_loss, lambda: text(8, 256, 256), _adamw, ADAMW, 1.0),
 }
 
 
@@ -104,7 +90,7 @@ class Case:
         return f"{self.model}, {layout_text(self.layout)}"
 
 
-def _cases(model: str, **layouts: Mapping[str, Any]) -> list[Case]:
+def cases_of(model: str, **layouts: Mapping[str, Any]) -> list[Case]:
     own = {"batch_statistics": "microbatch"}
     return [
         Case(model, mw.Layout(**(dict(one) | (own if one.get("microbatches", 1) > 1 else {}))))
@@ -128,35 +114,19 @@ _NO_TP = {name: one for name, one in _TWO.items() if name != "tp"} | {"1f1b of 8
 CASES = [
     case
     for model, two in (("demo", _DEMO), ("GPT-S", _TWO), ("ResNet", _NO_TP), ("MLP", _TWO))
-    for case in _cases(
+    for case in cases_of(
         model, **(_ALONE if model == "GPT-S" else {"one": {}}), **{f"two {k}": v for k, v in two.items()}
     )
-]
-MEMORY_CASES = [
-    *_cases(
-        "large GPT",
-        dp={"dp": 2},
-        gpipe={"pp": 2, "microbatches": 16, "schedule": "gpipe"},
-        tp={"tp": 2},
-    ),
-    *_cases(
-        "large GPT, 160 sequences",
-        one_f_one_b={"pp": 2, "microbatches": 8},
-        recompute={"dp": 2, "microbatches": 2, "recompute": "full"},
-    ),
-    *_cases("large ResNet", dp={"dp": 2}, gpipe={"pp": 2, "microbatches": 4, "schedule": "gpipe"}),
-    *_cases("large MLP", dp={"dp": 2}, one_f_one_b={"pp": 2, "microbatches": 4}),
 ]
 
 
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def trainer_of(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
+def trainer_of(case: Case, model: Model) -> tuple[Any, dict[str, torch.Tensor]]:
     """A trainer and its batch."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = MODELS[case.model]
     batch = model.batch()
     trainer = mw.parallelize(
         model.make(), model.loss, batch, plan=case.layout, optimizer=model.optimizer, max_grad_norm=model.max_grad_norm
@@ -168,25 +138,9 @@ def measure(cases: Sequence[Case], rounds: int, steps: int) -> dict[str, list[fl
     """Seconds a step by case and round, cases in turn."""
     sides = {}
     for case in cases:
-        trainer, batch = trainer_of(case)
+        trainer, batch = trainer_of(case, MODELS[case.model])
         sides[str(case)] = lambda trainer=trainer, batch=batch: trainer.step(batch)
     return alternate(sides, rounds=rounds, steps=steps)
-
-
-def peak_bytes(case: Case) -> int:
-    """What two steps need at their peak beyond what is there before the first: VmHWM minus resident memory."""
-    trainer, batch = trainer_of(case)
-    gc.collect()
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    for _ in range(2):
-        trainer.step(batch)
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 # --- prediction ------------------------------------------------------------------------------------------------------
@@ -199,22 +153,6 @@ def predicted_s(case: Case, cluster: Cluster) -> float:
     plan = mw.plan(graph, cluster, layout=case.layout)
     clips = model.max_grad_norm is not None
     return foretell(graph, plan, cluster, optimizer=model.states, clips=clips).played.step_s
-
-
-def predicted_peaks(case: Case, cluster: Cluster) -> list[int]:
-    """By pipeline rank, the peak beyond what is there before the first step: parameters, buffers, inputs."""
-    model = MODELS[case.model]
-    graph = mw.capture(model.make(), model.loss, model.batch())
-    plan = mw.plan(graph, cluster, layout=case.layout)
-    work = step_work(graph, plan, cluster, optimizer=model.states)
-    found = []
-    for rank, one in enumerate(peak_memory(work, schedule_of(plan))):
-        mine = range(rank, len(plan.stages), plan.mesh.size("pp") if "pp" in plan.mesh.names else 1)
-        held = [stage_held(graph, plan, stage, cluster, model.states) for stage in mine]
-        found.append(
-            one.peak_bytes - sum(one.parameters_bytes + one.buffers_bytes for one in held) - held[0].inputs_bytes
-        )
-    return found
 
 
 def calibrated() -> Cluster:
@@ -287,29 +225,6 @@ def _auto(model: str, chosen: str, seconds: Mapping[str, Sequence[float]]) -> Fi
     )
 
 
-def memory(cluster: Cluster, only: str) -> list[Finding]:
-    """Predicted beside measured peaks, of the rank that needs most."""
-    results: list[Finding] = []
-    for case in (one for one in MEMORY_CASES if only in str(one)):
-        with Ranks() as ranks:  # fresh processes: memory is not given back
-            measured = max(ranks(case.num_ranks, peak_bytes, case, timeout=1800.0))
-        predicted = max(predicted_peaks(case, cluster))
-        error = predicted / measured - 1
-        passed = abs(error) <= MEMORY_ERROR
-        results.append(
-            Check(
-                target=f"{case}: peak memory within {MEMORY_ERROR:.0%}",
-                verdict="pass" if passed else "fail",
-                measured=f"{error:+.1%}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB",
-                passed=int(passed),
-                total=1,
-                notes={"error": error, "predicted_bytes": predicted, "measured_bytes": measured},
-            )
-        )
-        show(results[-1])
-    return results
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, measure, print and write every target."""
     parser = argparse.ArgumentParser(
@@ -319,12 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps in a round (default {STEPS})")
     parser.add_argument("--only", default="", help="run only what contains this in its name; writes no file")
     parser.add_argument("--cluster", default="", help="a cluster file, instead of calibrating")
-    parser.add_argument("--skip", choices=("", "time", "memory"), default="", help="leave out step times or memory")
     options = parser.parse_args(arguments)
     cluster = mw.Cluster.load(options.cluster) if options.cluster else calibrated()
-    results: list[Finding] = []
-    if options.skip != "time":
-        results += step_times(cluster, options.only, options.rounds, options.steps)
+    results = step_times(cluster, options.only, options.rounds, options.steps)
     errors = [abs(one.error) for one in results if isinstance(one, Prediction)]
     if errors:
         median = statistics.median(errors)
@@ -339,17 +251,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         )
         show(results[-1])
-    if options.skip != "memory":
-        results += memory(cluster, options.only)
-    if not options.only and not options.skip:
+    if not options.only:
         for part in (emulation, simulation, tracing):
             for one in part.findings():
                 results.append(one)
                 show(one)
-        text = (
+        words = (
             "Step times are medians over alternating rounds, beside the simulation over a cluster file that "
-            "`meshwright calibrate` has just measured. Memory is the larger rank's peak over two steps, minus what was "
-            f"resident before. Calibration: spread {cluster.calibration.spread if cluster.calibration else 0:.1%}. "
+            "`meshwright calibrate` has just measured. "
+            f"Calibration: spread {cluster.calibration.spread if cluster.calibration else 0:.1%}. "
             "Emulated devices: 8 processes with the executor, the channels and the schedule of training, whose "
             "kernels and links wait their predicted time instead of working."
         )
@@ -363,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(one, Prediction) and one.series.settings not in map(str, CASES)
         }
         settings[simulation.SETTINGS] = Settings(ranks=1, threads=1, sizes={"microbatches": simulation.MICROBATCHES})
-        report.write("prediction", "Prediction beside measurement", COMMAND, timed, settings, results, text)
+        report.write("prediction", "Prediction beside measurement", COMMAND, timed, settings, results, words)
         print("written to benchmarks/results/prediction.md and .json")
     return 1 if any(result.verdict == "fail" for result in results) else 0
 

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import math
+import sys
 import textwrap
 import types
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import typer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' example calls
+from docs.operator_rules import operators_page
 from meshwright.bench.lint import RULES
 from meshwright.cli import app
 from meshwright.ir.result import Finding, Machine, Peak, Point, Result, Series, Settings
@@ -301,20 +304,28 @@ def option_text(parameter: Any) -> str:
     return ", ".join(parameter.opts)
 
 
+LONGEST = 20
+"""Rows of a table in README; of longer ones it shows what does not pass, and medians."""
+
+
 def readme() -> str:
     """README with the table of targets of the last benchmark that was written."""
     text = README.read_text()
     before, start, rest = text.partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
     tables = []
-    for name in ("foundation", "pipelines", "prediction"):
+    for name in ("foundation", "pipelines", "prediction", "memory"):
         results = HERE.parent / "benchmarks" / "results" / f"{name}.md"
         if results.exists():
             found = results.read_text()
             made = next(line for line in found.splitlines() if line.startswith("Made by"))
-            table = found[found.index("| target") :].split("\n\n")[0].rstrip()
+            rows = found[found.index("| target") :].split("\n\n")[0].rstrip().splitlines()
             link = f"[benchmarks/results/{name}.md](benchmarks/results/{name}.md)"
-            tables.append(f"{made} All of it: {link}.\n\n{table}\n")
+            shown = [row for row in rows[2:] if len(rows) < LONGEST or "| pass |" not in row or "median" in row]
+            passed = sum("| pass |" in row for row in rows[2:])
+            judged = sum("| reported |" not in row for row in rows[2:])
+            count = f"{passed} of {judged} targets pass."
+            tables.append("\n".join([f"{made} {count} All of it: {link}.", "", *rows[:2], *shown, ""]))
     measured = "\n".join(tables) or "No result has been written yet.\n"
     return f"{before}{start}\n{measured}\n{end}{after}"
 
@@ -327,6 +338,7 @@ PAGES = {
     HERE / "reference" / "worked-numbers.md": worked_page,
     HERE / "reference" / "validation.md": validation_page,
     HERE / "reference" / "validation.svg": validation_picture,
+    HERE / "operators.md": lambda: operators_page(GENERATED.format(source="src/meshwright/ops")),
     README: readme,
 }
 

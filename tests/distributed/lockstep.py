@@ -35,8 +35,10 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.rule import Rule
 from meshwright.lower.local import LocalCall
 from meshwright.lower.spmd import lower
-from meshwright.ops import collectives
+from meshwright.ops import collectives, ring
 from meshwright.ops.base import Call, OperatorRule, Unsplit
+from meshwright.ops.experts import Exchange, across, across_backward
+from meshwright.ops.ring import Shift
 from meshwright.ops.table import operator_rule
 
 TOLERANCE = 1e-9
@@ -147,10 +149,13 @@ class Wires:
         self._slots: dict[tuple[str, int], tuple[threading.Barrier, dict[int, Tensor]]] = {}
         self._lock = threading.Lock()
         self._barriers: list[threading.Barrier] = []
+        self._aborted = False
 
     def swap(self, group: AxisGroup, turn: int, value: Tensor) -> list[Tensor]:
         """Every rank's value, by index in the group."""
         with self._lock:
+            if self._aborted:
+                raise threading.BrokenBarrierError
             if (group.name, turn) not in self._slots:
                 barrier = threading.Barrier(group.size)
                 self._slots[group.name, turn] = barrier, {}
@@ -163,6 +168,7 @@ class Wires:
     def abort(self) -> None:
         """Let nobody wait for a rank that failed."""
         with self._lock:
+            self._aborted = True
             for barrier in self._barriers:
                 barrier.abort()
 
@@ -184,6 +190,23 @@ def execute(
         turns[name] += 1
         return wires.swap(by_name[name], turns[name], value)
 
+    def rows_over(name: str) -> Exchange:
+        def exchange(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+            me, numbers = by_name[name].index, swapped(name, counts)
+            sent = zip(swapped(name, rows), numbers, strict=True)
+            mine = [one.split(count.sum(1).tolist())[me] for one, count in sent]
+            return torch.cat(mine), torch.stack([count[me] for count in numbers])
+
+        return exchange
+
+    def round_of(name: str) -> Shift:
+        def shift(value: Tensor) -> Callable[[], Tensor]:
+            group = by_name[name]
+            before = swapped(name, value)[(group.index - 1) % group.size]
+            return lambda: before
+
+        return shift
+
     for node in graph.nodes:
         lookup: Callable[[fx.Node], Any] = known.__getitem__
         args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
@@ -204,6 +227,14 @@ def execute(
             index = by_name[name].index
             stacked = torch.stack([one[index] for one in swapped(name, value)])
             known[node] = stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0)
+        elif node.target is torch.ops.meshwright.experts_across.default:
+            known[node] = across(rows_over(args[-2]), *args[:-2], size=args[-1])
+        elif node.target is torch.ops.meshwright.experts_across_backward.default:
+            known[node] = across_backward(rows_over(args[-2]), *args[:-2], size=args[-1])
+        elif node.target is torch.ops.meshwright.attention_ring.default:
+            known[node] = ring.forward(round_of(args[-2]), *args[:-2], size=args[-1])
+        elif node.target is torch.ops.meshwright.attention_ring_backward.default:
+            known[node] = ring.backward(round_of(args[-2]), *args[:-2], size=args[-1])
         elif node.target is collectives.WAIT:
             known[node] = args[0]
         else:

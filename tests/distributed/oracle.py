@@ -297,7 +297,7 @@ def in_one_process(
 
 def in_parallel(
     subject: Subject,
-    layout: mw.Layout,
+    layout: mw.Layout | str,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     max_grad_norm: float | None = None,
     parallelize: Callable[..., mw.Trainer] = mw.parallelize,

@@ -122,6 +122,24 @@ def _attention_backward(draw: Draw) -> Arguments:
     return (draw.tensor(*output.shape), query, key, value, mask, output, logsumexp, *rest), {}
 
 
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def _experts(draw: Draw) -> Arguments:
+    t, e, o = draw.sizes(3)
+    k, f, a = draw.pick(2, 3), draw.size(), draw.pick(1, 2)
+    index = torch.stack([torch.randperm(e, generator=draw.generator)[:a] for _ in range(t)])
+    halves = draw.pick(1, 2)
+    up, down = draw.tensor(e, halves * f, k), draw.tensor(e, o, f)
+    activation = draw.pick("silu", "gelu", "gelu_tanh", "relu")
+    return (draw.tensor(t, k), index, draw.positive(*index.shape), up, down, activation, 0), {}
+
+
+def _experts_backward(draw: Draw) -> Arguments:
+    (tokens, index, weights, up, down, *rest), _ = _experts(draw)
+    return (draw.tensor(len(tokens), down.shape[1]), tokens, index, weights, up, down, *rest), {}
+
+
 # --- convolution and pooling ------------------------------------------------------------------------------------------
 
 
@@ -671,6 +689,8 @@ def _roll(draw: Draw) -> Arguments:
 CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     ours.attention.default: _attention,
     ours.attention_backward.default: _attention_backward,
+    ours.experts.default: _experts,
+    ours.experts_backward.default: _experts_backward,
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
     aten.mv.default: _mv,
@@ -856,7 +876,7 @@ def _where(draw: Draw) -> Arguments:
 
 def _masked_fill(draw: Draw) -> Arguments:
     shape = draw.shape()
-    return (draw.tensor(*shape), draw.bools(*_broadcast(draw, shape)), draw.pick(0.0, -math.inf)), {}
+    return (draw.tensor(*shape), draw.bools(*_broadcast(draw, shape)), draw.pick(0.0, -math.inf, 2.0)), {}
 
 
 def _prelu(draw: Draw) -> Arguments:

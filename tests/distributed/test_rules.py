@@ -57,11 +57,21 @@ def check_everything(subject: Subject, draw: Draw) -> set[str]:
         check(subject, {"a": "^" * group}, {"a": 2}, draw.generator)
         done["^" * group] = None
     pairs = [(one, other) for one, other in itertools.permutations(done, 2) if {one[0], other[0]} != {"^"}]
-    pairs += [(factor, factor) for factor in done if factor in sizes and sizes[factor] % 4 == 0]
+    pairs += [(factor, factor) for factor in done if factor in sizes]
+    pairs = [pair for pair in pairs if all(sizes[letter] % 4 == 0 for letter in shared(subject.rule, *pair))]
+    alone = {member for name in subject.rule.joint for member in subject.rule.members(name)} & set(
+        subject.rule.decompositions
+    )
+    pairs = [pair for pair in pairs if not (alone & set(pair) and subject.rule.joint.keys() & set(pair))]
     for one, other in draw.some(pairs, 2):
         mesh = {axis: 3 if one != other and sizes.get(name, 2) % 2 else 2 for axis, name in (("a", one), ("b", other))}
         check(subject, {"a": one, "b": other}, mesh, draw.generator)
     return set(done)
+
+
+def shared(rule: Rule, one: str, other: str) -> set[str]:
+    """The letters that two factors both split."""
+    return set(rule.members(one)) & set(rule.members(other))
 
 
 def composites(subject: Subject) -> dict[str, int]:

@@ -24,6 +24,7 @@ from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.auto import plan_auto
 from meshwright.planner.explicit import adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.planner.notes import check_strict
 from meshwright.simulate.faults import Faults
 
 log = logging.getLogger("meshwright")
@@ -48,18 +49,23 @@ def plan(
     layout: Layout | None = None,
     memory_bytes: float | None = None,
     pipelines: bool = True,
+    strict: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
     """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
     it was calibrated, else ``cpu-local``).
 
     Without a layout the fastest one that fits is searched (``planner.auto``), with ``memory_bytes`` for each rank
-    (default: what a device of the cluster has); ``pipelines=False`` divides operators alone, and makes no stages.
+    (default: what a device of the cluster has); ``pipelines=False`` divides operators alone, and makes no stages. An
+    operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory.
         ClusterError: the cluster is unknown.
+        RuleError: an operator has no rule, under ``strict``.
     """
+    if strict:
+        check_strict(graph)
     known = known_cluster(cluster, torch.device("cpu"), devices or 0)
     if layout is None:
         world_size = devices or known.num_devices

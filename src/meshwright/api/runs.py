@@ -27,6 +27,7 @@ from meshwright.ir.run import SGD, Adam, AdamW, Optimizer, Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.planner.auto import plan_auto
 from meshwright.planner.foretell import Foretold, foretell
+from meshwright.planner.notes import check_strict
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
 from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
@@ -94,6 +95,8 @@ def simulate_run(
 
 def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, Plan]:
     graph = capture(build.model(run), build.loss_function(run), build.example_batch(run))
+    if run.layout.strict:
+        check_strict(graph)
     known = known_cluster(run.layout.cluster or None, torch.device("cpu"))
     world_size = ranks or run.num_ranks(known.num_devices if run.layout.cluster else launch.num_cores())
     cluster = run.layout.cluster or None
@@ -135,6 +138,7 @@ def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ..
         max_grad_norm=run.train.max_grad_norm or None,
         steps=steps,
         seed=run.train.seed,
+        strict=run.layout.strict,
         progress=progress,
     )
 
@@ -180,6 +184,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         max_grad_norm=run.train.max_grad_norm or None,
         seed=run.train.seed,
         cluster=run.layout.cluster or None,
+        strict=run.layout.strict,
     )
     held_bytes = _held_besides(trainer, device)
     foretold = _foretold(run, trainer, device) if rank == 0 else None

@@ -18,6 +18,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
 from meshwright.planner.explicit import adapt_plan
+from meshwright.planner.notes import check_strict
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
@@ -37,6 +38,7 @@ def parallelize(
     device: torch.device | str | None = None,
     cluster: Cluster | str | None = None,
     rules: Rules | None = None,
+    strict: bool = False,
 ) -> Trainer:
     """Make a trainer of an unmodified model.
 
@@ -54,12 +56,15 @@ def parallelize(
         device: default: this rank's CUDA device where there is one (experimental), else the CPU.
         cluster: what the plan is for; default: this machine as it was calibrated, else ``cpu-local``.
         rules: rules for operators of your own, by operator.
+        strict: refuse a step with an operator that no rule splits; else it runs whole on every rank, and the plan says
+            so.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``: where a launcher has set
     its environment, torch.distributed is started here.
 
     Raises:
-        CaptureError, DataError, LayoutError, PlanError, FileFormatError, OptimizerError, LaunchError, RankError.
+        CaptureError, DataError, LayoutError, PlanError, FileFormatError, OptimizerError, LaunchError, RankError,
+        RuleError.
     """
     check_plan(plan)
     check_factory(optimizer, max_grad_norm)
@@ -67,6 +72,8 @@ def parallelize(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     captured = builder.capture(model, loss_fn, batch, rules=rules)
     graph = captured.graph
+    if strict:
+        check_strict(graph)
     _agree(graph)
     made = from_rank_0(lambda: files.encode_json(choose(plan, graph, world_size, cluster, target)))
     chosen = files.decode(made, Plan, where="plan of rank 0")
@@ -95,6 +102,7 @@ def verify(
     steps: int = 3,
     seed: int = 0,
     rules: Rules | None = None,
+    strict: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Comparison, ...]:
     """Compare the plan on these ranks with one process of eager PyTorch: forward, backward, and ``steps`` updates.
@@ -119,7 +127,7 @@ def verify(
         plan = _in_float64(plan, *(capture(one, loss_fn, data, rules=rules) for one, data in pairs))
     trainer = parallelize(
         mine, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device="cpu",
-        rules=rules,
+        rules=rules, strict=strict,
     )  # fmt: skip
     progress.begin("parallel steps", steps)
     found = parallel_steps(trainer, doubled, steps, progress)

@@ -9,6 +9,7 @@ refines the projection's single factor to ``(3 h d)``, so that splitting heads s
     view    "_0 _1 (_2 _3) -> ..."                 view    "b s (h d) -> b s h d"
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -206,5 +207,12 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
         tuple(refined(operand, True, index) for index, operand in enumerate(pattern.outputs)),
     )
     kept = {name: value for name, value in decompositions.items() if name not in doubled}
-    rule = Rule(pattern=str(text), sizes=sizes, reduction=bound.rule.reduction, decompositions=kept)
+    joint: dict[str, tuple[str, ...]] = {}
+    for name, members in bound.rule.joint.items():
+        outermost = tuple(became[member][0] for member in members if became[member])
+        if len(outermost) == len(members) and not (fixed - set(kept)) & set(outermost):
+            joint[name], became[name] = outermost, (name,)
+            sizes[name] = math.gcd(*(sizes[letter] for letter in outermost))
+            kept[name] = bound.rule.decompositions[name]
+    rule = Rule(pattern=str(text), sizes=sizes, reduction=bound.rule.reduction, decompositions=kept, joint=joint)
     return rule, classes, became

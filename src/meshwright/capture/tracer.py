@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from meshwright.capture import refusals
 from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
 from meshwright.capture.batch import Leaves, take_apart
+from meshwright.capture.experts import one_operator
 from meshwright.capture.functionalize import functionalized
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
@@ -140,6 +141,7 @@ def trace(
         with ExitStack() as stack:
             stack.enter_context(mode)
             stack.enter_context(nothing_recomputed())
+            stack.enter_context(one_operator())
             stack.enter_context(fx_traceback.preserve_node_meta())
             first = make_fx(
                 run,

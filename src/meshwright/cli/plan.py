@@ -41,10 +41,11 @@ TARGET: Any = typer.Argument(
     ..., metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
 )
 DP: Any = typer.Option(None, "--dp", help="Data-parallel size; -1: what is left of the ranks.")
+STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an operator that no rule splits.")
 TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
-OF_CAPTURED = ("dp", "tp", "output", "memory")
+OF_CAPTURED = ("dp", "tp", "strict", "output", "memory")
 """Options that mean nothing for a model that is weighed by its sizes."""
 OF_SIZES = ("batch", "sequence", "vary", "price", "report", "scaling")
 """Options that mean nothing for a model that is captured."""
@@ -55,6 +56,7 @@ def plan(
     target: str = TARGET,
     dp: int | None = DP,
     tp: int | None = TP,
+    strict: bool = STRICT,
     ranks: int = RANKS,
     cluster: str = CLUSTER,
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
@@ -98,7 +100,7 @@ def plan(
             words += ["--price", f"{price:g}"] if price else []
             return write_report(report, target, cluster, ranks, batch, sequence, price, " ".join(words))
         return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, as_json)
-    run = run_of(target, dp, tp, context.args, cluster=cluster)
+    run = run_of(target, dp, tp, context.args, cluster=cluster, strict=strict)
     refuse(context, OF_SIZES, f"{target} is captured as it is: its run file has batch and sequence length")
     from meshwright import api
 
@@ -133,7 +135,9 @@ def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
             raise LayoutError(reason, where=option, remedy=f"leave out {option}")
 
 
-def run_of(target: str, dp: int | None, tp: int | None, arguments: list[str], cluster: str = "") -> Run:
+def run_of(
+    target: str, dp: int | None, tp: int | None, arguments: list[str], cluster: str = "", strict: bool = False
+) -> Run:
     """The run of a file, or the one that stands for a model's name, with the options of the command line."""
     if target in config.REFERENCES:
         raw = config.REFERENCES[target]
@@ -155,6 +159,8 @@ def run_of(target: str, dp: int | None, tp: int | None, arguments: list[str], cl
         chosen.append("--layout.dp=1")
     if cluster:
         chosen.append(f"--layout.cluster={cluster}")
+    if strict:
+        chosen.append("--layout.strict=true")
     return config.make(overridden(raw, [*chosen, *arguments]), where=target)
 
 

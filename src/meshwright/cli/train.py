@@ -36,6 +36,7 @@ def train(
     context: typer.Context,
     file: Path = typer.Argument(..., metavar="RUN.toml", help="What to train, on what, how and where."),
     feed_back: bool = RECALIBRATE,
+    strict: bool = typer.Option(False, "--strict", help="Refuse a model with an operator that no rule splits."),
     list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults, and stop."),
 ) -> None:
     """Train what a RUN.toml names. Every key of the file is an option too: --SECTION.KEY VALUE."""
@@ -43,7 +44,7 @@ def train(
         for name, default, owner in keys():
             typer.echo(f"--{name:<28} {default:<22} {owner}".rstrip())
         return
-    raw = overridden(config.read(file), context.args)
+    raw = overridden(config.read(file), [*(["--layout.strict=true"] if strict else []), *context.args])
     run_training(with_directory(config.make(raw, where=str(file)), f"runs/{file.stem}"), feed_back=feed_back)
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from meshwright.cli import display
-from meshwright.cli.plan import DP, TARGET, TP, run_of
+from meshwright.cli.plan import DP, STRICT, TARGET, TP, run_of
 from meshwright.cli.train import EXTRA
 from meshwright.ir.run import Run
 
@@ -32,11 +32,12 @@ def verify(
     target: str = TARGET,
     dp: int | None = DP,
     tp: int | None = TP,
+    strict: bool = STRICT,
     steps: int = typer.Option(3, min=1, help="Training steps to compare."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> int:
     """Train in parallel and in one process, both in float64, and compare forward, backward and update."""
-    run = run_of(target, dp, tp, context.args)
+    run = run_of(target, dp, tp, context.args, strict=strict)
     from meshwright import api
 
     if api.launched():

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import Library
 
 from meshwright.comm.groups import exchange, process_group
-from meshwright.comm.record import current
+from meshwright.comm.record import blocking, current
 from meshwright.comm.transport.base import Work
 
 LIBRARY = Library("meshwright_comm", "IMPL")
@@ -79,6 +79,41 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     return _in_flight(result, work, "reduce_scatter", group, begun)
 
 
+def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
+    """Send rows to the ranks of a group, ``counts`` [size, n] of them to each: (the rows that came, their counts)."""
+    ranks, theirs = process_group(group), torch.empty_like(counts)
+    with blocking("all_to_all", group, counts.nbytes):
+        dist.all_to_all_single(theirs, counts.contiguous(), group=ranks)
+    sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    with blocking("all_to_all", group, rows.nbytes):
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=ranks)
+    return result, theirs
+
+
+class _Both:
+    """A message to one rank and one from another; what is sent is kept until it is gone."""
+
+    def __init__(self, sent: Tensor, *works: Work | None) -> None:
+        self._sent, self._works = sent, works
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+
+
+def shift(value: Tensor, group: str, size: int) -> Tensor:
+    """Start to send to the next rank of a group, and to receive as much from the one before."""
+    begun, ranks = time.perf_counter(), process_group(group)
+    value = value.contiguous()
+    result, me = torch.empty_like(value), ranks.rank()
+    mine, theirs = (one.view(torch.uint8) if one.dtype == torch.bool else one for one in (value, result))
+    sent = dist.isend(mine, group=ranks, group_dst=(me + 1) % size)
+    works = _Both(value, sent, dist.irecv(theirs, group=ranks, group_src=(me - 1) % size))
+    return _in_flight(result, works, "shift", group, begun)
+
+
 def wait(value: Tensor) -> Tensor:
     """Block until the collective that makes ``value`` is done."""
     found = value.__dict__.pop(_WORK, None)
@@ -96,6 +131,8 @@ for _name, _function in (
     ("all_reduce_start", all_reduce_start),
     ("all_gather_start", all_gather_start),
     ("reduce_scatter_start", reduce_scatter_start),
+    ("exchange_rows", exchange_rows),
+    ("shift", shift),
     ("wait", wait),
 ):
     LIBRARY.impl(_name, _function, "CPU")

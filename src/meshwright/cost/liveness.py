@@ -50,7 +50,7 @@ def highest(order: Sequence[Node], given: Mapping[str, int], kept: AbstractSet[s
                 continue
             live[storage] = size
             total += size
-        peak = max(peak, total)
+        peak = max(peak, total + node.scratch_bytes)
         for storage in due.get(index, ()):
             if storage in live and ends.get(storage) == index and storage not in kept:
                 kept_as = any(root(one) == storage for one in kept & renamed.keys())

@@ -17,7 +17,7 @@ from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
 from meshwright.ir.kind import kind_of
 from meshwright.ir.layout import TIME
 from meshwright.ir.placement import Partial, Placements, Shard, local_shape
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Plan, Strategy
 from meshwright.ir.resharding import Move, moves
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, STEP, Cut, border
 
@@ -27,6 +27,8 @@ _IN_PLACE = frozenset({
     "meshwright.cross_entropy_backward",
 })  # fmt: skip
 """Operators that write into an input that nobody reads again (``lower/fuse.py``: reuse_memory)."""
+_COLLECTIVES = {"gather": "all_gather", "all_to_all": "all_to_all", "ring": "all_gather"}
+"""By the first word of what a decomposition communicates; what goes round a ring is what a gather would bring."""
 _WRITES_INTO = frozenset({"aten.mm", "aten.add", "aten.sum"})
 """Operators that compute a gradient where it is summed up, or in its bucket."""
 
@@ -45,7 +47,7 @@ class Exchange:
 class Node:
     """Something that runs in one go: kernels, then collectives. ``storages`` are the memory that it makes, by key, with
     bytes; ``early`` says that its collectives could start as soon as its input is made, ``accumulates`` that it adds to
-    what is there before the micro-batch."""
+    what is there before the micro-batch; ``scratch_bytes`` are needed while it runs."""
 
     what: str
     phase: str
@@ -59,6 +61,7 @@ class Node:
     in_place: bool = False
     returned: bool = False
     accumulates: bool = False
+    scratch_bytes: int = 0
 
 
 @dataclass
@@ -157,21 +160,24 @@ class StageNodes:
             made = self.parts.num_bytes(operator.outputs[0], self.parts.made(operator, strategy, 0))
             cost = self.rates.stream("pointwise", made)
         base = ".".join(operator.target.split(".")[:2])
-        node = Node(operator.name, phase, operator.name, cost, inputs, in_place=base in _IN_PLACE)
+        scratch = self._scratch_bytes(operator, strategy) if self.rates.device.kind == "cpu" else 0
+        node = Node(
+            operator.name, phase, operator.name, cost, inputs, in_place=base in _IN_PLACE, scratch_bytes=scratch
+        )
         for axis, factor in self.parts.decomposed(operator, strategy):
             assert operator.rule is not None
             for text in operator.rule.decompositions[factor]:
                 word, _, letters = text.partition(" ")
-                num_bytes = self.parts.letters_bytes(operator, strategy, letters)
-                gathers = word == "gather"
-                node.exchanges.append(
-                    Exchange(
-                        f"{operator.name} {text}",
-                        "all_gather" if gathers else "all_reduce",
-                        axis,
-                        num_bytes * (self.sizes[axis] if gathers else 1),
-                    )
-                )
+                kind = _COLLECTIVES.get(word, "all_reduce")
+                if word in ("all_to_all", "ring"):
+                    times, position = map(int, letters.split())
+                    wanted = self.parts.wanted(operator, strategy, position)
+                    num_bytes = times * self.parts.num_bytes(operator.inputs[position], wanted)
+                    num_bytes *= self.sizes[axis] if word == "ring" else 1
+                else:
+                    num_bytes = self.parts.letters_bytes(operator, strategy, letters)
+                    num_bytes *= self.sizes[axis] if kind == "all_gather" else 1
+                node.exchanges.append(Exchange(f"{operator.name} {text}", kind, axis, num_bytes))
         self.nodes.append(node)
         for index, name in enumerate(operator.outputs):
             if name not in self.graph.tensors:
@@ -183,6 +189,17 @@ class StageNodes:
             else:
                 node.views.append(storage)
             self._put(name, placements, node, phase)
+
+    def _scratch_bytes(self, operator: Operator, strategy: Strategy) -> int:
+        """oneDNN convolutions copy images in blocks of channels: one of them, for the weights' gradient both."""
+        kind = kind_of(operator)
+        if not kind.startswith("convolution"):
+            return 0
+        sizes = sorted(
+            self.parts.num_bytes(name, self.parts.wanted(operator, strategy, position))
+            for position, name in enumerate(operator.inputs)
+        )
+        return sum(sizes[-2:]) if kind == "convolution_weight" else sizes[-1]
 
     def _fused_additions(self) -> set[str]:
         """Additions of a bias that become part of the product before them."""

@@ -38,16 +38,16 @@ def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
         peak = RankMemory(rank=rank, held_bytes=held, saved_bytes=0, workspace_bytes=0, action="")
         for action in actions:
             stage = work.stages[action.stage]
+            saved, workspace = (round(work.heap_factor * size) for size in (stage.saved_bytes, stage.workspace_bytes))
             if action.kind is ActionKind.F:
-                live += stage.saved_bytes
+                live += saved
             if action.kind.computes:
                 here = RankMemory(
-                    rank=rank, held_bytes=held, saved_bytes=live, workspace_bytes=stage.workspace_bytes,
-                    action=str(action),
+                    rank=rank, held_bytes=held, saved_bytes=live, workspace_bytes=workspace, action=str(action),
                 )  # fmt: skip
                 peak = max(peak, here, key=lambda one: one.peak_bytes)
             if action.kind in (ActionKind.B, ActionKind.W):
-                live -= stage.saved_bytes
+                live -= saved
         found.append(peak)
     return tuple(found)
 

@@ -59,6 +59,8 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The stages of a step, from the first to the last."""
+    """The stages of a step, from the first to the last. ``heap_factor``: the bytes that the allocator takes from the
+    system for a byte that is saved or workspace."""
 
     stages: tuple[StageWork, ...]
+    heap_factor: float = 1.0

@@ -131,7 +131,7 @@ def fingerprint(graph: Graph) -> str:
             sizes = [
                 (letter, size)
                 for letter, size in operator.rule.sizes.items()
-                if operator.classes.get(letter) not in batch
+                if letter in operator.classes and operator.classes[letter] not in batch
             ]
             digest.update(f"{operator.rule.pattern} {sizes}\n".encode())
     return digest.hexdigest()[:16]

@@ -17,10 +17,11 @@ is a pass of an optimizer over parameters; ``operands`` is what a product does w
 multiplying: it counts where a product is flat."""
 KINDS = (*COMPUTE, *MEMORY)
 
+_EXPERTS = ("meshwright.experts", "meshwright.experts_backward")
 _TARGETS = {
-    "matmul": ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.mv", "aten.dot"),
+    "matmul": ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.mv", "aten.dot", *_EXPERTS),
     "convolution": ("aten.convolution",),
-    "attention": ("meshwright.attention", "meshwright.experts"),
+    "attention": ("meshwright.attention",),
     "attention_backward": ("meshwright.attention_backward",),
     "activation": (
         "aten.gelu", "aten.exp", "aten.tanh", "aten.sigmoid", "aten.silu", "aten.erf", "aten.log", "aten.pow",

@@ -17,8 +17,16 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     dp: int = 1
     """Data-parallel size: divides the batch."""
+    cp: int = 1
+    """Context-parallel size: divides the sequence."""
+    context: Literal["gather", "ring"] = "gather"
+    """How attention comes to the keys and values of other cp ranks: all at once, or one rank's after the other."""
+    ep: int = 1
+    """Expert-parallel size: how many of the dp ranks divide the experts among them; it divides dp."""
     tp: int = 1
     """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
+    sequence_parallel: bool = False
+    """Whether tp divides the sequence between its blocks: reduce-scatters and all-gathers in place of all-reduces."""
     pp: int = 1
     """Pipeline-parallel size: divides the model into stages, one after the other."""
     microbatches: int = 1
@@ -49,7 +57,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def num_ranks(self) -> int:
         """The ranks that it needs; negative where a size is open."""
-        return math.prod((self.dp, self.tp, self.pp))
+        return math.prod((self.dp, self.cp, self.tp, self.pp))
 
     def resolved(self, world_size: int) -> "Layout":
         """The layout with -1 filled in.
@@ -57,7 +65,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Raises:
             LayoutError: the sizes do not multiply to ``world_size``, or do not go together.
         """
-        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
         for name, size in sizes.items():
             if size < 1 and size != -1:
                 raise LayoutError(f"{name}={size}", where="layout", remedy="give 1 or more, or -1 for what is left")
@@ -70,11 +78,26 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             sizes[free[0]] = world_size // product
             product = world_size
         if product != world_size:
-            asked = " x ".join(f"{name}={getattr(self, name)}" for name in sizes if name != "pp" or self.pp != 1)
+            named = [name for name in sizes if name in ("dp", "tp") or sizes[name] != 1]
+            asked = " x ".join(f"{name}={getattr(self, name)}" for name in named)
             raise LayoutError(
                 f"{asked} needs {product} ranks, there are {world_size}",
                 where="layout",
                 remedy=f"choose sizes whose product is {world_size}, or start {product} ranks",
+            )
+        if self.ep < 1 or sizes["dp"] % self.ep:
+            raise LayoutError(
+                f"ep={self.ep} does not divide dp={sizes['dp']}",
+                where="layout",
+                remedy="experts lie over ranks that divide the batch: give a divisor of dp",
+            )
+        if self.context == "ring" and sizes["cp"] == 1:
+            raise LayoutError("context='ring' with cp=1", where="layout", remedy="give cp of 2 or more: it is the ring")
+        if self.sequence_parallel and sizes["tp"] == 1:
+            raise LayoutError(
+                "sequence_parallel with tp=1",
+                where="layout",
+                remedy="give tp of 2 or more: it divides the sequence too",
             )
         for name in ("microbatches", "chunks"):
             if getattr(self, name) < 1:
@@ -90,6 +113,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def _check_stage_sizes(self, sizes: dict[str, int]) -> None:
         each = sizes["dp"] * sizes["tp"]
+        if self.stage_sizes and max(sizes["cp"], self.ep) > 1:
+            raise LayoutError("stage_sizes with cp or ep", where="layout: stage_sizes", remedy="leave one of them out")
         if self.stage_sizes and len(self.stage_sizes) != sizes["pp"]:
             raise LayoutError(
                 f"{len(self.stage_sizes)} stage_sizes for pp={sizes['pp']}", where="layout: stage_sizes",
@@ -111,14 +136,16 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return msgspec.structs.replace(self, stage_sizes=(), **own)
 
     def mesh(self) -> Mesh:
-        """The mesh of the layout's axes: pp outermost where there is one, tp innermost."""
+        """The mesh of the layout's axes: pp outermost where there is one, tp innermost; the ranks that divide the batch
+        are dp x ep where there are experts."""
         stages = {"pp": self.pp} if self.pp > 1 else {}
-        return Mesh.of(**stages, dp=self.dp, tp=self.tp)
+        inner = {name: size for name, size in (("ep", self.ep), ("cp", self.cp)) if size > 1}
+        return Mesh.of(**stages, dp=self.dp // self.ep, **inner, tp=self.tp)
 
 
 def layout_text(layout: Layout) -> str:
     """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
-    axes = " x ".join(f"{name}{size}" for name in ("dp", "tp", "pp") if (size := getattr(layout, name)) > 1)
+    axes = " x ".join(f"{name}{size}" for name in ("dp", "ep", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
     words = [axes or "one rank"]
     if layout.microbatches > 1:
         words.append(f"{layout.microbatches} micro-batches")
@@ -126,6 +153,10 @@ def layout_text(layout: Layout) -> str:
         words.append(layout.schedule)
     if layout.chunks > 1:
         words.append(f"{layout.chunks} chunks")
+    if layout.context != "gather":
+        words.append(f"{layout.context} attention")
+    if layout.sequence_parallel:
+        words.append("sequence parallel")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
     return ", ".join(words)

@@ -46,14 +46,16 @@ def is_linear(choice: str) -> bool:
     return choice.startswith(LINEAR)
 
 
-def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], name: str) -> Shard | None:
-    """The Shard that splitting factor ``name`` gives a tensor of these dims, or None where it has no such factor."""
-    for index, dim in enumerate(dims):
-        outer = 1
-        for factor in dim:
-            if factor.name == name:
-                return Shard(index, outer)
-            outer *= factor.size if factor.size is not None else sizes[factor.name]
+def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], *names: str) -> Shard | None:
+    """The Shard that splitting a factor gives a tensor of these dims, or None where it has no such factor; of several
+    names the first that is there."""
+    for name in names:
+        for index, dim in enumerate(dims):
+            outer = 1
+            for factor in dim:
+                if factor.name == name:
+                    return Shard(index, outer)
+                outer *= factor.size if factor.size is not None else sizes[factor.name]
     return None
 
 
@@ -66,7 +68,7 @@ def input_placements(rule: Rule, strategy: dict[str, str], operand: int) -> Plac
             if pattern.linear == len(choice):
                 result[axis] = Partial("sum")
         else:
-            shard = factor_placement(pattern.dims, rule.sizes, choice)
+            shard = factor_placement(pattern.dims, rule.sizes, *rule.members(choice))
             if shard is not None:
                 result[axis] = shard
     return result
@@ -80,7 +82,7 @@ def output_placements(rule: Rule, strategy: dict[str, str], output: int) -> Plac
         if is_linear(choice):
             result[axis] = Partial("sum")
         else:
-            shard = factor_placement(pattern.dims, rule.sizes, choice)
+            shard = factor_placement(pattern.dims, rule.sizes, *rule.members(choice))
             if shard is not None:
                 result[axis] = shard
             elif choice not in rule.decompositions:

@@ -224,14 +224,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         f"factor {choice!r} of {operator.rule.pattern!r} cannot be split", where=place,
                         remedy="choose another factor, or leave the axis out",
                     )  # fmt: skip
-                alike = [other for other, one in strategy.items() if one == choice and other in sizes]
-                parts = prod(sizes[other] for other in alike)
-                if operator.rule.sizes[choice] % parts:
-                    axes = f"axis {axis!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"
-                    raise PlanError(
-                        f"factor {choice!r} has size {operator.rule.sizes[choice]}, {axes} {parts}",
-                        where=place, remedy="a factor must divide evenly over its axes",
-                    )  # fmt: skip
+                rule = operator.rule
+                for letter in rule.members(choice):
+                    alike = [
+                        other
+                        for other, one in strategy.items()
+                        if other in sizes and not is_linear(one) and letter in rule.members(one)
+                    ]
+                    parts = prod(sizes[other] for other in alike)
+                    if rule.sizes[letter] % parts:
+                        axes = f"axis {axis!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"
+                        raise PlanError(
+                            f"factor {letter!r} has size {rule.sizes[letter]}, {axes} {parts}",
+                            where=place, remedy="a factor must divide evenly over its axes",
+                        )  # fmt: skip
         self._check_buckets(graph, self._check_partials(graph, strategies, where), where)
 
     def _check_supported(self, where: str) -> None:

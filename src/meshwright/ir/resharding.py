@@ -73,6 +73,10 @@ def _fits(axis: str, target: Shard, now: Placements, sizes: Mapping[str, int]) -
     for other, placement in now.items():
         if other == axis or not isinstance(placement, Shard) or placement.dim != target.dim:
             continue
+        if placement == target:  # one factor: the inner axis cuts what the outer one has left
+            if list(sizes).index(other) > list(sizes).index(axis):
+                return False
+            continue
         if placement.outer <= target.outer:
             outer, inner, size = placement.outer, target.outer, sizes[other]
         else:

@@ -93,18 +93,25 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     operands of that many carets together, so that a Partial may pass through unreduced.
     ``sizes`` are the global sizes of the letters. ``decompositions`` names the factors that can only be
     split by a decomposition, and what that decomposition reduces: ``{"v": ("max b s", "sum b s")}``; outputs
-    without such a factor come out whole.
+    without such a factor come out whole. ``joint`` names factors that are several letters at once, each operand split
+    by the first of them that it has: ``{"te": ("t", "e")}`` divides tokens and experts over the same ranks, which only
+    a decomposition can bring together.
     """
 
     pattern: str
     sizes: dict[str, int]
     reduction: str = "sum"
     decompositions: dict[str, tuple[str, ...]] = {}
+    joint: dict[str, tuple[str, ...]] = {}
 
     @property
     def parsed(self) -> Pattern:
         """The pattern as operands (cached by text)."""
         return parse_pattern(self.pattern)
+
+    def members(self, name: str) -> tuple[str, ...]:
+        """The letters that factor ``name`` splits: itself, or those that it joins."""
+        return self.joint.get(name, (name,))
 
     def splittable(self, name: str) -> bool:
         """Whether factor ``name`` may be split, by the pattern or by a decomposition."""

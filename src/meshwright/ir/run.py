@@ -160,6 +160,8 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     finds, unless another key of this table asks for one."""
     cluster: str = ""
     """The cluster that is planned for: a name, or a file; empty: this machine."""
+    strict: bool = False
+    """Refuse a model with an operator that no rule splits, in place of running it whole on every rank."""
 
     @property
     def searched(self) -> bool:
@@ -329,7 +331,7 @@ class Run(_Section, frozen=True, kw_only=True):
             return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.train.ranks != "auto":
             return self.train.ranks
-        sizes = (self.layout.dp, self.layout.tp, self.layout.pp)
+        sizes = (self.layout.dp, self.layout.cp, self.layout.tp, self.layout.pp)
         fixed = math.prod(size for size in sizes if size > 0)
         if min(sizes) > 0:
             return fixed

@@ -102,6 +102,15 @@ class LocalCall:
                 )
         return self._random_key, mix(zlib.crc32((name or self.name).encode()), *coordinates)
 
+    def group(self, factor: str) -> tuple[str, int]:
+        (axis,) = self._axes(factor)
+        return self._groups[axis].name, self._groups[axis].size
+
+    def outside(self, factor: str, other: str) -> bool:
+        order = list(self._groups)
+        ((one,), (two,)) = self._axes(factor), self._axes(other)
+        return order.index(one) < order.index(two)
+
     def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
         for axis in self._axes(factor):
             group = self._groups[axis]

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-import meshwright.ops.library  # noqa: F401 - defines the operators below
+import meshwright.ops.library
+import meshwright.ops.ring  # noqa: F401 - these define the operators below
+from meshwright.errors import RuleError
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value, make_rule
 
@@ -22,22 +24,28 @@ def _mask_pattern(mask: torch.Tensor | None, keys: str) -> str:
 
 
 def attention_rule(call: Call) -> Rule:
-    """``b h s !d, b h !t !d, b h !t !e -> b h s !e, b h s``; split over the keys, shards' softmaxes are merged."""
+    """``b h s !d, b h !t !d, b h !t !e -> b h s !e, b h s``; split over the keys, shards' softmaxes are merged; over
+    queries and keys at once (``st``), keys and values go round a ring."""
     mask = _mask_pattern(call.args[3], "!t")
     pattern = f"b h s !d, b h !t !d, b h !t !e{mask} -> b h s !e, b h s"
-    return make_rule(call, pattern, decompositions={"t": ("gather b h s", "sum b h s e")})
+    decompositions = {"t": ("gather b h s", "sum b h s e"), "st": ("ring 2 1",)}
+    return make_rule(call, pattern, decompositions=decompositions, joint={"st": ("s", "t")})
 
 
 def attention_backward_rule(call: Call) -> Rule:
     """Split over ``s``, the gradients of key and value are sums; split over ``t``, that of the query is."""
     mask = _mask_pattern(call.args[4], "t")
     q, k, v, o = "b h s !d", "b h t !d", "b h t !e", "b h s !e"
-    return make_rule(call, f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}")
+    pattern = f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}"
+    return make_rule(call, pattern, decompositions={"st": ("ring 4 2",)}, joint={"st": ("s", "t")})
 
 
 def attention_local(local: Local) -> Any:
     """Each shard attends to its keys; their softmaxes are merged through the log-sum-exp (Milakov, Gimelshein 2018)."""
     query, key, value, mask, dropout, causal, scale, _, number = local.args
+    if local.is_split("st"):
+        call = local.call(ours.attention_ring.default, *local.args[:7], *_key(local, dropout, number), *_ring(local))
+        return local.call(operator.getitem, call, 0), local.call(operator.getitem, call, 1)
     mask, causal = _shifted_mask(local, query, mask, causal)
     call = local.call(local.target, query, key, value, mask, dropout, causal, scale, *_key(local, dropout, number))
     if not local.is_split("t"):
@@ -57,11 +65,27 @@ def attention_local(local: Local) -> Any:
 def attention_backward_local(local: Local) -> Any:
     """Given the whole output and log-sum-exp, every part of the weights has its gradient alone."""
     grad, query, key, value, mask, output, logsumexp, dropout, causal, scale, _, number = local.args
+    if local.is_split("st"):
+        return local.call(
+            ours.attention_ring_backward.default, *local.args[:10], *_key(local, dropout, number), *_ring(local)
+        )
     mask, causal = _shifted_mask(local, query, mask, causal)
     return local.call(
         local.target, grad, query, key, value, mask, output, logsumexp, dropout, causal, scale,
         *_key(local, dropout, number),
     )  # fmt: skip
+
+
+def _ring(local: Local) -> tuple[int, int, str, int]:
+    """(this rank's first query, its number in the ring, the ring's group and size)."""
+    if local.is_split("t"):
+        raise RuleError(
+            "keys that go round a ring are split over another axis too", where=local.name, remedy="split queries there"
+        )
+    (index, _), (part, parts), (group, size) = local.coordinate("st"), local.coordinate("s"), local.group("st")
+    rows = local.size("s") // (parts * size)
+    place = part * size + index if parts > 1 and local.outside("s", "st") else index * parts + part
+    return place * rows, index, group, size
 
 
 def _key(local: Local, dropout: float, number: int) -> tuple[Value, int]:
@@ -89,7 +113,7 @@ def _flops(products: int) -> Any:
     return count
 
 
-_CONTIGUOUS = frozenset("st")
+_CONTIGUOUS = frozenset({"s", "t"})
 
 RULES = {
     ours.attention.default: OperatorRule(attention_rule, attention_local, _flops(2), _CONTIGUOUS),

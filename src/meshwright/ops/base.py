@@ -73,6 +73,12 @@ class Local(Protocol):
         """The step's random key (a value) and this operator's salt, a number that differs by split coordinates.
         Operators that give one ``name`` draw the same numbers; without a name, nobody else does."""
 
+    def group(self, factor: str) -> tuple[str, int]:
+        """The name and size of the group of ranks over which a factor is split (over one axis)."""
+
+    def outside(self, factor: str, other: str) -> bool:
+        """Whether a factor is split over an axis outside of that of another (each over one axis)."""
+
     def all_reduce(self, value: Value, factor: str, op: str = "sum") -> Value:
         """Reduce over the axes on which the factor is split; ``value`` itself may be overwritten."""
 
@@ -125,6 +131,7 @@ def make_rule(
     *,
     reduction: str = "sum",
     decompositions: Mapping[str, tuple[str, ...]] | None = None,
+    joint: Mapping[str, tuple[str, ...]] | None = None,
     **sizes: int,
 ) -> Rule:
     """A rule whose sizes are read from the call's shapes (``sizes`` helps where a dim has several unknown factors).
@@ -153,6 +160,7 @@ def make_rule(
         sizes={name: known[name] for name in order},
         reduction=reduction,
         decompositions=dict(decompositions or {}),
+        joint=dict(joint or {}),
     )
 
 

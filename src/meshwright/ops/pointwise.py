@@ -1,5 +1,7 @@
 """Element by element operators, with broadcasting."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,7 @@ def carets(call: Call) -> list[int]:
     if call.target is aten.where.self:
         return [0, 1, 1] if count == 3 else [0] * count
     if call.target is aten.masked_fill.Scalar:
-        return [1 if call.args[2] == 0 else 0, 0]
+        return [1 if call.args[2] in (0, math.inf, -math.inf) else 0, 0]  # as many infinities are one
     if call.target is aten._to_copy.default:
         return [1 if call.tensors[0].is_floating_point() and call.outputs[0].is_floating_point() else 0]
     if call.target in FIRST_LINEAR:

@@ -223,7 +223,7 @@ def _flops(call: Call, rule: Rule | None) -> float:
 _REDUCE = OperatorRule(rule=reduction_rule, flops=_flops)
 _FIXED = OperatorRule(rule=fixed_reduction_rule, flops=_flops)
 _SCAN = OperatorRule(rule=scan_rule, flops=_flops)
-_ARGMAX = OperatorRule(rule=argmax_rule, local=argmax_local, flops=_flops, contiguous=frozenset("v"))
+_ARGMAX = OperatorRule(rule=argmax_rule, local=argmax_local, flops=_flops)
 
 RULES = {
     aten.sum.dim_IntList: _REDUCE,

@@ -12,6 +12,7 @@ from meshwright.ops import (
     convolution,
     creation,
     embedding,
+    experts,
     indexing,
     loss,
     matmul,
@@ -26,11 +27,12 @@ from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 
 aten = torch.ops.aten
 
-_FILES = (
-    attention, convolution, creation, embedding, indexing, loss, matmul, normalization, random, reduction, softmax,
-    view,
+FILES = (
+    attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, random, reduction,
+    softmax, view,
 )  # fmt: skip
-RULES: Mapping[Target, OperatorRule] = {target: rule for file in _FILES for target, rule in file.RULES.items()}
+"""The files of rules, by kind."""
+RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
 CANONICAL: Mapping[Target, Callable[..., Any]] = {
     target: function
     for file in (convolution, creation, loss, matmul, normalization, pointwise, reduction, softmax, view)

@@ -1,7 +1,7 @@
 """What follows from the strategies of a plan: Partials passed on, storage of parameters, gradient buckets."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME
@@ -24,11 +24,17 @@ Consumers = dict[str, list[tuple[Operator, int]]]
 
 
 def pass_partials(
-    graph: Graph, divided: Cut, strategies: dict[str, Strategy], axes: Iterable[str], settled: Iterable[str] = ()
+    graph: Graph,
+    divided: Cut,
+    strategies: dict[str, Strategy],
+    axes: Iterable[str],
+    settled: Iterable[str] = (),
+    otherwise: Mapping[str, Strategy] | None = None,
 ) -> dict[str, Placements]:
     """Let Partials through operators that are linear in them, where that is not dearer than reducing first. What comes
     from another stage is a Partial over time only. On the axes ``settled`` it was decided which ones pass; those that
-    come from another stage do not after all."""
+    come from another stage do not after all. Where no Partial passes, an operator splits what ``otherwise`` has for it
+    (by its name, axis -> factor)."""
     axes, settled, consumers, producers = list(axes), list(settled), graph.consumers(), graph.producers()
     placements: dict[str, Placements] = {}
     for operator in graph.operators:
@@ -51,6 +57,8 @@ def pass_partials(
                 group = _linear_group(graph, consumers, operator, axis, here)
                 if group:
                     strategy[axis] = "^" * group
+                elif choice := (otherwise or {}).get(operator.name, {}).get(axis):
+                    strategy[axis] = choice
         for index, output in enumerate(operator.outputs):
             placements[output] = output_placements(operator.rule, strategy, index)
     return placements

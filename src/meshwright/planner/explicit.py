@@ -18,12 +18,13 @@ from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.stages import Cut, cut
 from meshwright.planner.cut import choose_cut, follow_cut
 from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials, recomputed
-from meshwright.planner.factors import Factors
+from meshwright.planner.factors import Factors, dividing_heads, repeated_heads
 from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.microbatch import check_microbatches
-from meshwright.planner.notes import module_notes
+from meshwright.planner.notes import module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
+from meshwright.planner.tensor_rule import TensorRule
 from meshwright.schedules.pipeline import build
 
 
@@ -140,18 +141,26 @@ class _Planner:
                 self._follow_storage("tp")
         else:
             pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
-            if "tp" in self.sizes:
+            if self.layout.sequence_parallel or not self.sizes.keys().isdisjoint(("cp", "ep")):
+                self._fix(pins)
+            elif "tp" in self.sizes or pins:
                 self._require_heads("tp", pins)
-            if "tp" in self.sizes or pins:
                 self._solve(pins)
         if "dp" in self.sizes:
             self._split_batch("dp")
+        if "ep" in self.sizes:
+            self._split_experts("ep")
+            self._split_batch("ep")
+        if "cp" in self.sizes:
+            self._split_sequence("cp")
+        if "tp" in self.sizes and self.base is None and self.solved is None:
+            TensorRule(self.factors, self.notes, self.cluster).split("tp")
         if TIME in self.sizes:
             self._split_batch(TIME)
         firsts = self._firsts()
         divided = cut(self.graph, firsts)
         settled = [axis for axis in self.sizes if axis != TIME] if self.solved is not None else []
-        placements = pass_partials(self.graph, divided, self.strategies, self.sizes, settled)
+        placements = pass_partials(self.graph, divided, self.strategies, self.sizes, settled, self._sequence_parallel())
         if TIME in self.sizes:
             check_microbatches(self.graph, self.strategies, self.sizes, self.layout)
         storage = self._storage()
@@ -195,22 +204,24 @@ class _Planner:
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}
 
+    def _fix(self, pins: dict[str, Strategy]) -> None:
+        """Pins are strategies, where rules choose the others."""
+        for operator in self.graph.operators:
+            for axis, letter in pins.get(operator.name, {}).items():
+                self.strategies[operator.name][axis] = letter
+                self.notes[operator.module][axis] = f"{letter or 'none'}@{axis}\0pinned"
+
     def _require_heads(self, axis: str, pins: dict[str, Strategy]) -> None:
         """That some factor of the heads divides over the axis, where nothing else is asked of attention."""
+        if axis not in self.sizes:
+            return
         for operator in self.graph.operators:
             attends = operator.target.startswith("meshwright.attention.") and operator.rule is not None
             if not attends or axis in pins.get(operator.name, {}) or operator.rule is None:
                 continue
             heads = operator.rule.parsed.outputs[0].dims[1]
-            if any(factor.name and operator.rule.sizes[factor.name] % self.sizes[axis] == 0 for factor in heads):
-                continue
-            size = math.prod(factor.size or operator.rule.sizes[factor.name] for factor in heads)
-            fits = [str(n) for n in range(1, size + 1) if size % n == 0]
-            raise LayoutError(
-                f"{size} attention heads do not divide over {axis}={self.sizes[axis]}",
-                where=f"module {operator.module or '(model)'}",
-                remedy=f"use {axis} of {', '.join(fits)}",
-            )
+            sizes = [operator.rule.sizes[one.name] for one in heads if one.name]
+            dividing_heads(sizes, axis, self.sizes[axis], operator.module)
 
     def _storage(self) -> dict[str, dict[str, Placement]]:
         if self.solved is not None:
@@ -259,15 +270,15 @@ class _Planner:
     # --- data parallel -------------------------------------------------------------------------------------------
 
     def _check_batch(self) -> None:
-        parts = self.sizes.get("dp", 1) * self.sizes.get(TIME, 1)
+        parts = self.layout.dp * self.sizes.get(TIME, 1)
         size = self.graph.batch_size
         evaluates = self.base is not None and not self.graph.gradients
         if size % parts and not evaluates:  # an evaluation of a ragged batch runs whole on every rank
             lower = size // parts * parts
             fits = f"{lower} or {lower + parts}" if lower else str(parts)
-            over = f"dp={self.sizes.get('dp', 1)}"
+            over = f"dp={self.layout.dp}"
             if TIME in self.sizes:
-                over = f"{self.layout.microbatches} micro-batches" + (f" on {over}" if "dp" in self.sizes else "")
+                over = f"{self.layout.microbatches} micro-batches" + (f" on {over}" if self.layout.dp > 1 else "")
             raise LayoutError(
                 f"a global batch of {size} does not divide over {over}",
                 where="batch",
@@ -299,12 +310,77 @@ class _Planner:
                 why = "is split over another axis, and does not divide over both" if taken else "cannot be split"
                 missed[operator.name] = f"the batch factor of {operator.rule.pattern!r} {why}"
             elif operator.rule is None and self.factors.touches_batch(operator):
-                missed[operator.name] = operator.reason
+                missed[operator.name] = ""
         if axis == TIME:  # there, what communicates is refused
             return
         self.missed |= missed.keys()
         for name, reason in missed.items():
+            if not reason:  # it has no rule, and a line of its own
+                continue
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
+
+    def _split_experts(self, axis: str) -> None:
+        """Mixtures of experts divide their experts where everything else divides the batch."""
+        found = [operator for operator in self.graph.operators if operator.target.startswith("meshwright.experts")]
+        for operator in found:
+            if axis in self.strategies[operator.name]:
+                continue
+            letter = (
+                next((one for one in operator.rule.joint if self.factors.fits(operator, one, axis)), None)
+                if (operator.rule is not None)
+                else None
+            )
+            if letter is not None:
+                self.strategies[operator.name][axis] = letter
+            elif self.base is None:
+                tokens, experts = self.graph.tensors[operator.inputs[0]], self.graph.tensors[operator.inputs[-1]]
+                raise LayoutError(
+                    f"{experts.shape[0]} experts or {tokens.shape[0]} tokens do not divide over ep={self.sizes[axis]}",
+                    where=f"module {operator.module or '(model)'}",
+                    remedy="use an ep that divides the experts, and a batch that dp divides",
+                )
+        if not found and self.base is None:
+            raise LayoutError(f"{axis}={self.sizes[axis]}, and there are no experts", where="layout", remedy="use ep=1")
+
+    def _split_sequence(self, axis: str) -> None:
+        """Every operator with a sequence splits it; of attention the queries, so that it gathers keys and values."""
+        sequences = self.factors.sequences()
+        whole = repeated_heads(self.graph) if self.layout.context == "gather" else set()
+        for operator in self.graph.operators:
+            if axis not in self.strategies[operator.name] and not operator.prologue and operator.name not in whole:
+                letter = self.factors.letter_of(operator, sequences, axis)
+                if self.layout.context == "ring" and operator.target.startswith("meshwright.attention") and letter:
+                    rings = operator.rule.joint if operator.rule is not None else {}
+                    letter = next((one for one in rings if self.factors.fits(operator, one, axis)), letter)
+                if letter is not None:
+                    self.strategies[operator.name][axis] = letter
+                elif operator.target.startswith("meshwright.attention.") and self.base is None:
+                    length = self.graph.tensors[operator.inputs[0]].shape[2]
+                    raise LayoutError(
+                        f"a sequence of {length} does not divide over {axis}={self.sizes[axis]}",
+                        where=f"module {operator.module or '(model)'}",
+                        remedy=f"use a sequence that {self.sizes[axis]} divides",
+                    )
+
+    def _sequence_parallel(self) -> dict[str, Strategy]:
+        """What is not split over tp, but has a batch and a sequence, splits the sequence there."""
+        if not self.layout.sequence_parallel or "tp" not in self.sizes:
+            return {}
+        sequences = self.factors.sequences()
+        found: dict[str, Strategy] = {}
+        for operator in self.graph.operators:
+            has_batch = any(self.factors.is_batch(name) for name in operator.classes.values())
+            letter = self.factors.letter_of(operator, sequences, "tp")
+            if letter is not None and has_batch and not operator.prologue:
+                found[operator.name] = {"tp": letter}
+        if not found and self.base is None:
+            sizes = sorted({self.graph.factor_classes[name].size for name in sequences})
+            raise LayoutError(
+                f"no sequence divides over tp={self.sizes['tp']}: sizes are {', '.join(map(str, sizes)) or 'none'}",
+                where="layout: sequence_parallel",
+                remedy="use a sequence that tp divides, or leave sequence_parallel out",
+            )
+        return found
 
     # --- evaluation and other shapes -----------------------------------------------------------------------------
 
@@ -339,10 +415,11 @@ class _Planner:
         return None
 
     def _explained(self) -> tuple[Note, ...]:
+        unsplit = unsplit_notes(self.graph, self.cluster) if self.sizes else ()
         if self.solved is not None:
             pins = read_pins(Factors(self.graph, self.sizes, {one.name: {} for one in self.graph.operators}),
                              self.layout.pin, self.mesh.names)  # fmt: skip
             own = notes_of(self.graph, self.solved, pins) if self.ask.explains else ()
-            return (*own, *dict.fromkeys(self.axis_notes))
+            return (*own, *dict.fromkeys(self.axis_notes), *unsplit)
         data = "dp" in self.sizes
-        return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes))
+        return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes), *unsplit)

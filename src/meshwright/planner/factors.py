@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.plan import Strategy
 
@@ -19,6 +20,21 @@ class Factors:
         """Whether a factor class is the batch."""
         return self.graph.factor_classes[name].role == "batch"
 
+    def sequences(self) -> set[str]:
+        """The factor classes that are a sequence: dim 1 of tokens and labels, and what attention has queries or keys
+        of."""
+        graph = self.graph
+        dims = [graph.tensors[name].dims[1] for name in graph.inputs if _is_tokens(graph, name)]
+        for operator in graph.operators:
+            if operator.target.startswith("meshwright.attention."):
+                dims += [graph.tensors[name].dims[2] for name in operator.inputs[:2]]
+        return {name for dim in dims for name in dim if not self.is_batch(name)}
+
+    def letter_of(self, operator: Operator, names: set[str], axis: str) -> str | None:
+        """The first letter of one of these classes that the operator can split over ``axis``."""
+        letters = (letter for letter, name in operator.classes.items() if name in names)
+        return next((letter for letter in letters if self.fits(operator, letter, axis)), None)
+
     def touches_batch(self, operator: Operator) -> bool:
         """Whether an input of the operator has a batch dim."""
         return any(
@@ -30,5 +46,65 @@ class Factors:
         rule, strategy = operator.rule, self.strategies[operator.name]
         if rule is None or not rule.splittable(letter):
             return False
-        others = math.prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
-        return rule.sizes[letter] % (others * self.sizes[axis]) == 0
+        for member in rule.members(letter):
+            others = [other for other, choice in strategy.items() if choice and member in rule.members(choice)]
+            if rule.sizes[member] % (math.prod(self.sizes[other] for other in others) * self.sizes[axis]):
+                return False
+        return True
+
+
+def _is_tokens(graph: Graph, name: str) -> bool:
+    tensor = graph.tensors[name]
+    return len(tensor.shape) == 2 and tensor.dtype.startswith("int")
+
+
+_VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.expand.", "aten.clone.", "aten.unsqueeze.")
+
+
+def repeated_heads(graph: Graph) -> set[str]:
+    """The operators that repeat keys and values for the query heads that share them, and those that add up their
+    gradients: what is gathered before the one and scattered after the other is that much smaller."""
+    producers, consumers = graph.producers(), graph.consumers()
+    found: set[str] = set()
+    for operator in graph.operators:
+        if operator.target.startswith("meshwright.attention."):
+            for name in operator.inputs[1:3]:
+                chain, here = [], name
+                while here in producers and producers[here].target.startswith(_VIEWS):
+                    chain.append(producers[here].name)
+                    here = producers[here].inputs[0]
+                    if graph.tensors[here].num_elements < graph.tensors[name].num_elements:
+                        found.update(chain)
+                        break
+        elif operator.target.startswith("meshwright.attention_backward."):
+            for name in operator.outputs[1:3]:
+                chain, here = [], name
+                while len(consumers.get(here, ())) == 1:
+                    reader = consumers[here][0][0]
+                    if not reader.target.startswith((*_VIEWS, "aten.sum.")):
+                        break
+                    chain.append(reader.name)
+                    here = reader.outputs[0]
+                    if graph.tensors[here].num_elements < graph.tensors[name].num_elements:
+                        found.update(chain)
+                        break
+    return found
+
+
+def dividing_heads(sizes: list[int], axis: str, parts: int, module: str) -> int:
+    """Which of the factors of attention's heads (key and value heads, then the query heads of each) divides over an
+    axis: the first that does.
+
+    Raises:
+        LayoutError: none does.
+    """
+    found = next((index for index, size in enumerate(sizes) if size % parts == 0), None)
+    if found is not None:
+        return found
+    fits = sorted({n for size in sizes for n in range(1, size + 1) if size % n == 0})
+    shared = f" ({sizes[0]} key and value heads, each of {math.prod(sizes[1:])})" if len(sizes) > 1 else ""
+    raise LayoutError(
+        f"{math.prod(sizes)} attention heads{shared} do not divide over {axis}={parts}",
+        where=f"module {module or '(model)'}",
+        remedy=f"use {axis} of {', '.join(map(str, fits))}",
+    )

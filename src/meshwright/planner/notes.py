@@ -3,6 +3,9 @@
 from collections import defaultdict
 from collections.abc import Mapping, Set
 
+from meshwright.cost.operators import Parts, Rates, operator_cost
+from meshwright.errors import RuleError
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.plan import Note, starred
 
@@ -38,3 +41,44 @@ def module_notes(
         groups[starred(module)].add(lines[module])
     named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
     return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
+
+
+def unsplit_notes(graph: Graph, cluster: Cluster | None) -> tuple[Note, ...]:
+    """One line for every operator that no rule splits (those of repeated blocks together): why, and what it costs every
+    rank, in seconds where the cluster is known."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    rates, parts = Rates(cluster.device) if cluster is not None else None, Parts(graph, {})
+    for operator in graph.operators:
+        if operator.rule is None:
+            sums = found[starred(operator.name), operator.reason]
+            sums[0] += 1
+            sums[1] += operator.bytes
+            sums[2] += operator_cost(parts, rates, operator, {}).seconds if rates is not None else 0.0
+    return tuple(
+        Note(module=name, split="replicated", reason=f"{reason}; {_cost_text(*sums)}")
+        for (name, reason), sums in found.items()
+    )
+
+
+def _cost_text(count: float, num_bytes: float, seconds: float) -> str:
+    times = f"{count:.0f} times, " if count > 1 else ""
+    took = f" in {seconds * 1e6:.3g} us" if seconds else ""
+    return f"{times}every rank works through {num_bytes / 2**20:.3g} MiB{took}"
+
+
+def check_strict(graph: Graph) -> None:
+    """That every operator has a rule.
+
+    Raises:
+        RuleError: one has none; names the first, its module and source line, and how many others there are.
+    """
+    missing = [operator for operator in graph.operators if operator.rule is None]
+    if missing:
+        first = missing[0]
+        others = len({operator.target for operator in missing}) - 1
+        more = f" (and {others} other operators)" if others else ""
+        raise RuleError(
+            f"{first.target} cannot be split: {first.reason}{more}",
+            where=f"module {first.module or '(model)'}, {first.source or 'source line unknown'}",
+            remedy="pass a rule for it (rules=, see docs/how-to/add-an-operator-rule.md), or plan without strict",
+        )

@@ -132,13 +132,14 @@ class _Builder:
             other = action.stage + (-1 if kind is ActionKind.F else 1)
             if self.homes.get(other, self.rank) != self.rank:
                 receives = (_RECEIVED_BY[kind], action.stage, action.microbatch)
+        saved, workspace = (round(self.work.heap_factor * size) for size in (stage.saved_bytes, stage.workspace_bytes))
         return Entry(
             action,
             receives,
             self._ops_of(action, stage),
-            stage.saved_bytes if kind is ActionKind.F else 0,
-            stage.workspace_bytes,
-            stage.saved_bytes if kind in (ActionKind.B, ActionKind.W) else 0,
+            saved if kind is ActionKind.F else 0,
+            workspace,
+            saved if kind in (ActionKind.B, ActionKind.W) else 0,
         )
 
     def _ops_of(self, action: Action, stage: StageWork) -> tuple[Op, ...]:

@@ -1,0 +1,283 @@
+"""Mixtures of experts as one operator: every token through the experts chosen for it, forward and backward.
+
+Expert parallel (Lepikhin et al., "GShard", 2021): tokens and experts lie over the same ranks, and the numbers of tokens
+that travel are exchanged at run time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.ir.rule import Rule
+from meshwright.ops import collectives
+from meshwright.ops.base import Call, Local, OperatorRule, make_rule
+from meshwright.ops.library import LIBRARY
+
+aten = torch.ops.aten
+ours = torch.ops.meshwright
+
+LIBRARY.define(
+    "experts(Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down, str activation, SymInt first)"
+    " -> Tensor"
+)
+LIBRARY.define(
+    "experts_backward(Tensor grad, Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down, str activation,"
+    " SymInt first) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+LIBRARY.define(
+    "experts_across(Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down, str activation, SymInt first,"
+    " SymInt num_experts, str group, SymInt size) -> Tensor"
+)
+LIBRARY.define(
+    "experts_across_backward(Tensor grad, Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down,"
+    " str activation, SymInt first, SymInt num_experts, str group, SymInt size) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda value: F.gelu(value, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _gated(hidden: Tensor, activation: str, width: int) -> Tensor:
+    """``act(gate) * up`` where there are two halves, else ``act(up)``."""
+    if hidden.shape[-1] == width:
+        return ACTIVATIONS[activation](hidden)
+    gate, up = hidden.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _experts(
+    tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
+) -> Tensor:
+    """tokens [t, k], index and weights [t, a], up [e, 2 f or f, k], down [e, o, f] -> [t, o].
+
+    ``first`` is the number of the first expert that is here; tokens of others add nothing.
+    """
+    total = tokens.new_zeros(tokens.shape[0], down.shape[1], dtype=torch.promote_types(tokens.dtype, weights.dtype))
+    for expert in range(down.shape[0]):
+        rows, slots = torch.where(index == first + expert)
+        inner = _gated(F.linear(tokens[rows], up[expert]), activation, down.shape[2])
+        total.index_add_(0, rows, F.linear(inner, down[expert]) * weights[rows, slots, None])
+    return total.to(tokens.dtype)
+
+
+def _experts_backward(
+    grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of tokens, weights, up and down. What is inside of an expert is computed again, not kept."""
+    grads = (torch.zeros_like(tokens), torch.zeros_like(weights), torch.zeros_like(up), torch.zeros_like(down))
+    for expert in range(down.shape[0]):
+        rows, slots = torch.where(index == first + expert)
+        with torch.enable_grad():
+            hidden = F.linear(tokens[rows], up[expert]).detach().requires_grad_()
+            inner = _gated(hidden, activation, down.shape[2])
+        mine, share = grad[rows], weights[rows, slots, None]
+        back = torch.mm(mine, down[expert])
+        grads[1][rows, slots] = (back * inner.detach()).sum(-1).to(weights.dtype)
+        scaled = mine * share.to(mine.dtype)
+        torch.mm(scaled.t(), inner.detach(), out=grads[3][expert])
+        (inside,) = torch.autograd.grad(inner, hidden, back * share.to(mine.dtype))
+        torch.mm(inside.t(), tokens[rows], out=grads[2][expert])
+        grads[0].index_add_(0, rows, torch.mm(inside, up[expert]))
+    return grads
+
+
+Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""``collectives.exchange_rows`` over a group: rows by destination and their counts, to what came and its counts."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Tokens on their way to the ranks that hold their experts (as many each, in order), and back.
+
+    this rank's tokens   0 1 2     experts of each   0: a c   1: b c   2: a d      rank 0 has a b, rank 1 has c d
+    sent, by expert      a:0 a:2 b:1 | c:0 c:1 d:2    counts  [[2, 1], [2, 1]]
+    """
+
+    exchange: Exchange
+    order: Tensor
+    counts: Tensor
+    slots: int
+
+    @classmethod
+    def of(cls, exchange: Exchange, index: Tensor, num_experts: int, size: int) -> "Dispatch":
+        """The dispatch of tokens to ``index`` [t, a] of ``num_experts`` over ``size`` ranks."""
+        chosen = index.reshape(-1)
+        counts = torch.bincount(chosen, minlength=num_experts).view(size, num_experts // size)
+        return cls(exchange, torch.argsort(chosen, stable=True), counts, index.shape[1])
+
+    def sent(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(what came for this rank's experts of [t a, ...], each row's expert [rows, 1], by sender how many)."""
+        rows, theirs = self.exchange(values[self.order], self.counts)
+        size, experts = theirs.shape
+        numbers = torch.arange(experts, device=rows.device).repeat(size).repeat_interleave(theirs.view(-1))
+        return rows, numbers.unsqueeze(1), theirs
+
+    def returned(self, rows: Tensor, theirs: Tensor) -> Tensor:
+        """What became of this rank's tokens: [t, a, ...]."""
+        back, _ = self.exchange(rows, theirs)
+        result = torch.empty_like(back)
+        result[self.order] = back
+        return result.view(-1, self.slots, *back.shape[1:])
+
+
+def across(
+    exchange: Exchange, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str,
+    first: int, num_experts: int, *, size: int,
+) -> Tensor:  # fmt: skip
+    """``experts`` of tokens that are this rank's, by experts that lie over ``size`` ranks."""
+    dispatch = Dispatch.of(exchange, index, num_experts, size)
+    rows, numbers, theirs = dispatch.sent(tokens.repeat_interleave(index.shape[1], 0))
+    made = _experts(rows, numbers, rows.new_ones(len(rows), 1), up, down, activation, first)
+    return (dispatch.returned(made, theirs) * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+
+
+def across_backward(
+    exchange: Exchange, grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor,
+    activation: str, first: int, num_experts: int, *, size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of tokens and weights that are this rank's, and of its experts."""
+    dispatch = Dispatch.of(exchange, index, num_experts, size)
+    width = torch.promote_types(tokens.dtype, weights.dtype)
+    slots = index.shape[1]
+    packed = [*(one.repeat_interleave(slots, 0) for one in (tokens, grad)), weights.reshape(-1, 1)]
+    rows, numbers, theirs = dispatch.sent(torch.cat([one.to(width) for one in packed], 1))
+    token, gradient, weight = rows.split([tokens.shape[1], grad.shape[1], 1], 1)
+    found = _experts_backward(
+        gradient.to(grad.dtype), token.to(tokens.dtype), numbers, weight.to(weights.dtype), up, down, activation, first
+    )
+    back = dispatch.returned(torch.cat([found[0].to(width), found[1].to(width)], 1), theirs)
+    mine, share = back.split([tokens.shape[1], 1], 2)
+    return mine.sum(1).to(tokens.dtype), share.squeeze(2).to(weights.dtype), found[2], found[3]
+
+
+def _over(group: str, size: int) -> Exchange:
+    return lambda rows, counts: collectives.EXCHANGE_ROWS(rows, counts, group, size)
+
+
+def _across(*values: Any) -> Any:
+    *given, group, size = values
+    return across(_over(group, size), *given, size=size)
+
+
+def _across_backward(*values: Any) -> Any:
+    *given, group, size = values
+    return across_backward(_over(group, size), *given, size=size)
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "experts": _experts,
+    "experts_backward": _experts_backward,
+    "experts_across": _across,
+    "experts_across_backward": _across_backward,
+}
+for _name, _kernel in _KERNELS.items():
+    LIBRARY.impl(_name, _kernel, "CPU")
+    LIBRARY.impl(_name, _kernel, "CUDA")
+
+
+def _shape(tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *_: Any) -> Tensor:
+    return tokens.new_empty(len(tokens), down.shape[1])
+
+
+def _shapes(grad: Tensor, tokens: Tensor, index: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(value) for value in (tokens, *values[:3]))
+
+
+for _name in _KERNELS:
+    _fake = _shapes if _name.endswith("backward") else _shape
+    torch.library.register_fake(f"meshwright::{_name}", _fake, lib=LIBRARY)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, *values: Any) -> Tensor:
+        context.save_for_backward(*values[:5])
+        context.activation = values[5]
+        result: Tensor = ours.experts(*values, 0)
+        return result
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weights, up, down = ours.experts_backward(grad, *context.saved_tensors, context.activation, 0)
+        return tokens, None, weights, up, down, None
+
+
+def experts(tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """Every token [t, k] through its experts [t, a], their results weighed and summed: [t, o], differentiable."""
+    result: Tensor = _Experts.apply(tokens, index, weights, up, down, activation)
+    return result
+
+
+def _names(call: Call, up: int, down: int) -> tuple[str, str]:
+    gated = call.tensors[up].shape[1] == 2 * call.tensors[down].shape[2]
+    return ("e (2 f) !k" if gated else "e f !k"), "e o f"
+
+
+def experts_rule(call: Call) -> Rule:
+    """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: what other experts, slots or features add is on other ranks."""
+    up, down = _names(call, 3, 4)
+    slots = call.tensors[1].shape[1]
+    there_and_back = (f"all_to_all {slots} 0", f"all_to_all {slots} 0")
+    return make_rule(
+        call, f"t !k, t a, ^t a, {up}, ^^{down} -> t o", decompositions={"te": there_and_back}, joint={"te": ("t", "e")}
+    )
+
+
+def experts_backward_rule(call: Call) -> Rule:
+    """Linear in the gradient; what is split in one result is a sum in the others."""
+    up, down = _names(call, 4, 5)
+    slots = call.tensors[2].shape[1]
+    there_and_back = (f"all_to_all {slots} 0", f"all_to_all {slots} 1", f"all_to_all {slots} 1")
+    return make_rule(
+        call,
+        f"^t o, t !k, t a, t a, {up}, {down} -> t !k, t a, {up}, {down}",
+        decompositions={"te": there_and_back},
+        joint={"te": ("t", "e")},
+    )
+
+
+def experts_local(local: Local) -> Any:
+    """A rank that holds some experts runs those, by their numbers in the whole. Where tokens and experts are divided
+    over the same ranks (``te``), tokens go to the ranks of their experts and come back."""
+    index, parts = local.coordinate("e")
+    if not local.is_split("te"):
+        return local.call(local.target, *local.args[:-1], local.args[-1] + index * (local.size("e") // parts))
+    group, size = local.group("te")
+    total, position = local.size("e"), 2 if local.target is ours.experts_backward.default else 1
+    each, given = total // size // parts, list(local.args[:-1])
+    if parts > 1 and local.outside("e", "te"):
+        # numbers are (e te rest) there: as (te e rest) they say first where a token goes
+        numbers = local.call(aten.reshape.default, local.call(aten.arange.default, total), [parts, size, each])
+        order = local.call(aten.argsort.default, local.call(aten.reshape.default, local.call(
+            aten.transpose.int, numbers, 0, 1), [-1]))  # fmt: skip
+        given[position] = local.call(aten.index.Tensor, order, [given[position]])
+    target = ours.experts_across_backward.default if position == 2 else ours.experts_across.default
+    return local.call(target, *given, index * each, total, group, size)
+
+
+def _flops(products: int) -> Callable[[Call, Rule | None], float]:
+    """Two operations for each token, slot and weight of an expert, in so many products as forward has one."""
+
+    def count(call: Call, rule: Rule | None) -> float:
+        first = 1 if products > 1 else 0
+        up, down = call.tensors[first + 3], call.tensors[first + 4]
+        each = float(up[0].numel() + down[0].numel())
+        again = float(up[0].numel()) if products > 1 else 0.0
+        return 2.0 * call.tensors[first + 1].numel() * (products * each + again)
+
+    return count
+
+
+RULES = {
+    ours.experts.default: OperatorRule(experts_rule, experts_local, _flops(1), frozenset("e")),
+    ours.experts_backward.default: OperatorRule(experts_backward_rule, experts_local, _flops(2), frozenset("e")),
+}

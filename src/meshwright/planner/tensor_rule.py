@@ -1,0 +1,177 @@
+"""The explicit rule of tensor parallelism: column then row in every block, heads, vocabulary where it pays."""
+
+from collections.abc import Iterable
+
+from meshwright.ir.cluster import Cluster
+from meshwright.planner.factors import Factors, dividing_heads
+
+MIN_VOCABULARY = 1024
+"""Without a cluster, a vocabulary below this is replicated."""
+
+_CONTRACTIONS = ("aten.mm.", "aten.bmm.", "aten.mv.", "meshwright.attention.", "meshwright.experts.")
+_CONVOLUTIONS = ("aten.convolution.", "aten.convolution_backward.")
+
+
+class TensorRule:
+    """Chooses factors for a tensor-parallel axis, and notes by module what was chosen and why."""
+
+    def __init__(self, factors: Factors, notes: dict[str, dict[str, str]], cluster: Cluster | None) -> None:
+        self.factors, self.notes, self.cluster = factors, notes, cluster
+        self.graph, self.sizes, self.strategies = factors.graph, factors.sizes, factors.strategies
+
+    def split(self, axis: str) -> None:
+        """Column then row: a class that one matrix product makes and another reduces, between them nothing that
+        would need it whole. Heads first; then hidden features in order; then the vocabulary where it pays."""
+        chosen: dict[str, str] = {}
+        heads, hidden, vocabulary = self._candidates()
+        for dim in heads:
+            # key and value heads where they divide; else the query heads that share each of them
+            name = self._dividing_heads(dim, axis)
+            if self._splits_everywhere(name, axis) and not self._conflicts(name, chosen):
+                chosen[name] = "attention heads: column then row, one all-reduce forward and one backward"
+        for name in hidden:
+            if name not in chosen and self._splits_everywhere(name, axis) and not self._conflicts(name, chosen):
+                chosen[name] = "hidden features: column then row, one all-reduce forward and one backward"
+        for name in vocabulary:
+            size, parts = self.graph.factor_classes[name].size, self.sizes[axis]
+            if size % parts:
+                self._note_replicated(name, axis, f"vocabulary: {size} does not divide over {parts} ranks")
+                continue
+            if (
+                name in chosen
+                or not self._splits_everywhere(name, axis, decompose=True)
+                or self._conflicts(name, chosen)
+            ):
+                continue
+            pays, why = self._vocabulary_pays(name, axis)
+            if pays:
+                chosen[name] = f"vocabulary: {why}"
+            else:
+                self._note_replicated(name, axis, f"vocabulary: {why}")
+        for operator in self.graph.operators:
+            if axis in self.strategies[operator.name]:
+                continue
+            for name in chosen:
+                letter = next((one for one, other in operator.classes.items() if other == name), None)
+                if letter is not None and self.factors.fits(operator, letter, axis):
+                    self.strategies[operator.name][axis] = letter
+                    if not operator.backward:
+                        self.notes[operator.module].setdefault(axis, f"{letter}@{axis}\0{chosen[name]}")
+                    break
+        self._note_whole(axis)
+
+    def _candidates(self) -> tuple[list[tuple[str, ...]], list[str], list[str]]:
+        heads: dict[tuple[str, ...], None] = {}
+        made: dict[str, None] = {}
+        reduced: dict[str, None] = {}
+        vocabulary: dict[str, None] = {}
+        parameters = set(self.graph.parameters)
+        weights = {
+            name
+            for tensor in self.graph.tensors.values()
+            if tensor.name in parameters
+            for dim in tensor.dims
+            for name in dim
+        }
+        for operator in self.graph.operators:
+            if operator.backward or operator.rule is None:
+                continue
+            if operator.target.startswith("meshwright.attention."):
+                dim = operator.rule.parsed.outputs[0].dims[1]
+                heads[tuple(operator.classes[factor.name] for factor in dim if factor.name)] = None
+            if operator.target.startswith(_CONTRACTIONS):
+                for letter, name in operator.classes.items():
+                    if name in weights and not self.factors.is_batch(name):
+                        (reduced if operator.rule.reduced(letter, 0) else made).setdefault(name)
+            if operator.target.startswith("meshwright.experts."):  # their features are made and reduced inside
+                inside = [
+                    operator.classes[factor.name] for factor in operator.rule.parsed.inputs[4].dims[2] if factor.name
+                ]
+                made.update(dict.fromkeys(inside))
+                reduced.update(dict.fromkeys(inside))
+            if "softmax" in operator.target:
+                vocabulary.update({operator.classes[letter]: None for letter in operator.rule.decompositions})
+        every = {name for dim in heads for name in dim}
+        hidden = [name for name in made if name in reduced and name not in every]
+        return list(heads), hidden, [name for name in vocabulary if name in made]
+
+    def _splits_everywhere(self, name: str, axis: str, decompose: bool = False) -> bool:
+        """Whether every operator that meets the class can split it (by decomposition, only if allowed)."""
+        if self.graph.factor_classes[name].size % self.sizes[axis]:
+            return False
+        for operator in self.graph.operators:
+            met = any(name in dim for tensor in operator.inputs for dim in self.graph.tensors[tensor].dims)
+            letter = next((one for one, other in operator.classes.items() if other == name), None)
+            if letter is None:
+                if met:
+                    return False
+                continue
+            if operator.target.startswith(_CONVOLUTIONS):
+                return False
+            rule = operator.rule
+            if rule is None or not rule.splittable(letter) or (letter in rule.decompositions and not decompose):
+                return False
+        return True
+
+    def _conflicts(self, name: str, chosen: Iterable[str]) -> bool:
+        taken = set(chosen)
+        return any(
+            name in operator.classes.values() and taken & set(operator.classes.values())
+            for operator in self.graph.operators
+            if operator.target.startswith(_CONTRACTIONS)
+        )
+
+    def _dividing_heads(self, dim: tuple[str, ...], axis: str) -> str:
+        """The outermost factor of the heads that divides over the axis."""
+        sizes = [self.graph.factor_classes[name].size for name in dim]
+        attention = next(
+            one for one in self.graph.operators
+            if one.target.startswith("meshwright.attention.") and dim[0] in one.classes.values()
+        )  # fmt: skip
+        return dim[dividing_heads(sizes, axis, self.sizes[axis], attention.module)]
+
+    def _vocabulary_pays(self, name: str, axis: str) -> tuple[bool, str]:
+        """Compute saved against two all-reduces of the hidden states, per element of these:
+        6 V (1 - 1/t) flops against 2 · 2 (t-1)/t · bytes."""
+        size, parts = self.graph.factor_classes[name].size, self.sizes[axis]
+        if self.cluster is None or not self.cluster.levels:
+            return size >= MIN_VOCABULARY, f"{size} {'>=' if size >= MIN_VOCABULARY else '<'} {MIN_VOCABULARY}"
+        operator = next(one for one in self.graph.operators if name in one.classes.values() and one.outputs)
+        dtype = next(self.graph.tensors[t].dtype for t in operator.inputs if "float" in self.graph.tensors[t].dtype)
+        flops_per_s = self.cluster.device.peak_flops_per_s.get(dtype) or max(
+            self.cluster.device.peak_flops_per_s.values()
+        )
+        item = self.graph.tensors[operator.outputs[0]].num_bytes / max(
+            1, self.graph.tensors[operator.outputs[0]].num_elements
+        )
+        saved = 6 * size * (1 - 1 / parts) / flops_per_s
+        spent = 2 * 2 * (parts - 1) / parts * item * self.cluster.levels[0].beta_s_per_byte
+        return (
+            saved > spent,
+            f"saves {saved * 1e9:.2g} ns of products, costs {spent * 1e9:.2g} ns of traffic an element",
+        )
+
+    def _note_replicated(self, name: str, axis: str, reason: str) -> None:
+        for operator in self.graph.operators:
+            if (
+                name in operator.classes.values()
+                and operator.target.startswith(_CONTRACTIONS)
+                and not operator.backward
+            ):
+                self.notes[operator.module].setdefault(axis, f"replicated\0{reason}")
+
+    def _note_whole(self, axis: str) -> None:
+        """Say why modules with weights are not split."""
+        parameters = set(self.graph.parameters)
+        for operator in self.graph.operators:
+            if operator.backward or axis in self.strategies[operator.name] or not parameters & set(operator.inputs):
+                continue
+            if axis in self.notes[operator.module]:
+                continue
+            if operator.target.startswith(_CONVOLUTIONS):
+                reason = f"convolutions are not split over {axis} by the explicit rule"
+            elif operator.rule is None:
+                reason = operator.reason
+            else:
+                reason = "no factor that one product makes and another reduces"
+            self.notes[operator.module][axis] = f"replicated\0{reason}"

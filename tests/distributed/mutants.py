@@ -1,0 +1,179 @@
+"""Rules made wrong, one mark at a time: what the property test of rules must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+
+from meshwright.ir.rule import Dim, Factor, Operand, Pattern, Rule
+from meshwright.ops.base import Call, OperatorRule, Unsplit, emit_unchanged
+from tests.distributed.rule_cases import SIZES, Draw
+
+Change = Callable[[Rule], Rule]
+FRESH = "zz"
+
+
+class Chance(Draw):
+    """A random call without hypothesis: by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(lambda strategy: seed)
+
+    def _integer(self, high: int) -> int:
+        return int(torch.randint(high, (), generator=self.generator))
+
+    def pick(self, *options: Any) -> Any:
+        return options[self._integer(len(options))]
+
+    def flag(self) -> bool:
+        return self.pick(False, True)
+
+    def size(self) -> int:
+        return self.pick(*SIZES)
+
+    def shape(self, least: int = 1, most: int = 3) -> list[int]:
+        return self.sizes(least + self._integer(most - least + 1))
+
+    def dim(self, rank: int) -> int:
+        return self._integer(2 * rank) - rank
+
+    def dims(self, rank: int) -> list[int]:
+        chosen = [dim for dim in range(rank) if self.flag()] or [self._integer(rank)]
+        return [dim - rank if self.flag() else dim for dim in chosen]
+
+
+def mutants(operator: OperatorRule, call: Call, draw: Draw) -> Iterator[tuple[str, OperatorRule]]:
+    """(what was done to it, the operator's rule made wrong for this call), one of each kind that there is."""
+    rule = operator.rule(call)
+    if isinstance(rule, Unsplit):
+        return
+    for kind, find in CHANGES.items():
+        changes = list(find(rule, call))
+        if changes:
+            yield kind, replace(operator, rule=_fixed(draw.pick(*changes)))
+    if operator.local is not emit_unchanged:
+        yield "rewrite forgotten", replace(operator, local=emit_unchanged)
+    if operator.contiguous:
+        yield "parts need not be one run", replace(operator, contiguous=frozenset())
+    if rule.decompositions:
+        bare = msgspec.structs.replace(_marks(rule, rule.decompositions, False), decompositions={}, joint={})
+        yield "decomposition forgotten", replace(operator, rule=_fixed(bare), local=emit_unchanged)
+
+
+def _fixed(rule: Rule) -> Callable[[Call], Rule]:
+    return lambda call: rule
+
+
+def _rewritten(rule: Rule, operands: Callable[[Operand, bool, int], Operand], **changes: Any) -> Rule:
+    pattern = rule.parsed
+    text = Pattern(
+        tuple(operands(one, False, index) for index, one in enumerate(pattern.inputs)),
+        tuple(operands(one, True, index) for index, one in enumerate(pattern.outputs)),
+    )
+    return msgspec.structs.replace(rule, pattern=str(text), **changes)
+
+
+def _renamed(operand: Operand, rename: Callable[[Factor], Factor]) -> Operand:
+    dims: tuple[Dim, ...] = tuple(tuple(rename(factor) for factor in dim) for dim in operand.dims)
+    return Operand(dims, operand.linear)
+
+
+def _marks(rule: Rule, letters: Any, fixed: bool) -> Rule:
+    def mark(factor: Factor) -> Factor:
+        return msgspec.structs.replace(factor, fixed=fixed) if factor.name in letters else factor
+
+    return _rewritten(rule, lambda operand, *_: _renamed(operand, mark))
+
+
+def _unfixed(rule: Rule, call: Call) -> Iterator[Rule]:
+    """A letter that cannot be split can."""
+    for letter in sorted(rule.parsed.fixed_names() - set(rule.decompositions)):
+        if rule.sizes[letter] > 1:
+            yield _marks(rule, {letter}, False)
+
+
+def _dropped(rule: Rule, call: Call) -> Iterator[Rule]:
+    """An output loses a letter: it would be a sum, and is a part."""
+    for index, output in enumerate(rule.parsed.outputs):
+        for dim in output.dims:
+            for lost in (factor for factor in dim if factor.name and rule.splittable(factor.name)):
+                if lost.name in rule.decompositions or rule.sizes[lost.name] == 1:
+                    continue
+
+                def drop(operand: Operand, out: bool, at: int, index: int = index, lost: Factor = lost) -> Operand:
+                    fresh = Factor(FRESH, fixed=True)
+                    same = (out, at) == (True, index)
+                    return _renamed(operand, lambda one: fresh if same and one.name == lost.name else one)
+
+                yield _rewritten(rule, drop, sizes={**rule.sizes, FRESH: rule.sizes[lost.name]})
+
+
+def _swapped(rule: Rule, call: Call) -> Iterator[Rule]:
+    """Two letters of one operand change places."""
+    pattern = rule.parsed
+    for out, operands in ((False, pattern.inputs), (True, pattern.outputs)):
+        for index, operand in enumerate(operands):
+            letters = [factor.name for dim in operand.dims for factor in dim if factor.name]
+            for one in letters:
+                for two in letters[letters.index(one) + 1 :]:
+                    if rule.sizes[one] != rule.sizes[two] or rule.sizes[one] == 1:
+                        continue
+                    if not (rule.splittable(one) or rule.splittable(two)):
+                        continue
+                    yield _rewritten(rule, _swap(rule, (out, index), {one: two, two: one}))
+
+
+def _swap(rule: Rule, here: tuple[bool, int], other: dict[str, str]) -> Callable[[Operand, bool, int], Operand]:
+    def rename(factor: Factor) -> Factor:
+        name = other.get(factor.name, factor.name)
+        return msgspec.structs.replace(factor, name=name, fixed=name in rule.parsed.fixed_names())
+
+    return lambda operand, out, at: _renamed(operand, rename) if (out, at) == here else operand
+
+
+def _linear(rule: Rule, call: Call) -> Iterator[Rule]:
+    """An operand is linear that is not."""
+    fresh = 1 + max((operand.linear for operand in rule.parsed.inputs), default=0)
+    for index, (operand, tensor) in enumerate(zip(rule.parsed.inputs, call.tensors, strict=True)):
+        if operand.linear or not tensor.is_floating_point():
+            continue
+
+        def mark(one: Operand, out: bool, at: int, index: int = index) -> Operand:
+            return msgspec.structs.replace(one, linear=fresh) if (out, at) == (False, index) else one
+
+        yield _rewritten(rule, mark)
+
+
+def _joined(rule: Rule, call: Call) -> Iterator[Rule]:
+    """Two operands are linear together that are so one by one, or one by one that are so together."""
+    groups = [operand.linear for operand in rule.parsed.inputs]
+    if {1, 2} <= set(groups):
+        yield _rewritten(rule, lambda one, *_: msgspec.structs.replace(one, linear=min(one.linear, 1)))
+    if groups.count(1) > 1:
+        first = groups.index(1)
+
+        def apart(one: Operand, out: bool, at: int) -> Operand:
+            return msgspec.structs.replace(one, linear=9) if (out, at) == (False, first) else one
+
+        yield _rewritten(rule, apart)
+
+
+def _other_reduction(rule: Rule, call: Call) -> Iterator[Rule]:
+    """Terms are reduced otherwise."""
+    outputs = range(len(rule.parsed.outputs))
+    if any(rule.splittable(name) and any(rule.reduced(name, at) for at in outputs) for name in rule.sizes):
+        yield msgspec.structs.replace(rule, reduction="min" if rule.reduction == "max" else "max")
+
+
+CHANGES: dict[str, Callable[[Rule, Call], Iterator[Rule]]] = {
+    "! left out": _unfixed,
+    "letter dropped": _dropped,
+    "letters swapped": _swapped,
+    "^ added": _linear,
+    "^ moved": _joined,
+    "reduced otherwise": _other_reduction,
+}

@@ -1,0 +1,31 @@
+"""Hugging Face models as they come, in layouts of their own on real ranks; `make bench-models` has them all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import hugging_face, oracle
+from tests.distributed.hugging_face import Found
+from tests.distributed.pool import Ranks
+
+
+def compare(model: str, layout: str) -> Found:
+    return hugging_face.compare(model, layout, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("Llama", "tp2, sequence parallel"),
+        ("GPT-2", "cp2"),
+        ("Qwen2", "cp2, ring"),
+        ("Mixtral", "dp2, ep2"),
+        ("Whisper", "tp2"),
+    ],
+)
+def test_parallel_equals_one_process(ranks: Ranks, model: str, layout: str) -> None:
+    for found in ranks(hugging_face.num_ranks(layout), compare, model, layout, timeout=600):
+        assert found.error <= oracle.TOLERANCE, found
+        assert found.moved > 1e-3, "the parameters were trained"
+        assert not found.unsplit
+        assert bool(found.num_split) == (not layout.startswith("cp2"))

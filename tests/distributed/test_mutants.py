@@ -1,0 +1,98 @@
+"""The property test of rules can fail: every rule is made wrong in every way that it can be, and must be found out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.ops import convolution
+from meshwright.ops.base import Unsplit
+from tests.distributed.lockstep import Subject, WrongRuleError, refined, subject
+from tests.distributed.mutants import Chance, mutants
+from tests.distributed.rule_cases import CASES, POINTWISE
+from tests.distributed.test_rules import check_everything, composites
+
+aten = torch.ops.aten
+ours = torch.ops.meshwright
+
+SEEDS = 40
+UNCHECKED = frozenset(convolution.RULES) - {aten.convolution.default, aten.convolution_backward.default}
+"""Pooling, padding and resizing: kernels that write where indices and shapes say, without a look at bounds."""
+HARMLESS = frozenset({"letter dropped", "^ added", "^ moved", "reduced otherwise"})
+"""Changes under which an operator still gets parts that belong together."""
+FOUND = (WrongRuleError, RuntimeError, IndexError, ValueError, AssertionError)
+_CONSTANT = "a constant is the same in every dim"
+_NOTHING = "zeros are the sum of zeros"
+_SYMMETRIC = "all of its dims are reduced, in any order"
+_BOOLEAN = "booleans add up to whether any is true; only collectives cannot add them"
+EQUIVALENT: dict[tuple[Any, str], str] = {
+    (aten.full.default, "letters swapped"): _CONSTANT,
+    (aten.zeros.default, "letters swapped"): _CONSTANT,
+    (aten.zeros.default, "letter dropped"): _NOTHING,
+    (aten.ones.default, "letters swapped"): _CONSTANT,
+    (aten._native_batch_norm_legit_no_training.default, "reduced otherwise"): "what would be reduced is empty",
+    (aten.sum.default, "letters swapped"): _SYMMETRIC,
+    (aten.max.default, "letters swapped"): _SYMMETRIC,
+    (aten.min.default, "letters swapped"): _SYMMETRIC,
+    (aten.any.default, "! left out"): _BOOLEAN,
+    (aten.any.dim, "! left out"): _BOOLEAN,
+    (aten.any.dims, "! left out"): _BOOLEAN,
+    (aten.zeros_like.default, "^ added"): _NOTHING,
+    (aten.zero.default, "^ added"): _NOTHING,
+}
+"""Changes that leave a rule right, and why."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def is_found(one: Subject, draw: Chance) -> bool:
+    """Whether the property test fails for a rule."""
+    try:
+        check_everything(one, draw)
+        cuts = composites(one)
+        if cuts:
+            check_everything(refined(one, cuts), draw)
+    except FOUND:
+        return True
+    return False
+
+
+def survivors(target: Any, build: Any) -> tuple[set[str], set[str]]:
+    """(kinds of change that no call found out, kinds that there were)."""
+    waiting: set[str] = set()
+    seen: set[str] = set()
+    for seed in range(SEEDS):
+        draw = Chance(seed)
+        args, kwargs = build(draw)
+        whole = subject(target, args, kwargs)
+        if isinstance(whole, Unsplit):
+            continue
+        for kind, wrong in mutants(whole.operator, whole.call, draw):
+            if kind in seen and kind not in waiting:
+                continue
+            if target in UNCHECKED and kind not in HARMLESS:
+                continue
+            one = subject(target, args, kwargs, {target: wrong})
+            assert isinstance(one, Subject)
+            found = is_found(one, draw)
+            seen.add(kind)
+            (waiting.discard if found else waiting.add)(kind)
+        if seed > 10 and not waiting:
+            break
+    return waiting, seen
+
+
+@pytest.mark.parametrize("target", [*CASES, *POINTWISE], ids=str)
+def test_wrong_rule_is_found(target: Any) -> None:
+    left, seen = survivors(target, {**CASES, **POINTWISE}[target])
+    expected = {kind for other, kind in EQUIVALENT if other == target}
+    assert left == expected, f"of {sorted(seen)}"
