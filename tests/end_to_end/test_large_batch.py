@@ -161,7 +161,7 @@ def test_they_behave_as_optimizers_of_torch(make: Callable[..., torch.optim.Opti
     first = optimizer.step(closure)
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
-    assert float(closure()) < float(first)
+    assert float(closure().detach()) < float(first.detach())
     assert torch.equal(unused, torch.ones(2, 2))
 
     twin = nn.Parameter(used.detach().clone())
