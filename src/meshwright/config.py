@@ -180,7 +180,9 @@ def _check_schedule(schedule: LearningRate, where: str) -> None:
     begins = [begin for begin, _ in schedule.batch_sizes]
     if begins != sorted(set(begins)):
         raise FileFormatError(
-            f"the steps {begins} do not rise", where=f"{where}.batch_sizes", remedy="write [[step, batch], ...] in order"
+            f"the steps {begins} do not rise",
+            where=f"{where}.batch_sizes",
+            remedy="write [[step, batch], ...] in order",
         )
 
 

@@ -104,7 +104,21 @@ def test_a_bad_value_is_the_optimizers(capsys: pytest.CaptureFixture[str]) -> No
     assert cli(["train", "bad.toml", "--optimizer.betas", "[0.9, 1.5]"]) == 2
     assert f"{OptimizerError.__name__}" not in capsys.readouterr().out
     Path("zero.toml").write_text(RUN)
-    assert cli(["train", "zero.toml", "--optimizer.name", "lars", "--optimizer.nesterov", "true", "--optimizer.momentum", "0"]) == 2
+    assert (
+        cli(
+            [
+                "train",
+                "zero.toml",
+                "--optimizer.name",
+                "lars",
+                "--optimizer.nesterov",
+                "true",
+                "--optimizer.momentum",
+                "0",
+            ]
+        )
+        == 2
+    )
     assert "nesterov needs a momentum above 0" in capsys.readouterr().err
 
 

@@ -202,7 +202,7 @@ def test_a_learning_rate_follows_the_batch() -> None:
 
 
 def test_a_batch_grows_as_the_schedule_says_and_its_rate_with_it() -> None:
-    run = made(
+    run = of_tables(
         {
             "data": {"kind": "random", "batch_size": 12},
             "schedule": {"batch_sizes": [[2, 24], [3, 48]], "scaling": "linear", "base_batch_size": 12},
@@ -212,10 +212,13 @@ def test_a_batch_grows_as_the_schedule_says_and_its_rate_with_it() -> None:
     assert run.batch_sizes() == [12, 12, 24, 48, 48]
     assert run.lr_factors() == [1.0, 1.0, 2.0, 4.0, 4.0]
     assert run.num_ranks(16) == 12, "every batch divides over the ranks"
-    assert made({"data": {"kind": "random", "batch_size": 12}, "schedule": {"batch_sizes": [[1, 6]]}}).num_ranks(9) == 6
+    assert (
+        of_tables({"data": {"kind": "random", "batch_size": 12}, "schedule": {"batch_sizes": [[1, 6]]}}).num_ranks(9)
+        == 6
+    )
 
 
-def made(raw: dict[str, Any]) -> Run:
+def of_tables(raw: dict[str, Any]) -> Run:
     return config.make({"model": {"name": "mlp"}, **raw}, where="run")
 
 
@@ -230,7 +233,7 @@ def made(raw: dict[str, Any]) -> Run:
 )
 def test_a_schedule_that_says_nothing_is_refused(schedule: dict[str, Any], message: str) -> None:
     with pytest.raises(FileFormatError, match=message):
-        made({"data": {"kind": "random"}, "schedule": schedule})
+        of_tables({"data": {"kind": "random"}, "schedule": schedule})
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ TIMED = (
     "Steps: {model} is trained with {optimizer} in {dtype} on {ranks} until the loss of all held-out data, evaluated "
     "about every {every} samples, is at most the target, for {seeds}; after {most} steps it is not reached. "
     "Seconds: after that, a training step of each batch size with a learning rate of 0, from when all ranks have met "
-    "until the slowest is done, by turns, {repetitions} times over {steps} steps after {warmup} of warm-up. Time to the "
-    "target is their product: evaluations are not in it."
+    "until the slowest is done, by turns, {repetitions} times over {steps} steps after {warmup} of warm-up. Time to "
+    "the target is their product: evaluations are not in it."
 )
 
 
@@ -107,7 +107,15 @@ def batch_size(
     try:
         with scratch() as directory:
             found = api.run_ranks(
-                measure, cases, target, evaluate_every, repetitions, steps, threads, num_ranks=ranks, directory=directory
+                measure,
+                cases,
+                target,
+                evaluate_every,
+                repetitions,
+                steps,
+                threads,
+                num_ranks=ranks,
+                directory=directory,
             )
     finally:
         progress.end()
@@ -257,7 +265,8 @@ def finding(cases: Sequence[Case], found: Counted, target: float, steps: int) ->
     """Steps, samples and time of every case, and the knee of every rule."""
     run, base = uuid.uuid4().hex[:12], cases[0].batch
     series = {
-        size: Series.of(seconds, steps=steps, settings=name_of(size), run=run) for size, seconds in found.seconds.items()
+        size: Series.of(seconds, steps=steps, settings=name_of(size), run=run)
+        for size, seconds in found.seconds.items()
     }
     rules = list(dict.fromkeys(case.rule for case in cases))
     points = []

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import typer
 from rich.table import Table
 
 from meshwright import config
@@ -16,7 +15,7 @@ EPILOG = """[bold]Examples[/bold]
 
   meshwright bench batch-size --sizes 8,16,32 --target 2.7
 
-  meshwright bench batch-size --sizes 8,32,128 --target 2.6 --rules none,sqrt --seeds 3 --optimizer.name lamb -o lamb.json
+  meshwright bench batch-size --sizes 8,32,128 --target 2.6 --rules none,sqrt --seeds 3 --optimizer.name lamb
 
   meshwright bench batch-size RUN.toml --sizes 16,64,256 --target 1.9 --ranks 2 --schedule.warmup_steps 100
 

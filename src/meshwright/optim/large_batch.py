@@ -111,7 +111,9 @@ class LARS(_LayerWise):
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]
         gradients = [value.grad for value in parameters if value.grad is not None]
-        scales = self._scales(group, parameters, gradients, lambda w, g: group["trust_coefficient"] * w / (g + decay * w))
+        scales = self._scales(
+            group, parameters, gradients, lambda w, g: group["trust_coefficient"] * w / (g + decay * w)
+        )
         for value, gradient, scale in zip(parameters, gradients, scales, strict=True):
             step = gradient.add(value, alpha=decay).mul_(group["lr"] * scale)
             value.sub_(_with_momentum(self.state[value], step, momentum, group["nesterov"]))
