@@ -300,8 +300,8 @@ def finding(cases: Sequence[Case], found: Counted, target: float, steps: int) ->
 def knee(steps: Mapping[int, int]) -> float | None:
     """The critical batch size by steps to a target: there, twice the least steps and twice the least samples are taken.
 
-    Fits S(B) = S_min + E_min / B, which is (S / S_min - 1)(E / E_min - 1) = 1 with E = B S (McCandlish et al. 2018,
-    equation 2.7), to relative errors; the knee is E_min / S_min.
+    Fits S(B) = S_min + E_min / B, which is (S / S_min - 1)(E / E_min - 1) = 1 with E = B S (McCandlish et al. 2018),
+    to relative errors; the knee is E_min / S_min.
 
     Returns:
         Infinity where steps still fall as 1 / B, 0 where they do not fall; None of fewer than three batch sizes.
