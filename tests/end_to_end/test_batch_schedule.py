@@ -12,7 +12,7 @@ import torch
 
 from meshwright import build, config
 from meshwright.cli import run as cli
-from meshwright.errors import DataError, OptimizerError
+from meshwright.errors import DataError
 from meshwright.optim import LAMB, LARC, LARS
 from meshwright.runtime.data import TensorLoader
 
@@ -95,14 +95,14 @@ def test_the_optimizers_have_the_same_defaults_in_a_run_as_in_python(name: str, 
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     made = build.optimizer(config.make(raw, where="run"))([("w", parameter)])
     assert type(made) is kind
-    said = {"weight_decay": 0.01} if name == "lamb" else {}
+    said: dict[str, Any] = {"weight_decay": 0.01} if name == "lamb" else {}
     assert made.defaults == kind([parameter], **said).defaults
 
 
 def test_a_bad_value_is_the_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.toml").write_text(RUN)
     assert cli(["train", "bad.toml", "--optimizer.betas", "[0.9, 1.5]"]) == 2
-    assert f"{OptimizerError.__name__}" not in capsys.readouterr().out
+    assert "betas are (0.9, 1.5), which must be from 0 to less than 1" in capsys.readouterr().err
     Path("zero.toml").write_text(RUN)
     assert (
         cli(

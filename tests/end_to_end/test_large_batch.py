@@ -144,7 +144,7 @@ def test_lamb_that_adapts_nothing_is_adamw() -> None:
 
 
 @pytest.mark.parametrize("make", [LARS, LARC, LAMB])
-def test_they_behave_as_optimizers_of_torch(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_they_behave_as_optimizers_of_torch(make: Callable[..., Any]) -> None:
     """A group's own options, a closure, a scheduler, no gradient, and a state dict that goes on bit by bit."""
     torch.manual_seed(0)
     used, unused = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.ones(2, 2))
@@ -200,7 +200,8 @@ def test_a_copy_still_sums_over_shards(make: Callable[..., Any]) -> None:
         asked.append(len(parameters))
         return values
 
-    assert isinstance(optimizer, NeedsShardSums)
+    hears: bool = isinstance(optimizer, NeedsShardSums)
+    assert hears
     optimizer.sum_shards_with(shard_sum)
     twin = copy.deepcopy(optimizer)
     twin.param_groups[0]["params"][0].grad = torch.ones(2, 2)
