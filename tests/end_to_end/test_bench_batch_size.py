@@ -156,7 +156,7 @@ def test_figures_that_do_not_follow_are_refused(change: dict[str, object], key: 
         (a_run(), [8, 16], 1.0, ["cubic"], r"--rules: unknown rule 'cubic'\n  -> write none,linear,sqrt"),
         (a_run(), [8, 16], math.nan, ["none"], "--target: nan is no loss"),
         (a_run(name="cosine"), [8, 16], 1.0, ["none"], r"schedule\.name: it is 'cosine': how long it takes would"),
-        (a_run(), [8, 4096], 1.0, ["none"], "a batch of 4096 samples, of a data set of 61"),
+        (a_run(), [8, 4096], 1.0, ["none"], "the data set is too short: 61 samples, but a batch has 4096"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
