@@ -83,7 +83,9 @@ def test_a_target_that_is_not_reached_is_a_result(capsys: pytest.CaptureFixture[
     (found,) = result.findings
     assert isinstance(found, BatchSizes)
     assert [one.steps for one in found.points] == [(0, 0), (0, 0)]
-    assert found.measured == "none: no knee: the target was reached at fewer than 3 sizes"
+    assert found.measured == (
+        "none: no knee: fewer than 3 sizes reached the target, or steps do not follow S + E / batch"
+    )
     assert lint(result) == ()
 
 
@@ -110,6 +112,7 @@ def test_a_knee_may_lie_outside_of_what_was_measured() -> None:
     assert knee({8: 800, 16: 400, 32: 200}) == math.inf
     assert knee({8: 100, 16: 100, 32: 101}) == 0.0
     assert knee({8: 800, 16: 400}) is None
+    assert knee({8: 190, 16: 95, 32: 230}) is None, "the largest batch learnt too fast: steps follow another law"
 
 
 def found_of(steps: dict[int, tuple[int, ...]], seconds: float = 0.5) -> BatchSizes:

@@ -25,6 +25,8 @@ from meshwright.runtime.trainer import Trainer
 RULES = ("none", "linear", "sqrt")
 METRIC = "held-out loss"
 LEAST_FOR_KNEE = 3
+WORST_FIT = 0.25
+"""How far, relatively, steps may be from a fit that is said to have a knee."""
 TIMED = (
     "Steps: {model} is trained with {optimizer} in {dtype} on {ranks} until the loss of all held-out data, evaluated "
     "about every {every} samples, is at most the target, for {seeds}; after {most} steps it is not reached. "
@@ -304,7 +306,8 @@ def knee(steps: Mapping[int, int]) -> float | None:
     to relative errors; the knee is E_min / S_min.
 
     Returns:
-        Infinity where steps still fall as 1 / B, 0 where they do not fall; None of fewer than three batch sizes.
+        Infinity where steps still fall as 1 / B, 0 where they do not fall; None of fewer than three batch sizes, and
+        where the fit is further than ``WORST_FIT`` from a number of steps.
     """
     if len(steps) < LEAST_FOR_KNEE:
         return None
@@ -312,6 +315,9 @@ def knee(steps: Mapping[int, int]) -> float | None:
     aa, ab, bb = (math.fsum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a1, b1 = (math.fsum(row[i] for row in rows) for i in (0, 1))
     least_steps, least_samples = a1 * bb - b1 * ab, b1 * aa - a1 * ab  # both times the same positive determinant
+    determinant = aa * bb - ab * ab
+    if any(abs(least_steps * x + least_samples * y - determinant) > WORST_FIT * determinant for x, y in rows):
+        return None
     tiny = 1e-9 * abs(a1 * bb)
     if least_samples <= 0:
         return 0.0
@@ -325,7 +331,7 @@ def _highest_lr(run: Run) -> float:
 
 def _in_words(value: float | None) -> str:
     if value is None:
-        return f"no knee: the target was reached at fewer than {LEAST_FOR_KNEE} sizes"
+        return f"no knee: fewer than {LEAST_FOR_KNEE} sizes reached the target, or steps do not follow S + E / batch"
     if value == math.inf:
         return "the knee is beyond the largest size: steps fall as the batch grows"
     return f"the knee is at a batch of {value:.3g}" if value else "the knee is below the smallest size"
