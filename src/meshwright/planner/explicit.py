@@ -18,12 +18,13 @@ from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.stages import Cut, cut
 from meshwright.planner.cut import choose_cut, follow_cut
 from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials, recomputed
-from meshwright.planner.factors import Factors, dividing_heads, repeated_heads
+from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
+from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
 from meshwright.planner.tensor_rule import TensorRule
 from meshwright.schedules.pipeline import build
 
@@ -149,10 +150,10 @@ class _Planner:
         if "dp" in self.sizes:
             self._split_batch("dp")
         if "ep" in self.sizes:
-            self._split_experts("ep")
+            split_experts(self.factors, "ep", required=self.base is None)
             self._split_batch("ep")
         if "cp" in self.sizes:
-            self._split_sequence("cp")
+            split_sequence(self.factors, "cp", self.layout.context, required=self.base is None)
         if "tp" in self.sizes and self.base is None and self.solved is None:
             TensorRule(self.factors, self.notes, self.cluster).split("tp")
         if TIME in self.sizes:
@@ -160,7 +161,9 @@ class _Planner:
         firsts = self._firsts()
         divided = cut(self.graph, firsts)
         settled = [axis for axis in self.sizes if axis != TIME] if self.solved is not None else []
-        placements = pass_partials(self.graph, divided, self.strategies, self.sizes, settled, self._sequence_parallel())
+        asked = self.layout.sequence_parallel and "tp" in self.sizes
+        otherwise = sequences_between(self.factors, "tp", required=self.base is None) if asked else None
+        placements = pass_partials(self.graph, divided, self.strategies, self.sizes, settled, otherwise)
         if TIME in self.sizes:
             check_microbatches(self.graph, self.strategies, self.sizes, self.layout)
         storage = self._storage()
@@ -318,69 +321,6 @@ class _Planner:
             if not reason:  # it has no rule, and a line of its own
                 continue
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
-
-    def _split_experts(self, axis: str) -> None:
-        """Mixtures of experts divide their experts where everything else divides the batch."""
-        found = [operator for operator in self.graph.operators if operator.target.startswith("meshwright.experts")]
-        for operator in found:
-            if axis in self.strategies[operator.name]:
-                continue
-            letter = (
-                next((one for one in operator.rule.joint if self.factors.fits(operator, one, axis)), None)
-                if (operator.rule is not None)
-                else None
-            )
-            if letter is not None:
-                self.strategies[operator.name][axis] = letter
-            elif self.base is None:
-                tokens, experts = self.graph.tensors[operator.inputs[0]], self.graph.tensors[operator.inputs[-1]]
-                raise LayoutError(
-                    f"{experts.shape[0]} experts or {tokens.shape[0]} tokens do not divide over ep={self.sizes[axis]}",
-                    where=f"module {operator.module or '(model)'}",
-                    remedy="use an ep that divides the experts, and a batch that dp divides",
-                )
-        if not found and self.base is None:
-            raise LayoutError(f"{axis}={self.sizes[axis]}, and there are no experts", where="layout", remedy="use ep=1")
-
-    def _split_sequence(self, axis: str) -> None:
-        """Every operator with a sequence splits it; of attention the queries, so that it gathers keys and values."""
-        sequences = self.factors.sequences()
-        whole = repeated_heads(self.graph) if self.layout.context == "gather" else set()
-        for operator in self.graph.operators:
-            if axis not in self.strategies[operator.name] and not operator.prologue and operator.name not in whole:
-                letter = self.factors.letter_of(operator, sequences, axis)
-                if self.layout.context == "ring" and operator.target.startswith("meshwright.attention") and letter:
-                    rings = operator.rule.joint if operator.rule is not None else {}
-                    letter = next((one for one in rings if self.factors.fits(operator, one, axis)), letter)
-                if letter is not None:
-                    self.strategies[operator.name][axis] = letter
-                elif operator.target.startswith("meshwright.attention.") and self.base is None:
-                    length = self.graph.tensors[operator.inputs[0]].shape[2]
-                    raise LayoutError(
-                        f"a sequence of {length} does not divide over {axis}={self.sizes[axis]}",
-                        where=f"module {operator.module or '(model)'}",
-                        remedy=f"use a sequence that {self.sizes[axis]} divides",
-                    )
-
-    def _sequence_parallel(self) -> dict[str, Strategy]:
-        """What is not split over tp, but has a batch and a sequence, splits the sequence there."""
-        if not self.layout.sequence_parallel or "tp" not in self.sizes:
-            return {}
-        sequences = self.factors.sequences()
-        found: dict[str, Strategy] = {}
-        for operator in self.graph.operators:
-            has_batch = any(self.factors.is_batch(name) for name in operator.classes.values())
-            letter = self.factors.letter_of(operator, sequences, "tp")
-            if letter is not None and has_batch and not operator.prologue:
-                found[operator.name] = {"tp": letter}
-        if not found and self.base is None:
-            sizes = sorted({self.graph.factor_classes[name].size for name in sequences})
-            raise LayoutError(
-                f"no sequence divides over tp={self.sizes['tp']}: sizes are {', '.join(map(str, sizes)) or 'none'}",
-                where="layout: sequence_parallel",
-                remedy="use a sequence that tp divides, or leave sequence_parallel out",
-            )
-        return found
 
     # --- evaluation and other shapes -----------------------------------------------------------------------------
 
