@@ -2,7 +2,8 @@
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -34,11 +35,12 @@ class Ask:
     """What is wanted of the program.
 
     ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
-    ``known`` keeps solutions.
+    ``whole``: parameters that must not be cut. ``known`` keeps solutions.
     """
 
     explains: bool = True
     memory_bytes: float | None = None
+    whole: frozenset[str] = frozenset()
     optimizer: OptimizerCost = ADAMW
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
 
@@ -82,6 +84,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     """One plan; where stages differ in sizes, put together from one plan for each."""
     if not layout.stage_sizes:
         return _Planner(graph, layout, layout.mesh(), cluster, base, ask).plan()
+    ask = replace(ask, whole=ask.whole | _between_sizes(graph, layout, cluster) if base is None else ask.whole)
     plans = []
     for index in range(layout.pp):
         own = layout.of_stage(index)
@@ -92,14 +95,6 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
         plan = plans[index % layout.pp]
         axes = {axis.name: axis.size for axis in plan.mesh.axes if axis.name != "pp"}
         stages.append(msgspec.structs.replace(plan.stages[index], axes=axes))
-    shared = {name for name, owners in divided.owners.items() if len(owners) > 1}
-    for name in shared.intersection(graph.parameters):
-        if len({repr(stages[index].storage.get(name)) for index in divided.owners[name]}) > 1:
-            raise LayoutError(
-                "it is shared by stages that would split it differently",
-                where=f"parameter {name}",
-                remedy="pin its modules to be whole ('none@tp'), or give these stages the same sizes",
-            )
     return msgspec.structs.replace(
         plans[0],
         mesh=layout.mesh(),
@@ -114,6 +109,18 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
         algorithms={axis: one for plan in plans for axis, one in plan.algorithms.items()},
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
+
+
+def _between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> frozenset[str]:
+    """Parameters that stages of different sizes share. No cut holds in all of them, so that they are stored whole."""
+    divided = cut(graph, choose_cut(graph, layout.pp * layout.chunks, cluster))
+    sizes = [layout.of_stage(index) for index in range(layout.pp)]
+
+    def differ(stages: Iterable[int]) -> bool:
+        return len({(sizes[one % layout.pp].dp, sizes[one % layout.pp].tp) for one in stages}) > 1
+
+    shared = {name for name, owners in divided.owners.items() if differ(owners)}
+    return frozenset(shared.intersection(graph.parameters))
 
 
 class _Planner:
@@ -192,7 +199,7 @@ class _Planner:
     def _solve(self, pins: dict[str, Strategy]) -> None:
         """The factors of all axes but time, by the integer program."""
         key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
-               self.ask.memory_bytes)  # fmt: skip
+               self.ask.memory_bytes, self.ask.whole)  # fmt: skip
         if key not in self.ask.known:
             self.ask.known[key] = assign(
                 self.graph,
@@ -203,6 +210,7 @@ class _Planner:
                 uses_axes=True,
                 optimizer=self.ask.optimizer,
                 memory_bytes=self.ask.memory_bytes,
+                whole=self.ask.whole,
             )
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}
@@ -230,7 +238,7 @@ class _Planner:
         if self.solved is not None:
             return self.solved.storage
         if self.base is None:
-            return parameter_storage(self.graph, self.strategies)
+            return parameter_storage(self.graph, self.strategies) | {name: {} for name in self.ask.whole}
         return {name: self.base.storage(name) for name in self.graph.parameters}
 
     def _firsts(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The strategy of every operator and the storage of every parameter, as the program chooses them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
@@ -41,6 +41,7 @@ def assign(
     uses_axes: bool = False,
     optimizer: OptimizerCost = ADAMW,
     memory_bytes: float | None = None,
+    whole: Collection[str] = (),
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Assigned:
     """The cheapest strategies of all operators over the axes of ``mesh`` (but ``pp``).
@@ -53,6 +54,7 @@ def assign(
         uses_axes: whether it pays or not, operators divide their batch over ``dp`` and products their weights over
             ``tp``, where they can.
         memory_bytes: what parameters, gradients, optimizer state and activations of a rank may hold together.
+        whole: parameters that are stored whole; operators may still take parts of them.
 
     Raises:
         LayoutError: pins contradict what an operator can do, or nothing fits in memory.
@@ -87,7 +89,7 @@ def assign(
     marks = {name: tuple(sorted(one.items())) for name, one in asked.items()}
     stages = mesh.size("pp") if "pp" in mesh.names else 1
     moments = Moments(graph, prices, memory_bytes, stages) if memory_bytes is not None else None
-    formulated = formulate(graph, prices, allows, limited, merit, marks, optimizer, moments)
+    formulated = formulate(graph, prices, allows, limited, merit, marks, optimizer, moments, whole)
     try:
         solution = solve(formulated.problem, time_limit_s)
     except TimeoutError as error:

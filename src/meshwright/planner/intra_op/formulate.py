@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,8 +65,9 @@ class _Read:
 class _Formulation:
     def __init__(
         self, graph: Graph, prices: Prices, allows: Allows, keeps: Keeps, merit: Merit, marks: Mapping[str, object],
-        optimizer: OptimizerCost, moments: Moments | None,
+        optimizer: OptimizerCost, moments: Moments | None, uncut: Collection[str],
     ) -> None:  # fmt: skip
+        self.uncut = uncut
         self.graph, self.prices, self.optimizer, self.moments = graph, prices, optimizer, moments
         self.sizes = prices.sizes
         self.decisions = decisions_of(graph, marks)
@@ -174,19 +175,19 @@ class _Formulation:
 
     def _parameters(self, reads: dict[str, list[tuple[Operator, int, Path]]]) -> None:
         """A node for every parameter (one for those that are alike in repeated blocks): it may be stored in any
-        placement that somebody wants it in."""
+        placement that somebody wants it in, if it may be cut."""
         trained = {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}
         known: dict[object, int] = {}
         for name in self.graph.parameters:
             tensor = self.graph.tensors[name]
             keys = self._reader_keys(reads[name])
-            key = (tensor.shape, tensor.dtype, name in trained, tuple(sorted(map(repr, keys))))
+            key = (tensor.shape, tensor.dtype, name in trained, name in self.uncut, tuple(sorted(map(repr, keys))))
             if key in known and keys:
                 self.stored[known[key]][0].append(name)
                 self.parameter_node[name] = known[key]
                 continue
             places: dict[str, Placements] = {"": {}}
-            for operator, position, path in reads[name]:
+            for operator, position, path in reads[name] if name not in self.uncut else ():
                 for wanted in self._wants(operator, position, path):
                     cuts: Placements = {axis: one for axis, one in (wanted or {}).items() if isinstance(one, Shard)}
                     places.setdefault(repr(sorted(cuts.items())) if cuts else "", cuts)
@@ -328,6 +329,7 @@ def _contradiction(decision: Decision) -> LayoutError:
 def formulate(
     graph: Graph, prices: Prices, allows: Allows, keeps: Keeps = anything, merit: Merit = nothing,
     marks: Mapping[str, object] | None = None, optimizer: OptimizerCost = ADAMW, moments: Moments | None = None,
+    uncut: Collection[str] = (),
 ) -> Formulated:  # fmt: skip
     """The problem of a graph.
 
@@ -336,8 +338,9 @@ def formulate(
         merit: of these only those that meet most wishes are regarded.
         marks: by operator what is asked of it in particular (see ``decisions_of``).
         moments: at which memory is limited.
+        uncut: parameters that are stored whole.
 
     Raises:
         LayoutError: an operator may have no strategy.
     """
-    return _Formulation(graph, prices, allows, keeps, merit, marks or {}, optimizer, moments).formulate()
+    return _Formulation(graph, prices, allows, keeps, merit, marks or {}, optimizer, moments, uncut).formulate()
