@@ -67,7 +67,6 @@ def test_a_parameter_that_stages_of_other_sizes_share_is_whole_in_all(sizes: tup
     assert all(stage.storage["token_embedding.weight"] == {"tp": Shard(0)} for stage in alike.stages)
     plan = mw.plan(graph, layout=mw.Layout(pp=2, microbatches=2, stage_sizes=sizes, **sizes[0]))  # type: ignore[arg-type]
     assert [stage.storage["token_embedding.weight"] for stage in plan.stages] == [{}, {}]
-    assert any(placements for stage in plan.stages for placements in stage.storage.values()) == ("tp" in sizes[0])
 
 
 def test_sizes_that_do_not_make_up_a_stage_are_refused() -> None:
