@@ -11,8 +11,9 @@ from torch import Tensor
 import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
 from meshwright.comm.groups import axis_groups, gather_whole
 from meshwright.ir.mesh import AxisGroup, Mesh
-from meshwright.ir.placement import Partial, Placement, Placements, Replicate, Shard
+from meshwright.ir.placement import Flat, Partial, Placement, Placements, Replicate, Shard
 from meshwright.lower.reshard import Resharder, local_part
+from meshwright.ops import collectives
 from tests.distributed.pool import Ranks
 
 SHAPE = (8, 24, 4)
@@ -26,19 +27,20 @@ CHOICES: list[Placement] = [
     Shard(1, outer=3),
     Shard(1, outer=6),
     Shard(2),
+    Flat(),
 ]
 
 
 def _legal(placements: Placements) -> bool:
-    """Partials of one kind; two axes split one dim at one factor, or at factors of which one is whole in each part of
-    the other."""
+    """Partials of one kind; at most one axis flat; two axes split one dim at one factor, or at factors of which one is
+    whole in each part of the other."""
     operations = {placement.op for placement in placements.values() if isinstance(placement, Partial)}
     shards = [placement for placement in placements.values() if isinstance(placement, Shard)]
     nested = all(
         one.dim != two.dim or one.outer == two.outer or max(one.outer, two.outer) % (2 * min(one.outer, two.outer)) == 0
         for one, two in itertools.combinations(shards, 2)
     )
-    return len(operations) <= 1 and nested
+    return len(operations) <= 1 and nested and list(placements.values()).count(Flat()) < 2
 
 
 def _doubled(placements: Placements) -> bool:
@@ -99,4 +101,35 @@ def test_every_rank_ends_with_its_part(ranks: Ranks, algorithm: str) -> None:
     chosen = chooser.sample(pairs, 250) + chooser.sample(doubled, 150)
     cases = [(seed, *pair) for seed, pair in enumerate(chosen)]
     for wrong in ranks(4, _reshard, cases, algorithm):
+        assert wrong == []
+
+
+ODD = [(3,), (4, 3), (), (5, 2), (0, 3), (8, 2)]
+"""Shapes of which most do not divide: their parts are padded."""
+
+
+def _in_parts(algorithm: str, sizes: dict[str, int]) -> list[str]:
+    groups = axis_groups(Mesh.of(**sizes), torch.distributed.get_rank(), {"dp": algorithm})
+    group, generator = groups["dp"], torch.Generator().manual_seed(0)
+    terms = [torch.randn(group.size, *shape, generator=generator, dtype=torch.float64) for shape in ODD]
+    mine = [one[group.index].clone() for one in terms]
+    parts = [local_part(one.sum(0), {"dp": Flat()}, groups) for one in terms]
+    options = group.name, group.size, group.algorithm
+    wrong = []
+    reduced = collectives.WAIT(collectives.REDUCE_TO_PARTS(mine, *options))
+    if not torch.allclose(reduced, torch.cat([one.flatten() for one in parts]), rtol=0, atol=1e-12):
+        wrong.append("reduced to parts")
+    flat = collectives.WAIT(collectives.GATHER_PARTS(parts, *options))
+    for one, part, whole in zip(terms, parts, flat.split([group.size * part.numel() for part in parts]), strict=True):
+        padding = torch.zeros(whole.numel() - one[0].numel(), dtype=torch.float64)
+        if not torch.equal(whole, torch.cat([one.sum(0).flatten(), padding])):
+            wrong.append(f"gathered {list(one[0].shape)}")
+        if not torch.equal(gather_whole(part, tuple(one[0].shape), {"dp": Flat()}, groups), one.sum(0)):
+            wrong.append(f"gather_whole {list(one[0].shape)}")
+    return wrong
+
+
+@pytest.mark.parametrize(("algorithm", "sizes"), [("native", {"dp": 4}), ("exchange", {"dp": 2, "tp": 2})])
+def test_many_tensors_are_reduced_to_parts_and_gathered(ranks: Ranks, algorithm: str, sizes: dict[str, int]) -> None:
+    for wrong in ranks(4, _in_parts, algorithm, sizes):
         assert wrong == []

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
@@ -58,6 +59,30 @@ def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | No
     assert peak <= limit
     fastest = min(seconds for seconds, needed in every.values() if needed <= limit)
     assert step_s <= (1 + auto.ALIKE) * fastest
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
+    """The fastest of all stages and recomputations that fit, of one division of the batch."""
+    scales = auto._Scales(gpt(), 2, CLUSTER, ADAMW, clips=False)
+    layout = mw.Layout(dp=2, microbatches=microbatches)
+    every = [
+        scales._weigh(msgspec.structs.replace(layout, zero=zero, recompute=recompute), scales._plain)
+        for zero, recompute in itertools.product((0, 1, 2, 3), auto.RECOMPUTE)
+    ]
+    plain = every[0].memory.peak_bytes
+    assert scales.lightest_that_fits(layout, plain).layout == layout, "no more than memory demands"
+    shared = 0
+    for limit in sorted({one.memory.peak_bytes for one in every if one.memory.peak_bytes < plain}):
+        found = scales.lightest_that_fits(layout, limit)
+        shared += bool(found.layout.zero)
+        assert found.memory.peak_bytes <= limit
+        least_again = {  # what is computed again costs time, so that less of it is enough
+            zero: next(one for one in every if one.layout.zero == zero and one.memory.peak_bytes <= limit)
+            for zero in {one.layout.zero for one in every if one.memory.peak_bytes <= limit}
+        }
+        assert found.predicted.step_s == min(one.predicted.step_s for one in least_again.values())
+    assert shared
 
 
 def test_a_plan_tells_why_the_others_lost() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from meshwright.errors import CheckpointError
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import Placements, Shard
+from meshwright.ir.placement import Flat, Placements, Shard
 from meshwright.lower.reshard import local_part
 from meshwright.runtime import shards
-from meshwright.runtime.shards import Chunk, Part, chunks_of
+from meshwright.runtime.shards import Chunk, Part, boxes_of, chunks_of, part_at
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,28 @@ class Split:
     """A tensor whose dims are products of factors, and the mesh axes that cut some of them.
 
     ``factors[dim]`` are sizes, outermost first; ``axes[name]`` is (size, dim, factor), or (size, -1, -1) if replicated.
+    Over the axis ``flat``, one of these, what the others leave is flat.
     """
 
     factors: tuple[tuple[int, ...], ...]
     axes: dict[str, tuple[int, int, int]]
+    flat: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(dim) for dim in self.factors)
 
     @property
-    def placements(self) -> Placements:
+    def shards(self) -> Placements:
         return {
             name: Shard(dim, math.prod(self.factors[dim][:factor]))
             for name, (_, dim, factor) in self.axes.items()
             if dim >= 0
         }
+
+    @property
+    def placements(self) -> Placements:
+        return {**self.shards, self.flat: Flat()} if self.flat else self.shards
 
     def ranks(self) -> Iterator[dict[str, AxisGroup]]:
         """The groups of each rank (axes of size 1 have none)."""
@@ -69,6 +75,16 @@ class Split:
                         digit %= size
         return True
 
+    def held(self, groups: dict[str, AxisGroup], whole: Tensor) -> list[int]:
+        """Brute force: the elements of a rank, in its part's order; of a flat part, a range of those."""
+        indices = itertools.product(*map(range, self.shape))
+        found = [int(whole[index]) for index in indices if self.holds(groups, index)]
+        if self.flat:
+            group = groups[self.flat]
+            each = -(-len(found) // group.size)
+            found = found[group.index * each : (group.index + 1) * each]
+        return found
+
 
 @st.composite
 def splits(draw: st.DrawFn, dims: tuple[tuple[int, ...], ...] | None = None) -> Split:
@@ -87,12 +103,12 @@ def splits(draw: st.DrawFn, dims: tuple[tuple[int, ...], ...] | None = None) -> 
         if place in left:
             left[place] //= size
         axes[name] = (size, *place)
-    return Split(factors, axes)
+    whole = [name for name, (size, dim, _) in axes.items() if size > 1 and dim < 0]
+    return Split(factors, axes, draw(st.sampled_from(["", *whole])))
 
 
 def part(split: Split, groups: dict[str, AxisGroup], whole: Tensor) -> Part:
-    value = local_part(whole, split.placements, groups).clone()
-    return Part(value, split.shape, chunks_of(split.shape, split.placements, groups))
+    return part_at(local_part(whole, split.placements, groups).clone(), split.shape, split.placements, groups)
 
 
 @given(splits())
@@ -100,18 +116,18 @@ def test_chunks_are_what_a_rank_holds(split: Split) -> None:
     whole = torch.arange(math.prod(split.shape)).view(split.shape)
     for groups in split.ranks():
         one = part(split, groups, whole)
-        expected = {
-            int(whole[index]) for index in itertools.product(*map(range, split.shape)) if split.holds(groups, index)
-        }
+        expected = split.held(groups, whole)
         covered = torch.zeros_like(one.value, dtype=torch.int64)
         for chunk in one.chunks:
             source = whole
             for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 source = source.narrow(dim, offset, size)
             assert torch.equal(one.view(chunk), source), "a chunk's place in the whole and in the part are one"
-            Part(covered, split.shape, one.chunks).view(chunk).add_(1)
-        assert bool((covered == 1).all()), "chunks cover the part, each element once"
-        assert set(one.value.flatten().tolist()) == expected, "the part is what the factors say"
+            replace(one, value=covered).view(chunk).add_(1)
+        assert bool((covered.flatten()[: len(expected)] == 1).all()), "chunks cover the part, each element once"
+        assert not covered.flatten()[len(expected) :].any(), "and no padding"
+        assert sorted(one.value.flatten()[: len(expected)].tolist()) == sorted(expected), "as the factors say"
+        assert not one.value.flatten()[len(expected) :].any(), "padding is 0"
 
 
 @given(st.data())
@@ -130,7 +146,7 @@ def test_any_split_is_put_together_from_any_other(data: st.DataObject) -> None:
     assert sum(value.numel() for value in stored.values()) == whole.numel(), "replicas are written once"
     for groups in loaded.ranks():
         expected = part(loaded, groups, whole)
-        found = Part(torch.full_like(expected.value, math.nan), loaded.shape, expected.chunks)
+        found = replace(expected, value=torch.zeros_like(expected.value))
         reader = shards._LoadPlanner({"x": found})
         reader.set_up_planner({}, metadata)
         for request in reader.create_local_plan().items:
@@ -150,6 +166,22 @@ def test_a_fused_projection_is_three_chunks() -> None:
     ]
     assert chunks_of((), {}, groups) == [Chunk((), (), ())]
     assert chunks_of((0, 3), {}, groups) == []
+
+
+@given(st.lists(st.integers(1, 4), max_size=3).map(tuple), st.data())
+def test_a_range_of_elements_is_few_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Rows at most, and at either end what is left of a row, and so on."""
+    whole = torch.arange(math.prod(shape)).view(shape)
+    begin = data.draw(st.integers(0, whole.numel()))
+    end = data.draw(st.integers(begin, whole.numel()))
+    found = []
+    for box in boxes_of(shape, begin, end):
+        value = whole
+        for dim, (start, size) in enumerate(box):
+            value = value.narrow(dim, start, size)
+        found += value.flatten().tolist()
+    assert found == list(range(begin, end))
+    assert len(boxes_of(shape, begin, end)) <= max(1, 2 * len(shape) - 1)
 
 
 def write(directory: Path, parts: dict[str, Part]) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import fx
@@ -37,6 +38,8 @@ KINDS = {
     collectives.ALL_REDUCE: "all_reduce",
     collectives.ALL_GATHER: "all_gather",
     collectives.REDUCE_SCATTER: "reduce_scatter",
+    collectives.GATHER_PARTS: "all_gather",
+    collectives.REDUCE_TO_PARTS: "reduce_scatter",
 }
 
 
@@ -78,9 +81,9 @@ def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
     found: Counter[tuple[str, str, int]] = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and node.target in KINDS:
-            axis = next(argument for argument in node.args if argument in ("dp", "tp", "pp"))
+            axis = next(argument for argument in node.args if argument in ("dp", "dp_shard", "tp", "pp"))
             value = node.meta["val"]
-            largest = max(value.numel(), node.args[0].meta.get("val", value).numel())
+            largest = max(value.numel(), sum(one.meta.get("val", value).numel() for one in node.all_input_nodes))
             found[KINDS[node.target], str(axis), largest * value.element_size()] += 1
     return found
 
@@ -91,7 +94,8 @@ def counted(pieces: tuple[Piece, ...]) -> Counter[tuple[str, str, int]]:
 
 WHOLE = [
     ("GPT", {"dp": 2}), ("GPT", {"tp": 2}), ("GPT", {"dp": 2, "tp": 2}), ("MLP", {"dp": 2}), ("MLP", {"tp": 2}),
-    ("ResNet", {"dp": 2}),
+    ("ResNet", {"dp": 2}), ("GPT", {"dp": 2, "zero": 1}), ("GPT", {"dp": 2, "tp": 2, "zero": 2}),
+    ("GPT", {"dp": 4, "zero": 2, "zero_ranks": 2}), ("ResNet", {"dp": 2, "zero": 1}),
 ]  # fmt: skip
 
 
@@ -117,6 +121,15 @@ STAGED: list[tuple[str, dict[str, Any]]] = [
     ("MLP", {"dp": 2, "microbatches": 2}),
     ("ResNet", {"pp": 2, "microbatches": 4}),
     ("ResNet", {"microbatches": 4, "recompute": "full"}),
+    ("GPT", {"dp": 2, "zero": 3}),
+    ("GPT", {"dp": 2, "zero": 1, "microbatches": 2}),
+    ("GPT", {"dp": 2, "zero": 2, "microbatches": 2}),
+    ("GPT", {"dp": 2, "zero": 3, "microbatches": 2, "recompute": "full"}),
+    ("GPT", {"dp": 4, "zero": 3, "zero_ranks": 2, "microbatches": 2}),
+    ("GPT", {"dp": 2, "zero": 1, "pp": 2, "microbatches": 2}),
+    ("GPT", {"dp": 2, "tp": 2, "zero": 3}),
+    ("MLP", {"dp": 2, "zero": 3}),
+    ("ResNet", {"dp": 2, "zero": 3}),
 ]
 PHASES = {"F": ("forward",), "B": ("backward",), "I": ("input",), "W": ("weight",)}
 
@@ -225,6 +238,37 @@ def test_what_is_held_is_parameters_gradients_and_the_states_of_the_optimizer() 
         assert held.inputs_bytes == 8 * 16 * 4 + 8 * 8
         (stage,) = step_work(graph, plan, CPU, optimizer=optimizer).stages
         assert stage.held_bytes == held.total_bytes
+
+
+def test_ranks_that_share_by_zero_hold_half_of_more_and_more() -> None:
+    """Parameters (and, whole, those that are gathered once a step), gradients, two states."""
+    graph = captured("MLP").graph
+    size = graph.num_parameters() * 4
+    parts = {}
+    for zero in (0, 1, 2, 3):
+        one = stage_held(graph, planned("MLP", dp=2, zero=zero, microbatches=2), 0, CPU, ADAMW)
+        parts[zero] = (one.parameters_bytes, one.gathered_bytes, one.gradients_bytes, one.optimizer_bytes)
+    assert parts == {
+        0: (size, 0, size, 2 * size),
+        1: (size // 2, size, size, size),
+        2: (size // 2, size, size // 2, size),
+        3: (size // 2, 0, size // 2, size),
+    }
+
+
+def test_gathers_hide_behind_the_layers_before_on_a_gpu() -> None:
+    pieces = work_of("MLP", GPU, dp=2, zero=3).stages[0].pieces["F"]
+    assert [one.blocking for one in pieces if isinstance(one, Communicate)] == [True], "one bucket holds it all"
+    plan = planned("MLP", dp=2, zero=3)
+    (gather,) = plan.gathers
+    layers = [gather.parameters[k : k + 2] for k in range(0, len(gather.parameters), 2)]
+    plan = msgspec.structs.replace(
+        plan, gathers=tuple(msgspec.structs.replace(gather, parameters=names) for names in layers)
+    )
+    (stage,) = step_work(captured("MLP").graph, plan, GPU).stages
+    told = [(type(one).__name__, getattr(one, "blocking", True)) for one in stage.pieces["F"]]
+    begun, awaited, computed = ("Communicate", False), ("Wait", True), ("Compute", True)
+    assert told[:5] == [("Communicate", True), begun, computed, awaited, begun]
 
 
 def test_tensor_parallel_ranks_hold_half_of_what_is_split() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.ir.placement import (
     REPLICATE,
+    Flat,
     Partial,
     Placements,
     Replicate,
@@ -100,10 +101,21 @@ def test_local_shape_divides_every_split_dim() -> None:
     assert local_shape((8,), {"dp": Shard(0), "tp": Shard(0)}, {"dp": 2, "tp": 2}) == (2,)
 
 
+def test_flat_cuts_rows_of_what_other_axes_leave_or_else_elements() -> None:
+    sizes = {"dp": 4, "tp": 2}
+    assert local_shape((8, 5), {"dp": Flat()}, sizes) == (2, 5)
+    assert local_shape((8, 5), {"dp": Flat(), "tp": Shard(0)}, sizes) == (1, 5)
+    assert local_shape((6, 5), {"dp": Flat()}, sizes) == (8, 1), "30 elements and 2 of padding"
+    assert local_shape((6,), {"dp": Flat()}, sizes) == (2,)
+    assert local_shape((), {"dp": Flat()}, sizes) == ()
+    assert local_shape((0, 5), {"dp": Flat()}, sizes) == (0, 5)
+
+
 def test_text() -> None:
-    assert [str(one) for one in (Shard(1), Shard(1, 3), Replicate(), Partial("max"))] == [
+    assert [str(one) for one in (Shard(1), Shard(1, 3), Flat(), Replicate(), Partial("max"))] == [
         "S(1)",
         "S(1/3)",
+        "flat",
         "R",
         "P(max)",
     ]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.library import Library
 from meshwright.comm.groups import exchange, process_group
 from meshwright.comm.record import blocking, current
 from meshwright.comm.transport.base import Work
+from meshwright.ir.placement import flat_shape
 
 LIBRARY = Library("meshwright_comm", "IMPL")
 
@@ -49,11 +51,7 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str) -> Te
     ranks = process_group(group)
     if algorithm == "exchange":
         result[ranks.rank()].copy_(value)
-        into = result[1 - ranks.rank()].view(-1)
-
-        def keep(theirs: Tensor, begin: int) -> None:
-            into[begin : begin + theirs.numel()].copy_(theirs)
-
+        keep = _keeper(result[1 - ranks.rank()].view(-1))
         return _in_flight(result, exchange(ranks).start(value, keep), "all_gather", group, begun)
     flat = result.view(size * value.numel())
     work = dist.all_gather_single(flat, value.view(-1), ranks, async_op=True)
@@ -77,6 +75,81 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     else:
         work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks, async_op=True)
     return _in_flight(result, work, "reduce_scatter", group, begun)
+
+
+def gather_parts_start(parts: list[Tensor], group: str, size: int, algorithm: str) -> Tensor:
+    """Start to gather the Flat parts of many tensors: the tensors one after the other, each with its padding."""
+    begun, ranks = time.perf_counter(), process_group(group)
+    flat = [part.reshape(-1) for part in parts]
+    counts = [part.numel() for part in flat]
+    result = flat[0].new_empty(size * sum(counts))
+    places = [one.view(size, -1) for one in result.split([size * count for count in counts])]
+    if algorithm == "exchange":
+        work: Work | None = None
+        for part, place in zip(flat, places, strict=True):
+            place[ranks.rank()].copy_(part)
+            work = exchange(ranks).start(part, _keeper(place[1 - ranks.rank()]))
+        return _in_flight(result, work, "all_gather", group, begun)
+    joined = torch.cat(flat)
+    rows = joined.new_empty(size, joined.numel())
+    under_way = dist.all_gather_single(rows.view(-1), joined, ranks, async_op=True)
+
+    def spread() -> None:
+        for place, part in zip(places, rows.split(counts, 1), strict=True):
+            place.copy_(part)
+
+    return _in_flight(result, _Then(under_way, spread, joined), "all_gather", group, begun)
+
+
+def reduce_to_parts_start(values: list[Tensor], group: str, size: int, algorithm: str) -> Tensor:
+    """Start to sum many tensors over the group, and keep this rank's Flat part of each: one after the other."""
+    begun, ranks = time.perf_counter(), process_group(group)
+    rows = [_in_rows(value, size) for value in values]
+    counts = [row.shape[1] for row in rows]
+    result = values[0].new_empty(sum(counts))
+    if algorithm == "exchange":
+        work: Work | None = None
+        for row, into in zip(rows, result.split(counts), strict=True):
+            work = exchange(ranks).start(row[1 - ranks.rank()], _adder(row[ranks.rank()], into))
+        return _in_flight(result, work, "reduce_scatter", group, begun)
+    joined = torch.cat(rows, 1)
+    under_way = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks, async_op=True)
+    return _in_flight(result, _Then(under_way, lambda: None, joined), "reduce_scatter", group, begun)
+
+
+def _in_rows(value: Tensor, size: int) -> Tensor:
+    """A tensor as [size, elements], padded with zeros where it must be."""
+    flat, count = value.reshape(-1), prod(flat_shape(tuple(value.shape), size))
+    if flat.numel() < size * count:
+        flat = torch.nn.functional.pad(flat, (0, size * count - flat.numel()))
+    return flat.view(size, count)
+
+
+def _keeper(into: Tensor) -> Callable[[Tensor, int], None]:
+    def keep(theirs: Tensor, begin: int) -> None:
+        into[begin : begin + theirs.numel()].copy_(theirs)
+
+    return keep
+
+
+def _adder(mine: Tensor, into: Tensor) -> Callable[[Tensor, int], None]:
+    def add(theirs: Tensor, begin: int) -> None:
+        end = begin + theirs.numel()
+        torch.add(mine[begin:end], theirs, out=into[begin:end])
+
+    return add
+
+
+class _Then:
+    """Something under way, what is to be done after it, and what must live as long."""
+
+    def __init__(self, work: Work | None, finish: Callable[[], None], *kept: Tensor) -> None:
+        self._work, self._finish, self._kept = work, finish, kept
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._finish()
 
 
 def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
@@ -131,6 +204,8 @@ for _name, _function in (
     ("all_reduce_start", all_reduce_start),
     ("all_gather_start", all_gather_start),
     ("reduce_scatter_start", reduce_scatter_start),
+    ("gather_parts_start", gather_parts_start),
+    ("reduce_to_parts_start", reduce_to_parts_start),
     ("exchange_rows", exchange_rows),
     ("shift", shift),
     ("wait", wait),

@@ -1,5 +1,6 @@
 """Process groups of a mesh, by name: the one place that resolves a name to a group."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.mesh import AxisGroup, Mesh
-from meshwright.ir.placement import Placements, Shard
+from meshwright.ir.placement import Placements, Shard, flat_axis, local_shape, unflattened
 
 T = TypeVar("T")
 
@@ -128,7 +129,12 @@ def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> N
 
 def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Tensor:
     """The whole tensor from its shards (every rank of the axes must call it); ``value`` itself where it is whole."""
-    now = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
+    now = {axis: one for axis, one in placements.items() if isinstance(one, Shard)}
+    if flat := flat_axis(placements):
+        parts = [torch.empty_like(value) for _ in range(groups[flat].size)]
+        dist.all_gather(parts, value.contiguous(), process_group(groups[flat].name))
+        whole = local_shape(shape, unflattened(placements), {axis: group.size for axis, group in groups.items()})
+        value = torch.cat([part.view(-1) for part in parts])[: math.prod(whole)].view(whole)
     for axis in reversed(list(groups)):
         shard = now.pop(axis, None)
         if not isinstance(shard, Shard):

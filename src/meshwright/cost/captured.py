@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.cost.liveness import highest, last_reads
-from meshwright.cost.nodes import Node, StageNodes
+from meshwright.cost.node import Node
+from meshwright.cost.nodes import StageNodes
 from meshwright.cost.operators import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
@@ -27,6 +28,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     with the activations, and are counted with those."""
 
     parameters_bytes: int
+    gathered_bytes: int
+    """Parameters that are stored in parts, and whole from the first micro-batch to the last."""
     gradients_bytes: int
     optimizer_bytes: int
     buffers_bytes: int
@@ -129,7 +132,8 @@ class _Stage:
                 place(source)
             order.append(node)
             for reader in self.readers.get(node, ()):
-                if reader.accumulates:
+                ready = reader.joins and all(source in done or source not in inside for source in reader.inputs)
+                if reader.accumulates or ready:
                     place(reader)
 
         for node in nodes:
@@ -138,6 +142,8 @@ class _Stage:
 
     def _again(self, node: Node) -> bool:
         """Whether backward computes a forward node again (``lower/partition.py``: _computed_again)."""
+        if node.phase == FORWARD and node.released:
+            return True
         if node.phase != FORWARD or node.returned or not self.again.holds(node.operator):
             return False
         if node not in self.repeated:
@@ -176,8 +182,11 @@ class _Stage:
         starts: dict[int, list[Node]] = {}
         ahead: set[Node] = set()
         if not self.blocking:
+            arrived = -1
             for node in order:
                 ready = max((place.get(source, -1) for source in node.inputs), default=-1)
+                if node.gathers:
+                    ready, arrived = arrived, place[node]
                 if node.early and node.exchanges and ready >= 0:
                     starts.setdefault(ready, []).append(node)
                     ahead.add(node)
@@ -259,6 +268,7 @@ class _Stage:
         inputs = [self.graph.tensors[name] for name in self.graph.inputs] if self.stage < pipeline else []
         return Held(
             parameters_bytes=parameters,
+            gathered_bytes=sum(size for node in self._of(PROLOGUE) if node.gathers for size in node.storages.values()),
             gradients_bytes=sum(self.walk.accumulators.values()),
             optimizer_bytes=states * self.optimizer.states,
             buffers_bytes=sum(parts.num_bytes(name, {}) for name in self._owned(self.graph.buffers)),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from meshwright.cost.nodes import Node
+from meshwright.cost.node import Node
 
 
 def last_reads(order: Sequence[Node]) -> dict[str, int]:

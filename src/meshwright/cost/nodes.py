@@ -12,12 +12,13 @@ The walk is that of ``lower/spmd.py`` and ``lower/pipeline.py``, on sizes instea
 from dataclasses import dataclass, field
 from math import prod
 
+from meshwright.cost.node import Exchange, Node, storage_readers
 from meshwright.cost.operators import Cost, Parts, Rates, operator_cost
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
 from meshwright.ir.kind import kind_of
-from meshwright.ir.layout import TIME
-from meshwright.ir.placement import Partial, Placements, Shard, local_shape
-from meshwright.ir.plan import Plan, Strategy
+from meshwright.ir.layout import DATA_AXES, TIME
+from meshwright.ir.placement import Flat, Partial, Placements, Shard, local_shape, unflattened
+from meshwright.ir.plan import Bucket, Plan, Strategy
 from meshwright.ir.resharding import Move, moves
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, STEP, Cut, border
 
@@ -31,37 +32,6 @@ _COLLECTIVES = {"gather": "all_gather", "all_to_all": "all_to_all", "ring": "all
 """By the first word of what a decomposition communicates; what goes round a ring is what a gather would bring."""
 _WRITES_INTO = frozenset({"aten.mm", "aten.add", "aten.sum"})
 """Operators that compute a gradient where it is summed up, or in its bucket."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A collective over an axis, of ``bytes`` (the whole vector), over ranks that all come to it."""
-
-    what: str
-    kind: str
-    axis: str
-    bytes: int
-
-
-@dataclass(eq=False)
-class Node:
-    """Something that runs in one go: kernels, then collectives. ``storages`` are the memory that it makes, by key, with
-    bytes; ``early`` says that its collectives could start as soon as its input is made, ``accumulates`` that it adds to
-    what is there before the micro-batch; ``scratch_bytes`` are needed while it runs."""
-
-    what: str
-    phase: str
-    operator: str
-    cost: Cost
-    inputs: list["Node"] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
-    storages: dict[str, int] = field(default_factory=dict)
-    views: list[str] = field(default_factory=list)
-    early: bool = False
-    in_place: bool = False
-    returned: bool = False
-    accumulates: bool = False
-    scratch_bytes: int = 0
 
 
 @dataclass
@@ -85,8 +55,10 @@ class StageNodes:
         self.nodes: list[Node] = []
         self.values: dict[str, _Value] = {}
         self.accumulators: dict[str, int] = {}
-        self.gradients_made = 0
-        self.buckets_bytes = 0
+        self.gathered: dict[str, _Value] = {}
+        self.gather_of = {
+            name: bucket for bucket in plan.gathers if bucket.axis in self.sizes for name in bucket.parameters
+        }
         self.up: list[str] = []
         self.down: list[str] = []
         self.strategies = {
@@ -94,7 +66,7 @@ class StageNodes:
             for name, strategy in plan.strategies(graph).items()
         }
         self._producers = graph.producers()
-        self._readers = _storage_readers(graph)
+        self._readers = storage_readers(graph)
         self._consumers = graph.consumers()
         self._walk()
 
@@ -133,11 +105,11 @@ class StageNodes:
                 self._put(name, placements, node, phase)
 
     def _batch_placements(self, name: str) -> Placements:
-        dp = self.sizes.get("dp", 1)
+        axes = [axis for axis in DATA_AXES if axis in self.sizes]
         for dim, classes in enumerate(self.graph.tensors[name].dims):
-            divides = self.graph.tensors[name].shape[dim] % dp == 0
-            if dp > 1 and classes and self.graph.factor_classes[classes[0]].role == "batch" and divides:
-                return {"dp": Shard(dim)}
+            divides = self.graph.tensors[name].shape[dim] % prod(self.sizes[axis] for axis in axes) == 0
+            if classes and self.graph.factor_classes[classes[0]].role == "batch" and divides:
+                return {axis: Shard(dim) for axis in axes}
         return {}
 
     def border(self, name: str) -> Placements:
@@ -189,6 +161,7 @@ class StageNodes:
             else:
                 node.views.append(storage)
             self._put(name, placements, node, phase)
+        node.released = not node.storages and bool(node.inputs) and all(source.released for source in node.inputs)
 
     def _scratch_bytes(self, operator: Operator, strategy: Strategy) -> int:
         """oneDNN convolutions copy images in blocks of channels: one of them, for the weights' gradient both."""
@@ -232,7 +205,7 @@ class StageNodes:
 
     def _want(self, name: str, wanted: Placements, phase: str) -> Node:
         """The node that gives a value as it is wanted; what resharding costs is a node of its own."""
-        value = self.values[name]
+        value = self._gathered(name, phase) if name in self.gather_of else self.values[name]
         stepwise = value.phase in (STEP, PROLOGUE)
         if stepwise:  # whole in time: parts of it are views
             wanted = {axis: one for axis, one in wanted.items() if axis != TIME}
@@ -245,6 +218,22 @@ class StageNodes:
         if key not in value.versions:
             value.versions[key] = self._reshard(name, value, steps, PROLOGUE if stepwise else phase)
         return value.versions[key]
+
+    def _gathered(self, name: str, phase: str) -> _Value:
+        """A parameter that was gathered with its bucket: before its first use, or once for all micro-batches."""
+        if name not in self.gathered:
+            bucket = self.gather_of[name]
+            again = any(one in self.plan.stages[self.stage].released for one in bucket.parameters)
+            phase = phase if self.whole or again else PROLOGUE
+            number = self.plan.gathers.index(bucket)
+            node = Node(f"gather {number}", phase, "", Cost(), early=True, gathers=True, released=again)
+            node.exchanges.append(Exchange(node.what, "all_gather", bucket.axis, bucket.num_bytes))
+            self.nodes.append(node)
+            for one in bucket.parameters:
+                placements = unflattened(self.values[one].placements)
+                node.storages[one] = self.parts.num_bytes(one, placements)
+                self.gathered[one] = _Value(node, placements, STEP, one)
+        return self.gathered[name]
 
     def _reshard(self, name: str, value: _Value, steps: list[Move], phase: str) -> Node:
         node = Node(f"{name} resharded", phase, value.node.operator, Cost(), [value.node], early=True)
@@ -298,13 +287,15 @@ class StageNodes:
         bucketed = self._bucketed()
         gradients = {entry.parameter: entry.gradient for entry in self.graph.gradients if entry.gradient is not None}
         for parameter, gradient in gradients.items():
-            value = self.values[gradient]
-            value.node.returned = True
             if parameter not in bucketed:
+                self.values[gradient].node.returned = True
                 want = self.parts.known(self.plan.storage(parameter))
                 self._want(gradient, want, BACKWARD).returned = True
         for index, bucket in enumerate(self.plan.buckets):
             if bucket.axis not in self.sizes:
+                continue
+            if self._in_parts(bucket):
+                self._reduced_to_parts(index, bucket, [self.values[gradients[one]].node for one in bucket.parameters])
                 continue
             copied = 0
             for parameter in bucket.parameters:
@@ -312,14 +303,31 @@ class StageNodes:
                 if maker is None or ".".join(maker.target.split(".")[:2]) not in _WRITES_INTO:
                     copied += 2 * self.parts.num_bytes(parameter, self.plan.storage(parameter))
             sources = [self.values[gradients[parameter]].node for parameter in bucket.parameters]
+            for source in sources:
+                source.returned = True
             node = Node(f"bucket {index}", BACKWARD, "", self.rates.stream("pointwise", copied), sources, early=True)
             node.exchanges.append(Exchange(f"bucket {index}", "all_reduce", bucket.axis, bucket.num_bytes))
             node.returned = True
             self.nodes.append(node)
 
+    def _in_parts(self, bucket: Bucket) -> bool:
+        return isinstance(self.plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
+
+    def _reduced_to_parts(self, index: int, bucket: Bucket, sources: list[Node], phase: str = BACKWARD) -> Node:
+        """A bucket that is reduced when its last gradient is made; parts of the sums stay."""
+        node = Node(f"bucket {index}", phase, "", Cost(), sources, early=True, joins=True, returned=self.whole)
+        node.exchanges.append(Exchange(node.what, "reduce_scatter", bucket.axis, bucket.num_bytes))
+        part = bucket.num_bytes // self.sizes[bucket.axis]
+        node.exchanges += [Exchange(f"{node.what} over {axis}", "all_reduce", axis, part) for axis in bucket.across]
+        node.storages[node.what] = part
+        self.nodes.append(node)
+        return node
+
     def _gradients(self) -> None:
-        """Every micro-batch adds to its parameters' totals, which are reduced once a step."""
-        bucketed = self._bucketed()
+        """Every micro-batch adds to its parameters' totals, which are reduced once a step; or its gradients are
+        reduced, and parts of them added up."""
+        bucketed, waiting = self._bucketed(), dict[int, dict[str, Node]]()
+        in_parts = self.plan.stages[self.stage].gradients
         for parameter, by_stage in self.divided.terms.items():
             terms = by_stage.get(self.stage)
             if not terms:
@@ -327,8 +335,13 @@ class StageNodes:
             storage = self.parts.known(self.plan.storage(parameter))
             own = self.values[terms[0]].placements
             placements = storage if len(terms) > 1 else {axis: one for axis, one in own.items() if axis != TIME}
+            if parameter in in_parts:
+                placements = storage
             total = self._bytes(self.graph.tensors[parameter].shape, self.graph.tensors[terms[0]].dtype, placements)
             self.accumulators[parameter] = total
+            if parameter in in_parts and parameter in bucketed:
+                waiting.setdefault(bucketed[parameter], {})[parameter] = self.values[terms[0]].node
+                continue
             for name in terms:
                 made = self.values[name].placements
                 over_time = {TIME: made[TIME]} if TIME in made else {}
@@ -340,11 +353,19 @@ class StageNodes:
                 self.nodes.append(node)
             if parameter not in bucketed:
                 self._reduce(parameter, placements, storage)
+        for index, members in waiting.items():
+            source = self._reduced_to_parts(index, self.plan.buckets[index], list(members.values()))
+            for parameter in members:
+                cost = self.rates.stream("pointwise", 3 * self.accumulators[parameter])
+                node = Node(f"{parameter} summed up", BACKWARD, "", cost, [source], returned=True, accumulates=True)
+                self.nodes.append(node)
         for index, bucket in enumerate(self.plan.buckets):
             held = [parameter for parameter in bucket.parameters if parameter in self.accumulators]
-            if bucket.axis in self.sizes and held:
+            if bucket.axis in self.sizes and held and index not in waiting:
+                if self._in_parts(bucket):
+                    self._reduced_to_parts(index, bucket, [], REDUCE)
+                    continue
                 num_bytes = sum(self.accumulators[parameter] for parameter in held)
-                self.buckets_bytes += num_bytes
                 node = Node(f"bucket {index}", REDUCE, "", Cost(), early=True)
                 node.exchanges.append(Exchange(f"bucket {index}", "all_reduce", bucket.axis, num_bytes))
                 self.nodes.append(node)
@@ -374,15 +395,3 @@ class StageNodes:
                 node.exchanges.append(Exchange(f"{label} #{number}", move.kind, move.axis, item))
             if node.exchanges:
                 self.nodes.append(node)
-
-
-def _storage_readers(graph: Graph) -> dict[str, int]:
-    """How often the memory behind a tensor is read, other than by views of it."""
-    readers: dict[str, int] = {}
-    for operator in graph.operators:
-        made = {graph.tensors[output].storage for output in operator.outputs if output in graph.tensors}
-        for name in operator.inputs:
-            storage = graph.tensors[name].storage
-            if storage not in made:
-                readers[storage] = readers.get(storage, 0) + 1
-    return readers

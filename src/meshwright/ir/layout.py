@@ -10,6 +10,8 @@ from meshwright.ir.mesh import Mesh
 
 TIME = "time"
 """The axis of micro-batches: it divides the batch as a mesh axis does, but in time, so nothing communicates over it."""
+DATA_AXES = ("dp", "dp_shard")
+"""The axes over which the batch of every step is cut before it is given to the ranks, outermost first."""
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,6 +29,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
     sequence_parallel: bool = False
     """Whether tp divides the sequence between its blocks: reduce-scatters and all-gathers in place of all-reduces."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the ranks that share the batch cut among them (ZeRO): 1 optimizer state, 2 also gradients, 3 also
+    parameters, which are then gathered for every use."""
+    zero_ranks: int = 0
+    """How many neighbouring dp ranks share one copy of what ``zero`` cuts; the other dp ranks hold copies. 0: all."""
     pp: int = 1
     """Pipeline-parallel size: divides the model into stages, one after the other."""
     microbatches: int = 1
@@ -91,6 +98,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 where="layout",
                 remedy="experts lie over ranks that divide the batch: give a divisor of dp",
             )
+        self._check_zero(sizes["dp"])
         if self.context == "ring" and sizes["cp"] == 1:
             raise LayoutError("context='ring' with cp=1", where="layout", remedy="give cp of 2 or more: it is the ring")
         if self.sequence_parallel and sizes["tp"] == 1:
@@ -110,6 +118,26 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
         self._check_stage_sizes(sizes)
         return msgspec.structs.replace(self, **sizes)
+
+    def _check_zero(self, dp: int) -> None:
+        if self.zero_ranks and not self.zero:
+            raise LayoutError(f"zero_ranks={self.zero_ranks} with zero=0", where="layout", remedy="give zero 1, 2 or 3")
+        if not self.zero:
+            return
+        share = self.zero_ranks or dp
+        if dp == 1 or self.zero_ranks == 1:
+            what = "dp=1" if dp == 1 else "zero_ranks=1"
+            remedy = "give dp of 2 or more: its ranks share the state; or zero=0"
+            raise LayoutError(f"zero={self.zero} with {what}: there is no rank to share with", where="layout",
+                              remedy=remedy if dp == 1 else "give 2 or more, or 0 for all dp ranks")  # fmt: skip
+        if share < 1 or dp % share:
+            raise LayoutError(
+                f"zero_ranks={share} does not divide dp={dp}", where="layout", remedy="give a divisor of dp"
+            )
+        for name, other in (("stage_sizes", bool(self.stage_sizes)), ("ep", self.ep > 1 and bool(self.zero_ranks))):
+            if other:
+                what = "zero" if name == "stage_sizes" else "zero_ranks"
+                raise LayoutError(f"{what} with {name}", where="layout", remedy="leave one of them out")
 
     def _check_stage_sizes(self, sizes: dict[str, int]) -> None:
         each = sizes["dp"] * sizes["tp"]
@@ -137,16 +165,27 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def mesh(self) -> Mesh:
         """The mesh of the layout's axes: pp outermost where there is one, tp innermost; the ranks that divide the batch
-        are dp x ep where there are experts."""
+        are dp x ep where there are experts, and dp x dp_shard where only some of them share what ZeRO cuts."""
         stages = {"pp": self.pp} if self.pp > 1 else {}
-        inner = {name: size for name, size in (("ep", self.ep), ("cp", self.cp)) if size > 1}
-        return Mesh.of(**stages, dp=self.dp // self.ep, **inner, tp=self.tp)
+        shares = self.zero_ranks if self.zero_ranks < self.dp else 0
+        inner = (("dp_shard", shares), ("ep", self.ep), ("cp", self.cp))
+        sizes = {name: size for name, size in inner if size > 1}
+        return Mesh.of(**stages, dp=self.dp // self.ep // max(1, shares), **sizes, tp=self.tp)
+
+    @property
+    def zero_axis(self) -> str:
+        """The mesh axis over which ``zero`` cuts; empty where it does not."""
+        if not self.zero:
+            return ""
+        return next((name for name in ("dp_shard", "dp", "ep") if self.mesh().sizes.get(name, 1) > 1), "")
 
 
 def layout_text(layout: Layout) -> str:
     """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
     axes = " x ".join(f"{name}{size}" for name in ("dp", "ep", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
     words = [axes or "one rank"]
+    if layout.zero:
+        words.append(f"zero{layout.zero}" + (f" in {layout.zero_ranks}s" if layout.zero_ranks else ""))
     if layout.microbatches > 1:
         words.append(f"{layout.microbatches} micro-batches")
     if layout.pp > 1:

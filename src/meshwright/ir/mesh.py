@@ -71,6 +71,11 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(axis.name for axis in self.axes)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by axis, outermost first."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    @property
     def world_size(self) -> int:
         """The number of ranks."""
         return math.prod(axis.size for axis in self.axes)

@@ -1,4 +1,7 @@
-"""Where the parts of a tensor live: Shard, Replicate or Partial on each mesh axis."""
+"""Where the parts of a tensor live: Shard, Flat, Replicate or Partial on each mesh axis."""
+
+from math import prod
+from typing import TypeGuard
 
 import msgspec
 
@@ -18,6 +21,15 @@ class Shard(msgspec.Struct, frozen=True, tag="shard"):
         return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}/{self.outer})"
 
 
+class Flat(msgspec.Struct, frozen=True, tag="flat"):
+    """What the other axes leave of the tensor, in equal parts: rows of its first dim where the axis divides that, else
+    its elements in order, padded with zeros to a multiple. A placement to store in, not to compute with: any tensor
+    can be cut so, and parts of many can be gathered together. At most one axis of a tensor has it."""
+
+    def __str__(self) -> str:
+        return "flat"
+
+
 class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
     """Every rank of the axis holds the whole tensor."""
 
@@ -34,11 +46,26 @@ class Partial(msgspec.Struct, frozen=True, tag="partial"):
         return f"P({self.op})"
 
 
-Placement = Shard | Replicate | Partial
+Placement = Shard | Flat | Replicate | Partial
 Placements = dict[str, Placement]
 """By mesh axis; an axis that is not named is Replicate."""
 
 REPLICATE = Replicate()
+
+
+def is_split(placement: Placement | None) -> TypeGuard[Shard | Flat]:
+    """Whether every rank of the axis holds a part."""
+    return isinstance(placement, Shard | Flat)
+
+
+def flat_axis(placements: Placements) -> str:
+    """The axis over which a tensor is Flat; empty where there is none."""
+    return next((axis for axis, placement in placements.items() if isinstance(placement, Flat)), "")
+
+
+def unflattened(placements: Placements) -> Placements:
+    """The placements without Flat."""
+    return {axis: placement for axis, placement in placements.items() if not isinstance(placement, Flat)}
 
 
 def is_linear(choice: str) -> bool:
@@ -94,12 +121,22 @@ def output_placements(rule: Rule, strategy: dict[str, str], output: int) -> Plac
 
 
 def local_shape(shape: tuple[int, ...], placements: Placements, axis_sizes: dict[str, int]) -> tuple[int, ...]:
-    """The shape of one rank's part (all splits even)."""
+    """The shape of one rank's part (all splits even, but that of Flat, which is padded)."""
     result = list(shape)
     for axis, placement in placements.items():
         if isinstance(placement, Shard):
             result[placement.dim] //= axis_sizes[axis]
-    return tuple(result)
+    axis = flat_axis(placements)
+    return flat_shape(tuple(result), axis_sizes[axis]) if axis else tuple(result)
+
+
+def flat_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """The shape of one of ``parts`` Flat parts, of as many dims as the whole: rows, or a column of elements."""
+    if not shape:
+        return shape
+    if shape[0] % parts == 0:
+        return (shape[0] // parts, *shape[1:])
+    return (-(-prod(shape) // parts), *(1 for _ in shape[1:]))
 
 
 def describe(placements: Placements) -> str:

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from itertools import combinations
 from math import prod
 from typing import ClassVar
 
@@ -12,8 +11,16 @@ from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import Partial, Placement, Placements, Shard, describe, is_linear, output_placements
+from meshwright.ir.placement import (
+    Flat,
+    Partial,
+    Placement,
+    Placements,
+    is_linear,
+    output_placements,
+)
 from meshwright.ir.stages import cut
+from meshwright.ir.stored import check_buckets, check_gathers, check_storage
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
 
@@ -22,12 +29,15 @@ Strategy = dict[str, str]
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Gradients (by parameter) that are reduced together over one axis, and by which algorithm."""
+    """Gradients (by parameter) that are reduced together over one axis, and by which algorithm; what is stored Flat
+    there is reduced to parts. The sums are then summed over the axes ``across``. Or parameters, stored Flat over the
+    axis, that are gathered together. ``num_bytes`` are of the whole, on one rank."""
 
     axis: str
     parameters: tuple[str, ...]
     num_bytes: int
     algorithm: str = "native"
+    across: tuple[str, ...] = ()
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,10 +68,17 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """A part of the graph and how it is split. ``strategies`` are by operator name, or by the name of a repeated
     block's operator with ``*`` for the index; operators that are not named run replicated. ``first`` is the stage's
     first forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
-    (``blocks.*``), whose results backward computes again. ``axes`` are its submesh's sizes, where stages differ."""
+    (``blocks.*``), whose results backward computes again. ``axes`` are its submesh's sizes, where stages differ.
+
+    ``storage`` is that of parameters between steps, and of their optimizer state. ``gradients`` says how gradients are
+    summed up over micro-batches, where they are reduced in each: as their parameters are stored; others are reduced
+    once a step. ``released`` are the parameters that are whole only while they are used, and gathered for each use of
+    forward and again for backward; others are whole from their first use to their last."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
+    gradients: dict[str, dict[str, Placement]] = {}
+    released: tuple[str, ...] = ()
     first: str = ""
     recompute: tuple[str, ...] = ()
     axes: dict[str, int] = {}
@@ -89,6 +106,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     chunks: int = 1
     precision: str | None = None
     buckets: tuple[Bucket, ...] = ()
+    gathers: tuple[Bucket, ...] = ()
     algorithms: dict[str, str] = {}
     codec: str | None = None
     consistency: str = "sync"
@@ -123,8 +141,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def whole_step(self) -> bool:
-        """Whether a rank runs the step as one piece: no stages, no micro-batches, nothing recomputed."""
-        return len(self.stages) == 1 and self.microbatches == 1 and not self.stage.recompute
+        """Whether a rank runs the step as one piece: no stages, no micro-batches, nothing done again."""
+        again = self.stage.recompute or self.stage.released
+        return len(self.stages) == 1 and self.microbatches == 1 and not again
 
     def storage(self, parameter: str) -> dict[str, Placement]:
         """How a parameter is stored, in whatever stage holds it."""
@@ -168,12 +187,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         again = dict.fromkeys(name for stage in self.stages for name in stage.recompute)
         if again:
             lines.append(f"  computed again in backward: {', '.join(again)}")
-        for axis in dict.fromkeys(bucket.axis for bucket in self.buckets):
-            buckets = [bucket for bucket in self.buckets if bucket.axis == axis]
-            count = sum(len(bucket.parameters) for bucket in buckets)
-            size = sum(bucket.num_bytes for bucket in buckets) / 2**20
-            where = "1 bucket" if len(buckets) == 1 else f"{len(buckets)} buckets"
-            lines.append(f"  all-reduce over {axis}: {count} gradients, {size:.2f} MiB in {where}")
+        lines += _communicated(self)
         if self.prediction is not None:
             lines.append(f"  predicted: {_costs(self.prediction)}")
         if self.alternatives:
@@ -197,7 +211,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 remedy="plan this model again (meshwright plan), or pass the model that the plan belongs to",
             )
         self._check_supported(where)
-        self._check_storage(graph, where)
+        check_storage(self, graph, where)
+        check_gathers(self, graph, where)
         names = {operator.name for operator in graph.operators}
         starred_names = {starred(name) for name in names}
         for name in [name for stage in self.stages for name in stage.strategies]:
@@ -238,7 +253,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                             f"factor {letter!r} has size {rule.sizes[letter]}, {axes} {parts}",
                             where=place, remedy="a factor must divide evenly over its axes",
                         )  # fmt: skip
-        self._check_buckets(graph, self._check_partials(graph, strategies, where), where)
+        check_buckets(self, graph, self._check_partials(graph, strategies, where), where)
 
     def _check_supported(self, where: str) -> None:
         """That nothing is asked for that this version would leave undone, and that the stages go with the mesh."""
@@ -259,43 +274,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 raise PlanError(
                     f"{value!r} cannot be run by this version", where=f"{where}: {key}", remedy=f"it must be {only!r}"
                 )
-
-    def _check_storage(self, graph: Graph, where: str) -> None:
-        """That parameters are cut between factors, evenly, over axes that exist."""
-        stored = [(index, *item) for index, stage in enumerate(self.stages) for item in stage.storage.items()]
-        for index, name, placements in stored:
-            sizes = {axis.name: axis.size for axis in self.submesh(index).axes}
-            if any(stage.storage.get(name, placements) != placements for stage in self.stages):
-                raise PlanError(
-                    "stages that share it store it in different ways",
-                    where=f"{where}: storage[{name!r}]",
-                    remedy="store a tied parameter alike in all stages",
-                )
-            place = f"{where}: storage[{name!r}]"
-            if name not in graph.parameters:
-                raise PlanError(f"there is no parameter {name!r}", where=place, remedy="remove the line")
-            for axis, placement in placements.items():
-                if axis not in sizes:
-                    raise PlanError(f"unknown axis {axis!r}", where=place, remedy=f"axes are {', '.join(sizes)}")
-                if isinstance(placement, Partial):
-                    raise PlanError("a parameter cannot be Partial", where=place, remedy="make it shard or replicate")
-                if not isinstance(placement, Shard):
-                    continue
-                dims = graph.tensors[name].shape
-                if not 0 <= placement.dim < len(dims) or dims[placement.dim] % (placement.outer * sizes[axis]):
-                    raise PlanError(
-                        f"{placement} over {sizes[axis]} ranks does not fit shape {list(dims)}",
-                        where=place, remedy="choose a dim and an outer that divide evenly",
-                    )  # fmt: skip
-            cuts = [(axis, one) for axis, one in placements.items() if isinstance(one, Shard)]
-            for (axis, one), (other, two) in combinations(sorted(cuts, key=lambda cut: cut[1].outer), 2):
-                inner = two.outer if two.outer > one.outer else graph.tensors[name].shape[one.dim] // sizes[other]
-                if one.dim == two.dim and inner % (one.outer * sizes[axis]):
-                    raise PlanError(
-                        f"{one} over {axis!r} and {two} over {other!r} do not cut dim {one.dim} of "
-                        f"{list(graph.tensors[name].shape)} evenly",
-                        where=f"{where}: storage[{name!r}]", remedy="cut another dim, or leave one axis out",
-                    )  # fmt: skip
 
     def _check_partials(self, graph: Graph, strategies: dict[str, Strategy], where: str) -> dict[str, Placements]:
         """That carets stand where Partials arrive; returns the placements of all activations."""
@@ -329,34 +307,29 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 placements[output] = output_placements(rule, strategy, index) if rule else {}
         return placements
 
-    def _check_buckets(self, graph: Graph, placements: dict[str, Placements], where: str) -> None:
-        """That the gradients in buckets lie as their parameters do, but for the sum over the bucket's axis."""
-        gradients = {entry.parameter: entry.gradient for entry in graph.gradients}
-        seen: set[str] = set()
-        for index, bucket in enumerate(self.buckets):
-            for parameter in bucket.parameters:
-                gradient = gradients.get(parameter) or parameter
-                if gradient in seen:
-                    raise PlanError(
-                        f"the gradient of {parameter!r} is in a bucket already",
-                        where=f"{where}: buckets[{index}]", remedy="take it out of one",
-                    )  # fmt: skip
-                seen.add(gradient)
-                storage = self.storage(parameter)
-                wanted: Placements = {axis: one for axis, one in storage.items() if isinstance(one, Shard)}
-                wanted[bucket.axis] = Partial("sum")
-                have = dict(placements.get(gradients.get(parameter) or "", {}))
-                have.pop(TIME, None)
-                if have != wanted:
-                    raise PlanError(
-                        f"the gradient of {parameter!r} is {describe(have)}, and not {describe(wanted)}",
-                        where=f"{where}: buckets[{index}]", remedy="take it out of the bucket",
-                    )  # fmt: skip
-
 
 def starred(name: str) -> str:
     """A name with its block indices replaced: ``h.3.mlp:mm#0`` -> ``h.*.mlp:mm#0``."""
     return _INDEX.sub("*", name)
+
+
+def _communicated(plan: Plan) -> list[str]:
+    """What is reduced and gathered together, by kind and axis."""
+    kinds: dict[tuple[str, str, str], list[Bucket]] = {}
+    for bucket in plan.buckets:
+        flat = isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
+        kind = "reduce-scatter" if flat else "all-reduce"
+        over = " and ".join((bucket.axis, *bucket.across))
+        kinds.setdefault((kind, over, "gradients"), []).append(bucket)
+    for bucket in plan.gathers:
+        kinds.setdefault(("all-gather", bucket.axis, "parameters"), []).append(bucket)
+    lines = []
+    for (kind, over, what), buckets in kinds.items():
+        count = sum(len(bucket.parameters) for bucket in buckets)
+        size = sum(bucket.num_bytes for bucket in buckets) / 2**20
+        where = "1 bucket" if len(buckets) == 1 else f"{len(buckets)} buckets"
+        lines.append(f"  {kind} over {over}: {count} {what}, {size:.2f} MiB in {where}")
+    return lines
 
 
 def _costs(one: Prediction | Alternative) -> str:

@@ -215,10 +215,9 @@ def reuse_memory(graph: fx.Graph) -> None:
         last[root[node]] = max([last.get(root[node], -1), *users])
     for node in nodes:  # what a collective in flight reads must stay until it is awaited
         if node.op == "call_function" and node.target in collectives.STARTS:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
             waits = [index[user] for user in node.users if user.target is collectives.WAIT]
-            last[root[source]] = max([last[root[source]], *waits])
+            for source in node.all_input_nodes:
+                last[root[source]] = max([last[root[source]], *waits])
     kept = {root[node] for node in nodes[-1].all_input_nodes} | {
         node for node in nodes if node.op in ("placeholder", "get_attr")
     }

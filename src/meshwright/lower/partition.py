@@ -8,13 +8,16 @@ from torch import Tensor, fx
 
 from meshwright.ir.recomputation import Recomputation
 from meshwright.lower.fuse import accumulate_products, reuse_memory
+from meshwright.lower.prefetch import prefetch
 from meshwright.lower.stage import BoxedFunction, boxed_function
 from meshwright.ops import collectives
+from meshwright.ops.view import VIEWS
 
 aten = torch.ops.aten
 
 _PHASES = ("prologue", "forward", "backward", "input", "weight", "reduce", "finish")
 _LATE = ("backward", "input", "weight")
+_VIEWS = VIEWS | {aten.reshape.default, aten.contiguous.default}
 _SAME = dict.fromkeys(("backward",), _LATE) | {"input": ("input", "backward"), "weight": ("weight", "backward")}
 """Phases that do not hand values to each other: a backward runs in one piece or in two."""
 
@@ -85,10 +88,13 @@ class _Partition:
 
     def order(self, phase: str, nodes: list[fx.Node]) -> list[fx.Node]:
         """The nodes of a phase; in backward, with the forward nodes that are computed again before their first use, and
-        every gradient added up as soon as it is made: until then it holds memory, and so does what it is made of."""
+        every gradient added up as soon as it is made: until then it holds memory, and so does what it is made of.
+        Buckets are reduced as soon as their last gradient is made, one at a time."""
         inside = set(nodes)
         order: list[fx.Node] = []
         done: set[fx.Node] = set()
+        reductions = {node for node in nodes if node.target is collectives.REDUCE_TO_PARTS}
+        under_way: list[fx.Node] = []
         before = _accumulations(nodes) if phase in _LATE else {}
 
         def place(node: fx.Node) -> None:
@@ -104,6 +110,16 @@ class _Partition:
             for user in node.users:
                 if user in before and (before[user] is None or before[user] in done):
                     place(user)
+                elif user in reductions and done.issuperset(user.all_input_nodes):
+                    while under_way:
+                        finish(under_way.pop())
+                    place(user)
+                    under_way.append(user)
+
+        def finish(node: fx.Node) -> None:
+            for user in node.users:
+                place(user)
+                finish(user)
 
         for node in nodes:
             place(node)
@@ -131,6 +147,7 @@ class _Partition:
         for node in (*constants, *order):
             copies[node] = new.node_copy(node, copies.__getitem__)
         new.output([copies[node] for node in outputs])
+        prefetch(new)
         if phase in _LATE:
             accumulate_products(new)
         reuse_memory(new)
@@ -144,7 +161,9 @@ class _Partition:
         """Whether backward computes a forward node again, instead of getting it from forward."""
         if node in self.cheap:
             return self.cheap[node]
-        self.cheap[node] = False
+        self.cheap[node] = self._released(node)
+        if self.cheap[node]:
+            return True
         operator = str(node.meta.get("operator", ""))
         if node.op != "call_function" or node.meta.get("returned") or not self.again.holds(operator):
             return False
@@ -160,3 +179,11 @@ class _Partition:
                     return False  # it enters another block, and is kept for that
         self.cheap[node] = True
         return True
+
+    def _released(self, node: fx.Node) -> bool:
+        """Whether it is a parameter that was gathered for forward only, or a view of it."""
+        if node.op != "call_function" or node.meta.get("returned"):
+            return False
+        source = node.args[0] if node.args else None
+        view = node.target in _VIEWS and isinstance(source, fx.Node) and self._released(source)
+        return bool(node.meta.get("released")) or view

@@ -7,9 +7,6 @@ reduce     once a step       starts the reduction of gradients over the mesh
 finish     once a step       waits for it; loss and metrics
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -22,11 +19,12 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Partial, Placements, Shard, input_placements, local_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.recomputation import Recomputation
-from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, STEP, Cut, border
+from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, STEP, Cut, border
+from meshwright.lower.accumulate import GradientLowering
+from meshwright.lower.buckets import Value
 from meshwright.lower.fuse import fuse, propagate
 from meshwright.lower.partition import partition
-from meshwright.lower.program import Accumulator, Scalar, Slice, StageProgram, Transfer
-from meshwright.lower.spmd import Lowering, Value
+from meshwright.lower.program import Scalar, Slice, StageProgram, Transfer
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -46,18 +44,8 @@ def lower_stage(
     return _StageLowering(capture, plan, divided, stage, groups, device).lower_stage()
 
 
-class _StageLowering(Lowering):
-    def __init__(
-        self, capture: Capture, plan: Plan, divided: Cut, stage: int, groups: dict[str, AxisGroup], device: torch.device
-    ) -> None:
-        super().__init__(capture, plan, groups, device)
-        self.divided, self.stage = divided, stage
-        self.last = stage == divided.num_stages - 1
-        self.program = StageProgram(stage)
-        self.produced = {output: one for one in self.ir.operators for output in one.outputs}
-        self.sliced: dict[tuple[fx.Node, int, int], fx.Node] = {}
-        self.scaled: dict[str, Value] = {}
-        self.roots: list[fx.Node] = []
+class _StageLowering(GradientLowering):
+    """Emits a stage, phase by phase."""
 
     def lower_stage(self) -> StageProgram:
         program = self.program
@@ -93,10 +81,6 @@ class _StageLowering(Lowering):
         over_time: Placements = {axis: one for axis, one in placements.items() if axis == TIME}
         whole = local_shape(shape, over_time, self.sizes)
         return Transfer(name, node.name, local_shape(shape, placements, self.sizes), whole, self._dtype(name))
-
-    def _dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.ir.tensors[name].dtype)
-        return dtype
 
     def _batch_placements(self, name: str) -> Placements:
         """As ever; but where stages differ, each rank takes its part of every micro-batch, so that all stages have the
@@ -136,12 +120,6 @@ class _StageLowering(Lowering):
 
     # --- emission ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _in(self, phase: str) -> Iterator[None]:
-        before, self.phase = self.phase, phase
-        yield
-        self.phase = before
-
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if target in collectives.STARTS and TIME in args:
             raise PlanError(
@@ -151,12 +129,6 @@ class _StageLowering(Lowering):
             )
         return super().emit(target, *args, **kwargs)
 
-    def _given(self, name: str, phase: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
-        """A value that the executor provides."""
-        node = self.graph.placeholder(name)
-        node.meta.update(local_shape=shape, dtype=dtype, phase=phase)
-        return node
-
     def _start(self, name: str, value: Value) -> None:
         stepwise = value.phase in (STEP, PROLOGUE)
         for phase, wanted in self.phase_uses.get(name, ()):
@@ -164,7 +136,7 @@ class _StageLowering(Lowering):
                 self._version(name, value, wanted, finish=False)
 
     def _version(self, name: str, value: Value, wanted: Placements, *, finish: bool) -> fx.Node | None:
-        if value.phase not in (STEP, PROLOGUE):
+        if value.phase not in (STEP, PROLOGUE) or name in self.plan.stages[self.stage].released:
             if isinstance(wanted.get(TIME), Partial) and TIME not in value.placements:
                 value = self._share(name, value)
             return super()._version(name, value, wanted, finish=finish)
@@ -233,11 +205,6 @@ class _StageLowering(Lowering):
             for name in names:
                 found.append(self._transfer(name, self._returned(self._want(name, self._border(name)))))
 
-    def _returned(self, node: fx.Node) -> fx.Node:
-        node.meta["returned"] = True
-        self.roots.append(node)
-        return node
-
     def _update_buffers(self) -> None:
         self.phase = FORWARD
         self.meta = {"operator": "buffers"}
@@ -245,83 +212,7 @@ class _StageLowering(Lowering):
             if self._made_here(name):
                 self.program.buffer_updates[buffer] = self._returned(self._want(name, {})).name
 
-    # --- gradients -----------------------------------------------------------------------------------------------
-
-    def _accumulate_gradients(self) -> None:
-        self.meta = {"operator": "gradients"}
-        buckets = [one for one in self.plan.buckets if one.axis in self.groups]
-        bucket_of = {parameter: index for index, one in enumerate(buckets) for parameter in one.parameters}
-        waiting: dict[int, list[tuple[str, fx.Node, tuple[int, ...], torch.dtype]]] = {}
-        for parameter, by_stage in self.divided.terms.items():
-            terms = by_stage.get(self.stage)
-            if not terms:
-                continue
-            placements = self._summed(parameter, terms)
-            shape = local_shape(self.ir.tensors[parameter].shape, placements, self.sizes)
-            total = self._given("gradient", STEP, shape, self._dtype(terms[0]))
-            divided: Placements = {TIME: Partial("sum")} if TIME in self.groups else {}
-            with self._in(BACKWARD):
-                for name in terms:
-                    node = self._want(name, {**placements, **divided})
-                    self.roots.append(self.emit(aten.add_.Tensor, total, node))
-                    self.roots[-1].meta["returned"] = True
-            if parameter in bucket_of:
-                found = waiting.setdefault(bucket_of[parameter], [])
-                found.append((parameter, total, shape, self._dtype(terms[0])))
-            else:
-                self.program.accumulators.append(Accumulator(parameter, total.name, shape, self._dtype(terms[0])))
-                self._reduce(parameter, total, placements)
-        for index, members in waiting.items():
-            self._reduce_bucket(buckets[index].axis, buckets[index].algorithm, members)
-
-    def _summed(self, parameter: str, terms: tuple[str, ...]) -> Placements:
-        """As what a gradient is summed up: as its only term is made; several are first reduced."""
-        want = self._known(self.plan.storage(parameter))
-        if len(terms) > 1:
-            return want
-        placements = self.values[terms[0]].placements
-        return {axis: one for axis, one in placements.items() if axis in self.groups and axis != TIME}
-
-    def _reduce(self, parameter: str, total: fx.Node, placements: Placements) -> None:
-        want = self._known(self.plan.storage(parameter))
-        node = total
-        if placements != want:
-            with self._in(REDUCE):
-                node = self._reshard(total, self.ir.tensors[parameter].shape, placements, want)
-            self._returned(node)
-        self.program.gradients[parameter] = node.name
-
-    def _reshard(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements) -> fx.Node:
-        """Start now, and finish in ``finish``."""
-        steps = self.resharder.steps(node, shape, have, want, True)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as stop:
-                result: fx.Node = stop.value
-                return result
-            self.phase = FINISH
-
-    def _reduce_bucket(
-        self, axis: str, algorithm: str, members: list[tuple[str, fx.Node, tuple[int, ...], torch.dtype]]
-    ) -> None:
-        count = sum(prod(shape) for _, _, shape, _ in members)
-        dtype = members[0][3]
-        flat = self._given("bucket", STEP, (count,), dtype)
-        self.program.buckets[flat.name] = (count, dtype)
-        with self._in(REDUCE):
-            started = self.emit(collectives.ALL_REDUCE, flat, "sum", self.groups[axis].name, algorithm)
-        offset = 0
-        with self._in(FINISH):
-            done = self.emit(collectives.WAIT, started)
-            for parameter, total, shape, _ in members:
-                self.program.accumulators.append(
-                    Accumulator(parameter, total.name, shape, dtype, bucket=flat.name, offset=offset)
-                )
-                part = self.emit(aten.slice.Tensor, done, 0, offset, offset + prod(shape))
-                part = self._returned(self.emit(aten.view.default, part, list(shape)))
-                self.program.gradients[parameter] = part.name
-                offset += prod(shape)
+    # --- results ---------------------------------------------------------------------------------------------------
 
     def _scalars(self) -> None:
         """Loss and metrics: of each micro-batch, joined, and reduced over the mesh."""

@@ -1,13 +1,23 @@
 """From one placement to another: which collective, on which part, started early and finished at first use."""
 
 from collections.abc import Callable, Generator
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import Partial, Placements, Shard
+from meshwright.ir.placement import (
+    Flat,
+    Partial,
+    Placement,
+    Placements,
+    Shard,
+    flat_shape,
+    local_shape,
+    unflattened,
+)
 from meshwright.ir.resharding import moves
 from meshwright.ops import collectives
 
@@ -23,6 +33,7 @@ class Resharder:
     def __init__(self, emit: Emit, groups: dict[str, AxisGroup]) -> None:
         self._emit = emit
         self._groups = groups
+        self._sizes = {axis: group.size for axis, group in groups.items()}
 
     def steps(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements, owned: bool) -> Steps:
         """Reshard ``node`` (global ``shape``) from ``have`` to ``want``.
@@ -30,8 +41,7 @@ class Resharder:
         The moves and their order are those of ``ir.resharding.moves``. ``owned`` says that nobody else reads the node's
         memory, so that it may be reduced in place.
         """
-        sizes = {axis: group.size for axis, group in self._groups.items()}
-        for move in moves(have, want, sizes):
+        for move in moves(have, want, self._sizes):
             group, placement, before = self._groups[move.axis], move.placement, move.before
             if isinstance(placement, Partial):
                 if not owned:
@@ -62,20 +72,20 @@ class Resharder:
         return blocks
 
     def _local(self, shape: tuple[int, ...], now: Placements) -> list[int]:
-        result = list(shape)
-        for axis, placement in now.items():
-            if isinstance(placement, Shard):
-                result[placement.dim] //= self._groups[axis].size
-        return result
+        return list(local_shape(shape, now, self._sizes))
 
-    def _all_gather(self, node: fx.Node, axis: str, shard: Shard, now: Placements, shape: tuple[int, ...]) -> Steps:
+    def _all_gather(
+        self, node: fx.Node, axis: str, shard: Shard | Flat, now: Placements, shape: tuple[int, ...]
+    ) -> Steps:
         group = self._groups[axis]
         local = self._local(shape, now)
-        blocks = self._blocks(axis, shard, now)
+        rest = {other: placement for other, placement in now.items() if other != axis}
         node = self._emit(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm)
         yield
         node = self._emit(collectives.WAIT, node)
-        rest = {other: placement for other, placement in now.items() if other != axis}
+        if isinstance(shard, Flat):
+            return self.unpadded(node, self._local(shape, rest))
+        blocks = self._blocks(axis, shard, now)
         lead = 1
         for size in local[: shard.dim]:
             lead *= size
@@ -87,24 +97,44 @@ class Resharder:
         return self._emit(aten.reshape.default, node, whole)
 
     def _reduce_scatter(
-        self, node: fx.Node, axis: str, target: Shard, after: Placements, shape: tuple[int, ...]
+        self, node: fx.Node, axis: str, target: Shard | Flat, after: Placements, shape: tuple[int, ...]
     ) -> Steps:
         group = self._groups[axis]
         rest = {other: placement for other, placement in after.items() if other != axis}
-        blocks = self._blocks(axis, target, rest)
         local = self._local(shape, rest)
-        lead = 1
-        for size in local[: target.dim]:
-            lead *= size
-        node = self._emit(aten.reshape.default, node, [lead * blocks, group.size, -1])
-        node = self._emit(aten.transpose.int, node, 0, 1)
+        if isinstance(target, Flat):
+            node = self._in_rows(node, local, group.size)
+        else:
+            blocks = self._blocks(axis, target, rest)
+            lead = prod(local[: target.dim])
+            node = self._emit(aten.reshape.default, node, [lead * blocks, group.size, -1])
+            node = self._emit(aten.transpose.int, node, 0, 1)
         node = self._emit(collectives.REDUCE_SCATTER, node, "sum", group.name, group.size, group.algorithm)
         yield
         node = self._emit(collectives.WAIT, node)
         return self._emit(aten.reshape.default, node, self._local(shape, after))
 
-    def _slice(self, node: fx.Node, axis: str, target: Shard, now: Placements, shape: tuple[int, ...]) -> fx.Node:
+    def _in_rows(self, node: fx.Node, local: list[int], parts: int) -> fx.Node:
+        """A tensor of shape ``local`` as [parts, elements], padded with zeros where it must be."""
+        missing = prod(flat_shape(tuple(local), parts)) * parts - prod(local)
+        if missing:
+            node = self._emit(aten.reshape.default, node, [-1])
+            node = self._emit(aten.constant_pad_nd.default, node, [0, missing])
+        return self._emit(aten.reshape.default, node, [parts, -1])
+
+    def unpadded(self, node: fx.Node, local: list[int]) -> fx.Node:
+        """The tensor of shape ``local`` whose elements, and then padding, ``node`` holds."""
+        node = self._emit(aten.view.default, node, [-1])
+        return self._emit(aten.view.default, self._emit(aten.slice.Tensor, node, 0, 0, prod(local)), local)
+
+    def _slice(
+        self, node: fx.Node, axis: str, target: Shard | Flat, now: Placements, shape: tuple[int, ...]
+    ) -> fx.Node:
         group = self._groups[axis]
+        if isinstance(target, Flat):
+            before = self._local(shape, unflattened(now))
+            node = self._emit(aten.select.int, self._in_rows(node, before, group.size), 0, group.index)
+            return self._emit(aten.view.default, node, list(flat_shape(tuple(before), group.size)))
         blocks = self._blocks(axis, target, now)
         local = self._local(shape, now)
         dim, size = target.dim, local[target.dim]
@@ -118,7 +148,7 @@ class Resharder:
 
 
 def local_part(value: torch.Tensor, placements: Placements, groups: dict[str, AxisGroup]) -> torch.Tensor:
-    """This rank's part of a whole tensor (a view where one block is cut out)."""
+    """This rank's part of a whole tensor (a view where one block is cut out, and nothing is padded)."""
     shape = tuple(value.shape)
     now: Placements = {}
 
@@ -126,9 +156,10 @@ def local_part(value: torch.Tensor, placements: Placements, groups: dict[str, Ax
         return target(*args)
 
     resharder = Resharder(emit, groups)
-    for axis in groups:
-        placement = placements.get(axis)
-        if isinstance(placement, Shard):
+    cuts: list[tuple[str, Placement | None]] = [(axis, placements.get(axis)) for axis in groups]
+    cuts.sort(key=lambda cut: isinstance(cut[1], Flat))  # last
+    for axis, placement in cuts:
+        if isinstance(placement, Shard | Flat):
             value = resharder._slice(value, axis, placement, now, shape)  # type: ignore[arg-type,assignment]
             now[axis] = placement
     return value

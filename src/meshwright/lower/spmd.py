@@ -1,7 +1,8 @@
 """Plan + traced graph -> one rank's graph: every operator on its part, collectives where placements differ."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -9,11 +10,15 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.capture.builder import Capture
+from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
 from meshwright.ir.plan import Bucket, Plan, Strategy
+from meshwright.lower import buckets
+from meshwright.lower.buckets import Gathers, Value
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write_into_buckets
 from meshwright.lower.local import LocalCall
+from meshwright.lower.prefetch import prefetch
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
 from meshwright.ops import collectives
@@ -36,17 +41,6 @@ class Lowered:
     input_placements: dict[str, Placements]
     metrics: list[str]
     differentiable: list[str]
-
-
-@dataclass
-class Value:
-    """A tensor of the graph on this rank, and its versions under other placements."""
-
-    node: fx.Node
-    placements: Placements
-    owned: bool = False
-    versions: dict[tuple[tuple[str, Any], ...], "_Version"] = field(default_factory=dict)
-    phase: str = ""
 
 
 @dataclass
@@ -89,6 +83,7 @@ class Lowering:
             for name, strategy in plan.strategies(self.ir).items()
         }
         self.phase = ""
+        self.gathers = Gathers(plan, groups, self.ir.tensors, self.emit)
 
     # --- emission ------------------------------------------------------------------------------------------------
 
@@ -134,13 +129,12 @@ class Lowering:
         return {axis: placement for axis, placement in placements.items() if axis in self.groups}
 
     def _batch_placements(self, name: str) -> Placements:
-        """Batch inputs are cut over dp; other axes take what they need."""
-        if "dp" not in self.groups:
-            return {}
+        """Batch inputs are cut over dp (and dp_shard); other axes take what they need."""
+        axes = [axis for axis in DATA_AXES if axis in self.groups]
         for dim, classes in enumerate(self.ir.tensors[name].dims):
-            divides = self.ir.tensors[name].shape[dim] % self.groups["dp"].size == 0
+            divides = self.ir.tensors[name].shape[dim] % prod(self.sizes[axis] for axis in axes) == 0
             if classes and self.ir.factor_classes[classes[0]].role == "batch" and divides:
-                return {"dp": Shard(dim)}
+                return {axis: Shard(dim) for axis in axes}
         return {}
 
     def _storage_readers(self) -> dict[str, int]:
@@ -182,7 +176,8 @@ class Lowering:
         for name, wanted in self.outputs:
             self.uses.setdefault(name, []).append(wanted)
         self.bucket_left = {id(bucket): len(bucket.parameters) for bucket in self.bucket_of.values()}
-        self.bucket_nodes: dict[int, tuple[fx.Node, list[str]]] = {}
+        self.bucket_nodes: dict[int, tuple[fx.Node, Bucket]] = {}
+        self.reduced: dict[str, fx.Node] = {}
         self.gradients = gradients
 
     def _operator(self, operator: Any, storages: dict[str, int]) -> None:
@@ -256,10 +251,14 @@ class Lowering:
     def _start_bucket(self, bucket: Bucket) -> None:
         group = self.groups[bucket.axis]
         nodes = [self.values[self.gradients[parameter] or ""].node for parameter in bucket.parameters]
+        if buckets.is_cut(self.plan, bucket):
+            self._finish_buckets()  # one at a time: gradients are let go when they are reduced
+            self.bucket_nodes[id(bucket)] = buckets.start_cut(self.emit, nodes, bucket, self.groups), bucket
+            return
         flat = self.emit(aten.cat.default, [self.emit(aten.reshape.default, node, [-1]) for node in nodes])
         flat.meta["device"] = self.device
         self.bucket_nodes[id(bucket)] = (
-            self.emit(collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm), list(bucket.parameters),
+            self.emit(collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm), bucket,
         )  # fmt: skip
 
     def _want(self, name: str, wanted: Placements) -> fx.Node:
@@ -268,6 +267,8 @@ class Lowering:
         return node
 
     def _version(self, name: str, value: Value, wanted: Placements, *, finish: bool) -> fx.Node | None:
+        if name in self.gathers and value is self.values[name]:
+            value = self.gathers.whole(name, self.values, self.phase)
         have = {axis: placement for axis, placement in value.placements.items() if axis in self.groups}
         if have == wanted or not self.groups:
             return value.node
@@ -298,7 +299,8 @@ class Lowering:
     def _finish(self, inputs: dict[str, Placements], turn: Callable[[], None] | None) -> Lowered:
         self.meta = {"operator": "outputs", "backward": True}
         traced = self.capture.traced
-        reduced = self._finish_buckets()
+        self._finish_buckets()
+        reduced = self.reduced
         gradients: list[fx.Node | None] = []
         for parameter in traced.differentiable:
             gradient = self.gradients.get(parameter)
@@ -321,6 +323,7 @@ class Lowering:
         written += [last + k for k, name in enumerate(traced.buffers) if name in self.ir.buffer_updates]
         separate(self.graph, written)
         write_into_buckets(self.graph)
+        prefetch(self.graph)
         reuse_memory(self.graph)
         forward = [node for node in self.graph.nodes if node.meta.get("backward") is False]
         if turn is not None and self.ir.gradients and forward:
@@ -340,17 +343,13 @@ class Lowering:
             differentiable=list(traced.differentiable),
         )
 
-    def _finish_buckets(self) -> dict[str, fx.Node]:
-        reduced: dict[str, fx.Node] = {}
-        for started, parameters in self.bucket_nodes.values():
-            flat = self.emit(collectives.WAIT, started)
-            offset = 0
-            for parameter in parameters:
-                shape = self.values[self.gradients[parameter] or ""].node.meta["local_shape"]
-                count = 1
-                for size in shape:
-                    count *= size
-                part = self.emit(aten.slice.Tensor, flat, 0, offset, offset + count)
-                reduced[parameter] = self.emit(aten.view.default, part, list(shape))
-                offset += count
-        return reduced
+    def _finish_buckets(self) -> None:
+        """Wait for the buckets under way."""
+        for started, bucket in self.bucket_nodes.values():
+            shapes = [
+                local_shape(self.ir.tensors[name].shape, self.gradient_wants[name], self.sizes)
+                for name in bucket.parameters
+            ]
+            parts = buckets.finish(self.emit, started, bucket, self.groups, shapes)
+            self.reduced.update(zip(bucket.parameters, parts, strict=True))
+        self.bucket_nodes.clear()

@@ -5,19 +5,37 @@ swap what they have). A value that has been started must be waited for before it
 called inside of other operators' kernels, because how many rows come is known at run time: it sends ``rows``, of which
 ``counts[rank].sum()`` go to each rank in order, and returns what came, by sender, with the senders' counts for this
 rank; ``shift`` starts to send to the next rank of the group and gives what the one before sends.
+
+``gather_parts`` and ``reduce_to_parts`` move the Flat parts of many tensors together (``ir.placement.Flat``). Tensors
+that were gathered lie one after the other, each with its padding; so do the parts that are left of a sum:
+
+    parts a [2], b [1] on each of 2 ranks    ->    a0 a0 a1 a1 b0 b1           a0: rank 0's
+    tensors a [4], b [2]                     ->    a0 a0 b0 on rank 0, a1 a1 b1 on rank 1
 """
 
+from math import prod
+
 import torch
+from torch import Tensor
 from torch.library import Library, register_fake
+
+from meshwright.ir.placement import flat_shape
 
 NAMESPACE = "meshwright_comm"
 LIBRARY = Library(NAMESPACE, "DEF")
 LIBRARY.define("all_reduce_start(Tensor(a!) value, str op, str group, str algorithm) -> Tensor(a!)")
 LIBRARY.define("all_gather_start(Tensor value, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm) -> Tensor")
+LIBRARY.define("gather_parts_start(Tensor[] parts, str group, int size, str algorithm) -> Tensor")
+LIBRARY.define("reduce_to_parts_start(Tensor[] values, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)")
 LIBRARY.define("shift(Tensor value, str group, SymInt size) -> Tensor")
 LIBRARY.define("wait(Tensor(a!) value) -> Tensor(a!)")
+
+
+def _part_size(value: Tensor, parts: int) -> int:
+    return prod(flat_shape(tuple(value.shape), parts))
+
 
 register_fake(f"{NAMESPACE}::all_reduce_start", lambda value, op, group, algorithm: value, lib=LIBRARY)
 register_fake(
@@ -30,13 +48,25 @@ register_fake(
     lambda value, op, group, size, algorithm: value.new_empty(value.shape[1:]),
     lib=LIBRARY,
 )
+register_fake(
+    f"{NAMESPACE}::gather_parts_start",
+    lambda parts, group, size, algorithm: parts[0].new_empty(size * sum(part.numel() for part in parts)),
+    lib=LIBRARY,
+)
+register_fake(
+    f"{NAMESPACE}::reduce_to_parts_start",
+    lambda values, group, size, algorithm: values[0].new_empty(sum(_part_size(value, size) for value in values)),
+    lib=LIBRARY,
+)
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)
 
 _OPERATORS = torch.ops.meshwright_comm
 ALL_REDUCE = _OPERATORS.all_reduce_start.default
 ALL_GATHER = _OPERATORS.all_gather_start.default
 REDUCE_SCATTER = _OPERATORS.reduce_scatter_start.default
+GATHER_PARTS = _OPERATORS.gather_parts_start.default
+REDUCE_TO_PARTS = _OPERATORS.reduce_to_parts_start.default
 EXCHANGE_ROWS = _OPERATORS.exchange_rows.default
 SHIFT = _OPERATORS.shift.default
 WAIT = _OPERATORS.wait.default
-STARTS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER})
+STARTS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, GATHER_PARTS, REDUCE_TO_PARTS})

@@ -64,7 +64,7 @@ def plan_auto(
     pipelines: bool = True,
     progress: Progress = lambda what: None,
 ) -> Plan:
-    """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation that fits in memory.
+    """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that fits.
 
     All layouts are weighed in closed form; the ``PLAYED`` fastest are simulated, and the simplest of those that are
     within ``ALIKE`` of the fastest is taken. ``gpipe`` is left out, for ``1f1b`` takes as long with less memory;
@@ -145,6 +145,20 @@ class _Scales:
         self._works: dict[tuple[int | str | float | None, ...], Work] = {}
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
+        """As it is if that fits; else the fastest of those that fit under ZeRO with as little recomputation as the
+        limit allows; the smallest, where nothing fits."""
+        options = []
+        for zero in zeros(layout):
+            option = self._with_recomputation(msgspec.structs.replace(layout, zero=zero), limit)
+            if option.layout == layout and option.ask is self._plain and option.memory.peak_bytes <= limit:
+                return option
+            options.append(option)
+        fitting = [one for one in options if one.memory.peak_bytes <= limit]
+        if not fitting:
+            return min(options, key=lambda one: one.memory.peak_bytes)
+        return min(fitting, key=lambda one: (one.predicted.step_s, _complexity(one.layout)))
+
+    def _with_recomputation(self, layout: Layout, limit: float) -> _Option:
         """With as little recomputation as the limit allows; with the most, where nothing fits. Before that, strategies
         that need less memory are looked for, and taken where they are the faster way to fit."""
         option = self._weigh(layout, self._plain)
@@ -177,7 +191,8 @@ class _Scales:
 
     def _weigh(self, layout: Layout, ask: Ask) -> _Option:
         plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
-        key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.recompute, ask.memory_bytes)
+        key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.zero, layout.recompute,
+               ask.memory_bytes)  # fmt: skip
         if key not in self._works:
             self._works[key] = step_work(self.graph, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
         work, schedule = self._works[key], schedule_of(plan)
@@ -186,9 +201,14 @@ class _Scales:
         return _Option(plan, work, predicted, max(peaks, key=lambda one: one.peak_bytes), ask)
 
 
-def _complexity(layout: Layout) -> tuple[int, int, int, int]:
+def zeros(layout: Layout) -> tuple[Literal[0, 1, 2, 3], ...]:
+    """The stages of ZeRO that are worth weighing: in a pipeline, the others hold no less at the peak."""
+    return (0,) if layout.dp == 1 else (0, 1) if layout.pp > 1 else (0, 1, 2, 3)
+
+
+def _complexity(layout: Layout) -> tuple[int, int, int, int, int]:
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
-    return (axes, layout.chunks, layout.microbatches, RECOMPUTE.index(layout.recompute))
+    return (axes, layout.chunks, layout.microbatches, layout.zero, RECOMPUTE.index(layout.recompute))
 
 
 def _alternative(one: _Option, best: _Option, step_s: dict[str, float]) -> Alternative:

@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from math import prod
 
-from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
 from meshwright.ir.layout import TIME
 from meshwright.ir.placement import (
     REPLICATE,
@@ -11,9 +12,12 @@ from meshwright.ir.placement import (
     Placement,
     Placements,
     Shard,
+    flat_axis,
     input_placements,
     is_linear,
+    local_shape,
     output_placements,
+    unflattened,
 )
 from meshwright.ir.plan import Bucket, Strategy, starred
 from meshwright.ir.stages import Cut
@@ -105,6 +109,75 @@ def parameter_storage(graph: Graph, strategies: dict[str, Strategy]) -> dict[str
     return storage
 
 
+def parameter_gathers(
+    graph: Graph,
+    divided: Cut,
+    storage: dict[str, dict[str, Placement]],
+    axis_sizes: dict[str, int],
+    algorithms: dict[str, str],
+) -> tuple[Bucket, ...]:
+    """Parameters that are stored Flat, by stage, in the order of their first use; one that several modules use is with
+    those that the same modules use, for what is gathered together lives as long as the last of it."""
+    consumers = graph.consumers()
+    order = {operator.name: index for index, operator in enumerate(graph.operators)}
+    first = {
+        name: min((order[operator.name] for operator, _ in consumers.get(name, ())), default=len(order))
+        for name in graph.parameters
+    }
+    collect = _Buckets(algorithms)
+    for name in sorted(graph.parameters, key=first.__getitem__):
+        axis = flat_axis({one: placement for one, placement in storage[name].items() if one in axis_sizes})
+        if axis:
+            tensor = graph.tensors[name]
+            num_bytes = _local_bytes(graph, name, unflattened(storage[name]), axis_sizes)
+            modules = sorted({operator.module for operator, _ in consumers.get(name, ()) if not operator.backward})
+            shared = " ".join(modules) if len(modules) > 1 else ""
+            collect.add((divided.owners[name], axis, (), True, tensor.dtype + shared), name, num_bytes)
+    return collect.closed()
+
+
+def _local_bytes(graph: Graph, name: str, placements: Placements, axis_sizes: dict[str, int]) -> int:
+    tensor = graph.tensors[name]
+    here = {axis: one for axis, one in placements.items() if axis in axis_sizes}
+    return prod(local_shape(tensor.shape, here, axis_sizes)) * ITEM_BYTES[tensor.dtype]
+
+
+class _Buckets:
+    """Puts what goes together in buckets of at most ``BUCKET_BYTES`` (or one tensor)."""
+
+    def __init__(self, algorithms: dict[str, str]) -> None:
+        self._algorithms = algorithms
+        self._pending: dict[_Together, tuple[list[str], int]] = {}
+        self._closed: list[Bucket] = []
+
+    def add(self, key: "_Together", name: str, num_bytes: int) -> None:
+        """The next parameter; its bucket's axis, and those across, are in the key."""
+        names, total = self._pending.get(key, ([], 0))
+        if names and total + num_bytes > BUCKET_BYTES:
+            self._close(key, names, total)
+            names, total = [], 0
+        self._pending[key] = ([*names, name], total + num_bytes)
+
+    def closed(self) -> tuple[Bucket, ...]:
+        """All buckets, in the order in which they are full."""
+        for key, (names, total) in self._pending.items():
+            self._close(key, names, total)
+        return tuple(self._closed)
+
+    def _close(self, key: "_Together", names: list[str], num_bytes: int) -> None:
+        _, axis, across, _, _ = key
+        self._closed.append(
+            Bucket(
+                axis=axis, parameters=tuple(names), num_bytes=num_bytes,
+                algorithm=self._algorithms.get(axis, "native"), across=across,
+            )
+        )  # fmt: skip
+
+
+_Together = tuple[tuple[int, ...], str, tuple[str, ...], bool, str]
+"""What one bucket has in common: stages, axis, the axes across, whether Flat, and dtype (with what else counts)."""
+
+
 def gradient_buckets(
     graph: Graph,
     divided: Cut,
@@ -113,17 +186,11 @@ def gradient_buckets(
     axis_sizes: dict[str, int],
     algorithms: dict[str, str],
 ) -> tuple[Bucket, ...]:
-    """Gradients that only lack a sum over one axis, by stage, in the order that backward makes them."""
+    """Gradients that only lack a sum over one axis (or over others too, where they are reduced to parts over it), by
+    stage, in the order that backward makes them."""
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
-    pending: dict[tuple[int, str, str], tuple[list[str], int]] = {}
-    buckets: list[Bucket] = []
-
-    def close(axis: str, names: list[str], num_bytes: int) -> None:
-        buckets.append(
-            Bucket(axis=axis, parameters=tuple(names), num_bytes=num_bytes, algorithm=algorithms.get(axis, "native"))
-        )
-
+    collect = _Buckets(algorithms)
     entries = [entry for entry in graph.gradients if entry.gradient is not None]
     counts: dict[str, int] = defaultdict(int)
     for entry in entries:
@@ -135,23 +202,19 @@ def gradient_buckets(
         have.pop(TIME, None)
         axes = [axis for axis, placement in have.items() if placement == Partial("sum")]
         rest = {axis: placement for axis, placement in have.items() if axis not in axes and placement != REPLICATE}
-        if len(axes) != 1 or rest != {a: p for a, p in want.items() if a in axis_sizes}:
+        flat = flat_axis(want)
+        axis = flat if flat in axes else axes[0] if axes else ""
+        across = tuple(one for one in axis_sizes if one in axes and one != axis)
+        if not axis or (across and not flat) or (flat and flat != axis):
+            continue
+        if rest != {a: p for a, p in unflattened(want).items() if a in axis_sizes}:
             continue
         if counts[gradient] > 1 or consumers.get(gradient) or len(stages) > 1:
             continue
         tensor = graph.tensors[gradient]
-        num_bytes = tensor.num_bytes
-        for axis in rest:
-            num_bytes //= axis_sizes[axis]
-        key = (next(iter(stages)), axes[0], tensor.dtype)
-        names, total = pending.get(key, ([], 0))
-        if names and total + num_bytes > BUCKET_BYTES:
-            close(axes[0], names, total)
-            names, total = [], 0
-        pending[key] = ([*names, entry.parameter], total + num_bytes)
-    for (_, axis, _), (names, total) in pending.items():
-        close(axis, names, total)
-    return tuple(buckets)
+        num_bytes = _local_bytes(graph, gradient, rest, axis_sizes)
+        collect.add((tuple(stages), axis, across, bool(flat), tensor.dtype), entry.parameter, num_bytes)
+    return collect.closed()
 
 
 def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:

@@ -18,7 +18,14 @@ from meshwright.ir.placement import Placement, Shard
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.stages import Cut, cut
 from meshwright.planner.cut import choose_cut, follow_cut
-from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials, recomputed
+from meshwright.planner.derive import (
+    gradient_buckets,
+    grouped,
+    parameter_gathers,
+    parameter_storage,
+    pass_partials,
+    recomputed,
+)
 from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
@@ -27,6 +34,7 @@ from meshwright.planner.notes import module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
 from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
 from meshwright.planner.tensor_rule import TensorRule
+from meshwright.planner.zero import in_parts, zero_storage
 from meshwright.schedules.pipeline import build
 
 
@@ -156,6 +164,8 @@ class _Planner:
                 self._solve(pins)
         if "dp" in self.sizes:
             self._split_batch("dp")
+        if "dp_shard" in self.sizes:
+            self._split_batch("dp_shard")
         if "ep" in self.sizes:
             split_experts(self.factors, "ep", required=self.base is None)
             self._split_batch("ep")
@@ -192,6 +202,7 @@ class _Planner:
             schedule="none" if len(firsts) == 0 else self.layout.schedule,
             chunks=self.layout.chunks,
             buckets=gradient_buckets(self.graph, divided, placements, storage, self.sizes, algorithms),
+            gathers=parameter_gathers(self.graph, divided, storage, self.sizes, algorithms),
             algorithms=algorithms,
             notes=self.base.notes if self.base is not None else self._explained(),
         )
@@ -235,11 +246,14 @@ class _Planner:
             dividing_heads(sizes, axis, self.sizes[axis], operator.module)
 
     def _storage(self) -> dict[str, dict[str, Placement]]:
+        if self.base is not None:
+            return {name: self.base.storage(name) for name in self.graph.parameters}
         if self.solved is not None:
-            return self.solved.storage
-        if self.base is None:
-            return parameter_storage(self.graph, self.strategies) | {name: {} for name in self.ask.whole}
-        return {name: self.base.storage(name) for name in self.graph.parameters}
+            storage = self.solved.storage
+        else:
+            storage = parameter_storage(self.graph, self.strategies) | {name: {} for name in self.ask.whole}
+        axis = self.layout.zero_axis
+        return zero_storage(self.graph, storage, axis, self.layout.zero) if axis else storage
 
     def _firsts(self) -> tuple[str, ...]:
         """The first operators of the stages: chosen, or those of the base plan (or what runs next to them here)."""
@@ -256,9 +270,14 @@ class _Planner:
         storage: dict[str, dict[str, Placement]],
     ) -> Stage:
         mine = [one for one in self.graph.operators if divided.stage_of.get(one.name, index) == index]
+        held = {name: storage[name] for name in storage if index in divided.owners[name]}
+        base = self.base.stages[min(index, len(self.base.stages) - 1)] if self.base is not None else None
+        reduced, released = in_parts(self.graph, self.layout, held, base)
         return Stage(
             strategies=grouped({one.name: strategies[one.name] for one in mine}),
-            storage={name: storage[name] for name in storage if index in divided.owners[name]},
+            storage=held,
+            gradients={name: held[name] for name in reduced},
+            released=released,
             first=first,
             recompute=recomputed(mine, divided, self.layout.recompute),
         )

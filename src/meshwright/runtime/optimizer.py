@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from meshwright.comm.groups import sum_over
 from meshwright.errors import OptimizerError
-from meshwright.ir.placement import Shard
 from meshwright.optim.whole import NeedsShardSums, ShardSum
 from meshwright.runtime.state import LocalParameters
 
@@ -90,12 +89,7 @@ def shard_sum(parameters: LocalParameters) -> ShardSum:
 
     Ranks that share a split parameter hold the same parameters, in the same order.
     """
-    axes_of = {
-        id(parameters[name]): tuple(
-            axis for axis, placement in parameters.placements(name).items() if isinstance(placement, Shard)
-        )
-        for name in parameters
-    }
+    axes_of = {id(parameters[name]): parameters.split_axes(name) for name in parameters}
 
     def summed(of: Sequence[Tensor], values: Tensor) -> Tensor:
         alike: dict[tuple[str, ...], list[int]] = {}

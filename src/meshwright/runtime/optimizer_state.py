@@ -106,7 +106,8 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
 def make_room(
     parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any]
 ) -> tuple[States, dict[str, Part]]:
-    """The state by parameter name with its values as saved and its tensors to be filled, and these by their names.
+    """The state by parameter name with its values as saved and its tensors to be filled (but for padding, which is 0),
+    and these by their names.
 
     Dtypes stay as saved; as with ``Optimizer.load_state_dict`` everything but the step is on the parameter's device.
     """
@@ -117,7 +118,7 @@ def make_room(
             continue
         state: dict[str, Any] = {}
         for key, dtype in saved["states"][name]["tensors"].items():
-            state[key] = torch.empty_like(parameter.detach(), dtype=dtype, device=_device(key, parameter, group))
+            state[key] = torch.zeros_like(parameter.detach(), dtype=dtype, device=_device(key, parameter, group))
             parts[_entry(name, key)] = part_of(parameters, name, state[key])
         for key, value in saved["states"][name]["values"].items():
             state[key] = value.to(_device(key, parameter, group)) if isinstance(value, Tensor) else value

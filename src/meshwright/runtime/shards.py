@@ -6,6 +6,8 @@ described to torch as a list of chunks, each with its place in the whole and its
 
     whole    q0 q1 | k0 k1 | v0 v1        rank 0 holds q0 k0 v0, at 0, 2 and 4 of the whole
 
+A Flat part is a range of elements: the rest of a row, whole rows, and the beginning of a row, each a chunk.
+
 Whatever of torch's checkpoint machinery is used stands in this module; nothing of it needs DTensor.
 """
 
@@ -48,7 +50,7 @@ from torch.futures import Future
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import CheckpointError
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import Placements, Shard
+from meshwright.ir.placement import Placements, Shard, flat_axis, flat_shape, local_shape, unflattened
 from meshwright.lower.reshard import local_part
 from meshwright.runtime.state import LocalParameters
 
@@ -67,22 +69,30 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a whole tensor of ``shape``."""
+    """This rank's part of a whole tensor of ``shape``. A Flat part holds the elements from ``flat_from`` on of what
+    other axes leave, a tensor of shape ``local``; places of its chunks are places there."""
 
     value: Tensor
     shape: tuple[int, ...]
     chunks: list[Chunk]
+    local: tuple[int, ...] = ()
+    flat_from: int = -1
 
     def view(self, chunk: Chunk) -> Tensor:
         """The chunk's elements."""
         value = self.value.detach()
+        if self.flat_from >= 0:
+            strides = [math.prod(self.local[dim + 1 :]) for dim in range(len(self.local))]
+            begin = sum(start * stride for start, stride in zip(chunk.starts, strides, strict=True)) - self.flat_from
+            return value.view(-1).as_strided(chunk.sizes, strides, value.storage_offset() + begin)
         for dim, (start, size) in enumerate(zip(chunk.starts, chunk.sizes, strict=True)):
             value = value.narrow(dim, start, size)
         return value
 
 
 def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> list[Chunk]:
-    """The blocks of a whole tensor that make up this rank's part, as few as possible.
+    """The blocks of a whole tensor that make up this rank's part (of a Flat part, what other axes leave), as few as
+    possible.
 
     Which indices a rank holds along a dim is asked of ``local_part``, which cuts the parameters themselves.
     """
@@ -106,8 +116,51 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
 
 def part_of(parameters: LocalParameters, name: str, value: Tensor) -> Part:
     """``value``, split as the parameter (or buffer) of that name."""
-    shape = parameters.global_shape(name)
-    return Part(value, shape, chunks_of(shape, parameters.placements(name), parameters.groups))
+    return part_at(value, parameters.global_shape(name), parameters.placements(name), parameters.groups)
+
+
+def part_at(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Part:
+    """``value`` as this rank's part of a tensor of ``shape``, under these placements."""
+    chunks = chunks_of(shape, unflattened(placements), groups)
+    axis = flat_axis(placements)
+    if not axis:
+        return Part(value, shape, chunks)
+    local = local_shape(shape, unflattened(placements), {one: group.size for one, group in groups.items()})
+    size = math.prod(flat_shape(local, groups[axis].size))
+    begin = groups[axis].index * size
+    boxes = boxes_of(local, min(begin, math.prod(local)), min(begin + size, math.prod(local)))
+    return Part(value, shape, [found for one in chunks for box in boxes if (found := _within(one, box))], local, begin)
+
+
+def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, int], ...]]:
+    """Elements ``begin`` to ``end`` of a tensor, in their order, as boxes: (start, size) on every dim."""
+    if begin >= end:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:  # within one row
+        return [((last, 1), *box) for box in boxes_of(shape[1:], begin - last * row, end - last * row)]
+    before = boxes_of(shape[1:], begin - (first - 1) * row, row) if begin % row else []
+    after = boxes_of(shape[1:], 0, end - last * row)
+    whole = [((first, last - first), *((0, size) for size in shape[1:]))] if last > first else []
+    return [*(((first - 1, 1), *box) for box in before), *whole, *(((last, 1), *box) for box in after)]
+
+
+def _within(chunk: Chunk, box: tuple[tuple[int, int], ...]) -> Chunk | None:
+    """What of a chunk lies in a box of the part; None where nothing does."""
+    starts = tuple(max(start, begin) for start, (begin, _) in zip(chunk.starts, box, strict=True))
+    ends = [
+        min(start + size, begin + length)
+        for start, size, (begin, length) in zip(chunk.starts, chunk.sizes, box, strict=True)
+    ]
+    if any(end <= start for start, end in zip(starts, ends, strict=True)):
+        return None
+    offsets = tuple(
+        offset + start - first for offset, start, first in zip(chunk.offsets, starts, chunk.starts, strict=True)
+    )
+    return Chunk(offsets, starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
 def _whole(size: int) -> list[tuple[int, int, int]]:

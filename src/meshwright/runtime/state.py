@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.comm.groups import broadcast_along, broadcast_tensors, gather_whole
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import Placements, Shard
+from meshwright.ir.placement import Placements, is_split
 from meshwright.ir.plan import Plan
 from meshwright.ir.stages import cut
 from meshwright.lower.reshard import local_part
@@ -139,7 +139,11 @@ class LocalParameters:
 
     def is_sharded(self, name: str) -> bool:
         """Whether this rank holds only a part of the parameter."""
-        return any(isinstance(placement, Shard) for placement in self._placements.get(name, {}).values())
+        return bool(self.split_axes(name))
+
+    def split_axes(self, name: str) -> tuple[str, ...]:
+        """The axes over which ranks hold different parts of it."""
+        return tuple(axis for axis, placement in self.placements(name).items() if is_split(placement))
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
         """The whole of something that lies as the parameter (or buffer) does; every rank must call it, those that do

@@ -24,8 +24,8 @@ from meshwright.comm.groups import sum_over
 from meshwright.comm.record import COMPUTE, Recorder, recording
 from meshwright.errors import NonFiniteLossError, OptimizerError
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Plan
 from meshwright.ir.trace import Trace
 from meshwright.lower.reshard import local_part
@@ -102,8 +102,10 @@ class Trainer:
     def data_shard(self) -> tuple[int, int]:
         """(index, count): which of how many parts of the global batch ``step(batch, local=True)`` takes here. Where
         stages differ in dp, every rank takes the whole batch."""
-        group = self.groups.get("dp") if not self.plan.uneven else None
-        return (group.index, group.size) if group is not None else (0, 1)
+        index, count = 0, 1
+        for group in (self.groups[axis] for axis in DATA_AXES if axis in self.groups and not self.plan.uneven):
+            index, count = index * group.size + group.index, count * group.size
+        return index, count
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -380,9 +382,7 @@ class Trainer:
         for name, parameter in self.parameters.trainable.items():
             if parameter.grad is None or not self.parameters.counts(name):
                 continue
-            axes = tuple(
-                axis for axis, placement in self.parameters.placements(name).items() if isinstance(placement, Shard)
-            )
+            axes = self.parameters.split_axes(name)
             (split.setdefault(axes, []) if axes else whole).append(parameter.grad)
         dtypes = (getattr(torch, self.graph.tensors[name].dtype) for name in self.graph.parameters)
         total = torch.zeros((), dtype=reduce(torch.promote_types, dtypes), device=self.device)  # alike on all stages

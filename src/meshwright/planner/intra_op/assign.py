@@ -8,6 +8,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kind import kind_of
+from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Partial, Placement, Placements, input_placements, is_linear, output_placements
 from meshwright.ir.plan import Strategy
@@ -46,8 +47,8 @@ def assign(
 ) -> Assigned:
     """The cheapest strategies of all operators over the axes of ``mesh`` (but ``pp``).
 
-    The axis ``dp`` takes the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, and axes of other
-    names anything. Pins come before these.
+    The axes ``dp`` and ``dp_shard`` take the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, and
+    axes of other names anything. Pins come before these.
 
     Args:
         microbatches: in how many parts, one after the other, the batch is worked through.
@@ -68,7 +69,7 @@ def assign(
         batch = graph.factor_classes[name].role == "batch"
         if asked.get(operator.name, {}).get(axis) == letter:
             return True
-        return {"dp": batch, "cp": name in sequences, "tp": not batch}.get(axis, True)
+        return {"dp": batch, "dp_shard": batch, "cp": name in sequences, "tp": not batch}.get(axis, True)
 
     def keeps(operator: Operator, strategy: Strategy) -> bool:
         return operator.backward or _as_asked(asked.get(operator.name, {}), strategy)
@@ -80,8 +81,9 @@ def assign(
         met = 2 * _as_asked(pinned, strategy)
         if uses_axes and "tp" in sizes and "tp" not in pinned:
             met += strategy.get("tp", "") in weights.get(operator.name, ())
-        if uses_axes and "dp" in sizes and "dp" not in pinned and not operator.prologue:
-            met += 2 * (operator.classes.get(strategy.get("dp", "")) is not None)
+        for axis in DATA_AXES if uses_axes and not operator.prologue else ():
+            if axis in sizes and axis not in pinned:
+                met += 2 * (operator.classes.get(strategy.get(axis, "")) is not None)
         return met
 
     prices = Prices(graph, mesh, sizes, cluster, microbatches)

@@ -4,12 +4,14 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.placement import Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.planner.intra_op.decisions import Decision, Decisions, decisions_of
@@ -303,13 +305,14 @@ class _Formulation:
         return self._node(f"{name} given", np.zeros(1)), [self._given(name)]
 
     def _given(self, name: str) -> Placements:
-        """Inputs are cut over dp along their batch; buffers and constants are whole."""
-        tensor, parts = self.graph.tensors[name], self.sizes.get("dp", 1)
+        """Inputs are cut over dp (and dp_shard) along their batch; buffers and constants are whole."""
+        tensor, axes = self.graph.tensors[name], [axis for axis in DATA_AXES if axis in self.sizes]
+        parts = prod(self.sizes[axis] for axis in axes)
         if tensor.kind != "input" or parts == 1:
             return {}
         for dim, classes in enumerate(tensor.dims):
             if classes and self.graph.factor_classes[classes[0]].role == "batch" and tensor.shape[dim] % parts == 0:
-                return {"dp": Shard(dim)}
+                return {axis: Shard(dim) for axis in axes}
         return {}
 
 

@@ -1,0 +1,89 @@
+"""Many tensors in one collective: parameters that are gathered together, gradients that are reduced together."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshwright.ir.graph import Tensor
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.placement import Flat, Placements, local_shape, unflattened
+from meshwright.ir.plan import Bucket, Plan
+from meshwright.ops import collectives
+
+aten = torch.ops.aten
+Emit = Callable[..., fx.Node]
+
+
+@dataclass
+class Value:
+    """A tensor of the graph on this rank, and its versions under other placements."""
+
+    node: fx.Node
+    placements: Placements
+    owned: bool = False
+    versions: dict[tuple[tuple[str, Any], ...], Any] = field(default_factory=dict)
+    phase: str = ""
+
+
+class Gathers:
+    """Parameters that are stored Flat, made whole with their bucket at their first use."""
+
+    def __init__(self, plan: Plan, groups: Mapping[str, AxisGroup], tensors: Mapping[str, Tensor], emit: Emit) -> None:
+        self._groups, self._tensors, self._emit = groups, tensors, emit
+        self._sizes = {axis: group.size for axis, group in groups.items()}
+        self._released = {name for stage in plan.stages for name in stage.released}
+        self._found: dict[str, Value] = {}
+        self._bucket_of = {name: one for one in plan.gathers if one.axis in groups for name in one.parameters}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._bucket_of
+
+    def whole(self, name: str, stored: Mapping[str, Value], phase: str) -> Value:
+        """The parameter, whole over the axis over which ``stored`` has it Flat. What is released after its use is
+        marked so (``meta["released"]``), and gathered again by ``lower/partition.py``."""
+        if name not in self._found:
+            bucket = self._bucket_of[name]
+            group, names = self._groups[bucket.axis], [one for one in bucket.parameters if one in stored]
+            nodes = [stored[one].node for one in names]
+            started = self._emit(collectives.GATHER_PARTS, nodes, group.name, group.size, bucket.algorithm)
+            made, offset = [started, self._emit(collectives.WAIT, started)], 0
+            for one, node in zip(names, nodes, strict=True):
+                placements = unflattened(stored[one].placements)
+                shape = local_shape(self._tensors[one].shape, placements, self._sizes)
+                made.append(self._emit(aten.slice.Tensor, made[1], 0, offset, offset + prod(shape)))
+                made.append(self._emit(aten.view.default, made[-1], list(shape)))
+                made[-1].meta.update(local_shape=shape, dtype=node.meta["dtype"])
+                self._found[one] = Value(made[-1], placements, phase=phase)
+                offset += group.size * prod(node.meta["local_shape"])
+            for node in made:
+                node.meta.update(operator="gathers", backward=False, released=not self._released.isdisjoint(names))
+        return self._found[name]
+
+
+def is_cut(plan: Plan, bucket: Bucket) -> bool:
+    """Whether the gradients of a bucket are reduced to parts of them."""
+    return isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
+
+
+def start_cut(emit: Emit, nodes: Sequence[fx.Node], bucket: Bucket, groups: Mapping[str, AxisGroup]) -> fx.Node:
+    """Start to reduce gradients to their parts."""
+    group = groups[bucket.axis]
+    return emit(collectives.REDUCE_TO_PARTS, list(nodes), group.name, group.size, bucket.algorithm)
+
+
+def finish(
+    emit: Emit, started: fx.Node, bucket: Bucket, groups: Mapping[str, AxisGroup], shapes: Sequence[tuple[int, ...]]
+) -> list[fx.Node]:
+    """Wait for a bucket, sum it over the other axes, and take the gradients, of these shapes, out of it."""
+    flat, offset, result = emit(collectives.WAIT, started), 0, []
+    for group in (groups[axis] for axis in bucket.across):
+        flat = emit(collectives.WAIT, emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm))
+    for shape in shapes:
+        part = emit(aten.slice.Tensor, flat, 0, offset, offset + prod(shape))
+        result.append(emit(aten.view.default, part, list(shape)))
+        offset += prod(shape)
+    return result

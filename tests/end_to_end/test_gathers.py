@@ -1,0 +1,148 @@
+"""When ZeRO communicates: parameters are gathered one bucket ahead, gradients are reduced as they are made."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import fx
+
+import meshwright as mw
+from meshwright.capture.builder import Capture, capture
+from meshwright.errors import PlanError
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.placement import Flat
+from meshwright.ir.plan import Bucket, Plan
+from meshwright.ir.stages import cut
+from meshwright.lower.pipeline import lower_stage
+from meshwright.lower.program import StageProgram
+from meshwright.lower.spmd import lower
+from meshwright.models import MLP, classification_loss
+from meshwright.ops.collectives import GATHER_PARTS, REDUCE_TO_PARTS, WAIT
+
+GROUPS = {"dp": AxisGroup("dp", 2, 0)}
+LAYERS = 4
+
+
+@cache
+def captured() -> Capture:
+    batch = {"inputs": torch.zeros(8, 6), "label": torch.zeros(8, dtype=torch.int64)}
+    return capture(MLP((6, *(8,) * (LAYERS - 1), 4)), classification_loss, batch)
+
+
+def planned(zero: Any, **options: Any) -> Plan:
+    """A plan in which every layer is a bucket."""
+    plan = mw.plan(captured().graph, layout=mw.Layout(dp=2, zero=zero, **options))
+
+    def by_layer(bucket: Bucket) -> list[Bucket]:
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in bucket.parameters)
+        members = [tuple(name for name in bucket.parameters if name.startswith(layer)) for layer in layers]
+        return [msgspec.structs.replace(bucket, parameters=names) for names in members]
+
+    (gathered,), (reduced,) = plan.gathers, plan.buckets
+    plan = msgspec.structs.replace(plan, gathers=tuple(by_layer(gathered)), buckets=tuple(by_layer(reduced)))
+    plan.check(captured().graph)
+    return plan
+
+
+def program(plan: Plan) -> StageProgram:
+    return lower_stage(captured(), plan, cut(captured().graph, ()), 0, GROUPS, torch.device("cpu"))
+
+
+def _product(node: fx.Node) -> bool:
+    return str(node.target).startswith(("aten.mm", "aten.addmm"))
+
+
+def told(graph: fx.Graph) -> str:
+    """Gathers that start (g) and have come (G), products (x), reductions that start (r) and have come (R)."""
+    letters = ""
+    for node in graph.nodes:
+        if node.target is GATHER_PARTS:
+            letters += "g"
+        elif node.target is REDUCE_TO_PARTS:
+            letters += "r"
+        elif node.target is WAIT and node.args[0].target in (GATHER_PARTS, REDUCE_TO_PARTS):
+            letters += "G" if node.args[0].target is GATHER_PARTS else "R"
+        elif _product(node):
+            letters += "x"
+    return letters
+
+
+FORWARD = "gGgxGgxGgxGx"
+"""The next bucket starts when one has come, before what that is for."""
+
+
+def test_stages_1_and_2_gather_once_and_reduce_as_backward_goes() -> None:
+    for zero in (1, 2):
+        text = told(lower(captured(), planned(zero), GROUPS).graph)
+        assert text == FORWARD + "xxr" + "xxRr" + "xxRr" + "xRr" + "R"
+
+
+def test_stage_3_gathers_for_forward_and_again_for_backward() -> None:
+    """The first layer's weight is not needed for any gradient."""
+    phases = program(planned(3)).phases
+    assert told(phases["forward"].graph) == FORWARD
+    assert told(phases["backward"].graph) == "gGgxxr" + "GgxxRr" + "GxxRr" + "xRr" + "R"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_stage_3_keeps_no_parameter_between_forward_and_backward(microbatches: int) -> None:
+    forward = program(planned(3, microbatches=microbatches)).phases["forward"].graph
+    made = next(node for node in forward.nodes if node.op == "output").args[0]
+    for node in made:
+        while node.op == "call_function" and node.target not in (GATHER_PARTS, WAIT):
+            if _product(node):
+                break
+            node = node.args[0]
+        assert node.target not in (GATHER_PARTS, WAIT)
+
+
+def test_several_microbatches_share_what_stages_1_and_2_gather() -> None:
+    for zero, each, once in ((1, "xxxxxxx", "rrrr"), (2, "xxr" + "xxRr" + "xxRr" + "xRr" + "R", "")):
+        found = program(planned(zero, microbatches=2))
+        assert told(found.phases["prologue"].graph) == "gGgGgGgG"
+        assert told(found.phases["forward"].graph) == "x" * LAYERS
+        assert told(found.phases["backward"].graph) == each
+        assert told(found.phases["reduce"].graph) == once
+        whole = {one.parameter: one.shape for one in found.accumulators}
+        assert whole["layers.0.weight"] == ((8, 6) if zero == 1 else (4, 6)), "stage 2 sums up parts"
+
+
+def wrong(plan: Plan, **changes: Any) -> Plan:
+    """The plan with another stage."""
+    return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(plan.stage, **changes),))
+
+
+def test_a_plan_that_contradicts_itself_is_refused() -> None:
+    plan, name = planned(3), "layers.0.weight"
+    whole = {**plan.stage.storage, name: {}}
+    twice = msgspec.structs.replace(plan, gathers=(*plan.gathers, plan.gathers[0]))
+    mixed = msgspec.structs.replace(
+        wrong(plan, storage={**plan.stage.storage, "layers.0.bias": {}}, released=(), gradients={}), gathers=()
+    )
+    for one, message in (
+        (
+            wrong(plan, storage=whole),
+            f"plan: gathers[0]: '{name}' is not flat over 'dp'\n  -> take it out of the bucket",
+        ),
+        (twice, f"plan: gathers[4]: '{name}' is gathered already\n  -> take it out of one"),
+        (
+            msgspec.structs.replace(wrong(plan, storage=whole), gathers=()),
+            f"plan: stages[0].released: '{name}' is not stored flat\n  -> take it out",
+        ),
+        (
+            msgspec.structs.replace(wrong(plan, storage=whole, released=()), gathers=()),
+            f"plan: stages[0].gradients: the gradient of '{name}' is summed up otherwise than the parameter is stored",
+        ),
+        (mixed, "plan: buckets[3]: some of its parameters are flat over 'dp', and some are not\n  -> make two of it"),
+        (
+            wrong(plan, storage={**plan.stage.storage, name: {"dp": Flat(), "tp": Flat()}}),
+            f"plan: storage['{name}']: it is flat over two axes\n  -> leave one of them out",
+        ),
+    ):
+        with pytest.raises(PlanError) as caught:
+            one.check(captured().graph)
+        assert str(caught.value).startswith(message)

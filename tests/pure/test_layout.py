@@ -1,0 +1,57 @@
+"""Layouts: which sizes go together, and the mesh that they make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.errors import LayoutError
+from meshwright.ir.layout import Layout, layout_text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"zero": 1}, "layout: zero=1 with dp=1: there is no rank to share with\n  -> give dp of 2 or more"),
+        ({"tp": 2, "zero": 3}, "layout: zero=3 with dp=1: there is no rank to share with"),
+        ({"dp": 4, "zero": 2, "zero_ranks": 1}, "layout: zero=2 with zero_ranks=1: there is no rank to share with"),
+        ({"dp": 4, "zero": 2, "zero_ranks": 3}, "layout: zero_ranks=3 does not divide dp=4\n  -> give a divisor of dp"),
+        ({"dp": 4, "zero_ranks": 2}, "layout: zero_ranks=2 with zero=0\n  -> give zero 1, 2 or 3"),
+        ({"dp": 4, "ep": 2, "zero": 1, "zero_ranks": 2}, "layout: zero_ranks with ep\n  -> leave one of them out"),
+        (
+            {"dp": 2, "pp": 2, "zero": 1, "stage_sizes": ({"dp": 2}, {"tp": 2})},
+            "layout: zero with stage_sizes\n  -> leave one of them out",
+        ),
+        ({"dp": 2, "zero": 4}, "layout: zero is 4\n  -> use 0 or 1 or 2 or 3"),
+    ],
+)
+def test_zero_that_cannot_be_is_refused(sizes: dict[str, Any], told: str) -> None:
+    def resolve() -> None:
+        made = Layout(**sizes)
+        made.resolved(made.num_ranks)
+
+    with pytest.raises(LayoutError) as caught:
+        resolve()
+    assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "axis"),
+    [
+        (Layout(dp=2, tp=2), "dp=2 x tp=2", ""),
+        (Layout(dp=2, tp=2, zero=1), "dp=2 x tp=2", "dp"),
+        (Layout(dp=4, zero=3, zero_ranks=2), "dp=2 x dp_shard=2 x tp=1", "dp_shard"),
+        (Layout(dp=4, zero=3, zero_ranks=4), "dp=4 x tp=1", "dp"),
+        (Layout(dp=4, ep=2, zero=2), "dp=2 x ep=2 x tp=1", "dp"),
+        (Layout(dp=2, ep=2, zero=2), "dp=1 x ep=2 x tp=1", "ep"),
+    ],
+)
+def test_zero_cuts_over_ranks_that_share_the_batch(layout: Layout, mesh: str, axis: str) -> None:
+    """Neighbours, where only some of them are to share: a box."""
+    assert (str(layout.resolved(layout.num_ranks).mesh()), layout.zero_axis) == (mesh, axis)
+
+
+def test_text() -> None:
+    assert layout_text(Layout(dp=2, zero=3)) == "dp2, zero3"
+    assert layout_text(Layout(dp=4, zero=1, zero_ranks=2, microbatches=4)) == "dp4, zero1 in 2s, 4 micro-batches"
