@@ -144,13 +144,31 @@ def _experts_backward(draw: Draw) -> Arguments:
 
 
 def _convolution(draw: Draw) -> Arguments:
-    space, groups, transposed = draw.pick(1, 2), draw.pick(1, 1, 2), draw.flag()
-    n, c, f = draw.size(), draw.pick(2, 4, 6), draw.pick(2, 4, 6)
-    kernel = [draw.pick(1, 2, 3) for _ in range(space)]
+    space, groups, transposed = draw.pick(1, 2, 2, 3), draw.pick(1, 1, 1, 2), draw.flag()
+    n, c, f = draw.pick(1, 2), draw.pick(2, 4), draw.pick(2, 4)
     weight = [c, f // groups] if transposed else [f, c // groups]
-    padding, stride = draw.pick(0, 1), draw.pick(1, 2)
-    settings = ([stride] * space, [padding] * space, [1] * space, transposed, [0] * space, groups)
-    return (draw.tensor(n, c, *draw.pick([4], [5], [6]) * space), draw.tensor(*weight, *kernel), None, *settings), {}
+    image, kernel, stride, padding, dilation, more = zip(
+        *(_window(draw, transposed, draw.pick(4, 6, 8, 12)) for _ in range(space)), strict=True
+    )
+    settings = (list(stride), list(padding), list(dilation), transposed, list(more), groups)
+    return (draw.tensor(n, c, *image), draw.tensor(*weight, *kernel), None, *settings), {}
+
+
+def _window(draw: Draw, transposed: bool, rows: int) -> tuple[int, int, int, int, int, int]:
+    """(rows of the input, kernel, stride, padding, dilation, output padding) of one dim; ``rows`` are of the larger
+    side, and windows may be larger than a part, or leave it alone."""
+    kernel, stride, dilation = draw.pick(1, 2, 3, 5), draw.pick(1, 1, 2, 3), draw.pick(1, 1, 2)
+    reach = dilation * (kernel - 1)
+    padding = draw.pick(reach // 2, 0, 1, reach)
+    made = (rows + 2 * padding - reach - 1) // stride + 1
+    if made < 1:
+        return _window(draw, transposed, rows + 4)
+    if not transposed:
+        return rows, kernel, stride, padding, dilation, 0
+    output_padding = draw.pick(0, min(stride, dilation * kernel) - 1) if stride > 1 else 0
+    small = rows // stride
+    fits = (small - 1) * stride - 2 * padding + reach + output_padding + 1 > 0
+    return small, kernel, stride, padding if fits else 0, dilation, output_padding
 
 
 def _convolution_backward(draw: Draw) -> Arguments:

@@ -13,6 +13,7 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
 from meshwright.ir.plan import Bucket, Plan, Strategy
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write_into_buckets
+from meshwright.lower.halo import Exchanged
 from meshwright.lower.local import LocalCall
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
@@ -84,6 +85,7 @@ class Lowering:
         self.meta: dict[str, Any] = {}
         self.random_key: fx.Node | None = None
         self.drawn: dict[str, dict[str, str]] = {}
+        self.exchanged: Exchanged = {}
         self.strategies = {
             name: {axis: choice for axis, choice in strategy.items() if axis in groups}
             for name, strategy in plan.strategies(self.ir).items()
@@ -215,6 +217,7 @@ class Lowering:
             self.emit,
             self.random_key,
             self.drawn,
+            self.exchanged,
         )
         rule = operator_rule(source.target, self.capture.rules)
         emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged

@@ -5,10 +5,18 @@ swap what they have). A value that has been started must be waited for before it
 called inside of other operators' kernels, because how many rows come is known at run time: it sends ``rows``, of which
 ``counts[rank].sum()`` go to each rank in order, and returns what came, by sender, with the senders' counts for this
 rank; ``shift`` starts to send to the next rank of the group and gives what the one before sends.
+
+Halos (``ir.halo``): part ``index`` of a dim reads the rows from ``lows[index]`` up to ``highs[index]``.
+``halo_exchange`` gives those of them that are not its own, the rows before its part first; rows that no part has are
+``fill``. ``halo_reduce`` is its adjoint: of ``value``, which has all of these rows, each goes to the part that owns it,
+where they are added up; the result has the part's own ``rows``.
 """
 
 import torch
+from torch import Tensor
 from torch.library import Library, register_fake
+
+from meshwright.ir.halo import outside, owned
 
 NAMESPACE = "meshwright_comm"
 LIBRARY = Library(NAMESPACE, "DEF")
@@ -17,6 +25,12 @@ LIBRARY.define("all_gather_start(Tensor value, str group, int size, str algorith
 LIBRARY.define("reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)")
 LIBRARY.define("shift(Tensor value, str group, SymInt size) -> Tensor")
+LIBRARY.define(
+    "halo_exchange_start(Tensor value, int dim, int[] lows, int[] highs, float fill, str group, int index) -> Tensor"
+)
+LIBRARY.define(
+    "halo_reduce_start(Tensor value, int dim, int[] lows, int[] highs, int rows, str group, int index) -> Tensor"
+)
 LIBRARY.define("wait(Tensor(a!) value) -> Tensor(a!)")
 
 register_fake(f"{NAMESPACE}::all_reduce_start", lambda value, op, group, algorithm: value, lib=LIBRARY)
@@ -30,6 +44,22 @@ register_fake(
     lambda value, op, group, size, algorithm: value.new_empty(value.shape[1:]),
     lib=LIBRARY,
 )
+
+
+def _halo(value: Tensor, dim: int, lows: list[int], highs: list[int], fill: float, group: str, index: int) -> Tensor:
+    sides = outside((lows[index], highs[index]), owned(value.shape[dim], index))
+    rows = sum(high - low for low, high in sides)
+    return value.new_empty(*value.shape[:dim], rows, *value.shape[dim + 1 :])
+
+
+register_fake(f"{NAMESPACE}::halo_exchange_start", _halo, lib=LIBRARY)
+register_fake(
+    f"{NAMESPACE}::halo_reduce_start",
+    lambda value, dim, lows, highs, rows, group, index: value.new_empty(
+        *value.shape[:dim], rows, *value.shape[dim + 1 :]
+    ),
+    lib=LIBRARY,
+)
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)
 
 _OPERATORS = torch.ops.meshwright_comm
@@ -38,5 +68,7 @@ ALL_GATHER = _OPERATORS.all_gather_start.default
 REDUCE_SCATTER = _OPERATORS.reduce_scatter_start.default
 EXCHANGE_ROWS = _OPERATORS.exchange_rows.default
 SHIFT = _OPERATORS.shift.default
+HALO_EXCHANGE = _OPERATORS.halo_exchange_start.default
+HALO_REDUCE = _OPERATORS.halo_reduce_start.default
 WAIT = _OPERATORS.wait.default
-STARTS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER})
+STARTS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, HALO_EXCHANGE, HALO_REDUCE})

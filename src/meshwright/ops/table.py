@@ -18,6 +18,7 @@ from meshwright.ops import (
     matmul,
     normalization,
     pointwise,
+    pooling,
     random,
     reduction,
     softmax,
@@ -28,7 +29,7 @@ from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 aten = torch.ops.aten
 
 FILES = (
-    attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, random, reduction,
+    attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, pooling, random, reduction,
     softmax, view,
 )  # fmt: skip
 """The files of rules, by kind."""
