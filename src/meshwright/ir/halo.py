@@ -1,8 +1,8 @@
 """Halos: which rows of a divided dim an operator needs beyond those of its own part, and from which parts they come.
 
-    rows        0 1 2 3 | 4 5 6 7 | 8 9 10 11      three parts of a dim; windows of 3 rows, stride 1, padding 1
-    part 1            3 [ 4 5 6 7 ] 8              reads (3, 9): row 3 comes from part 0, row 8 from part 2
-    part 0         -1 [ 0 1 2 3 ] 4                reads (-1, 5): row -1 is padding
+rows        0 1 2 3 | 4 5 6 7 | 8 9 10 11      three parts of a dim; windows of 3 rows, stride 1, padding 1
+part 1            3 [ 4 5 6 7 ] 8              reads (3, 9): row 3 comes from part 0, row 8 from part 2
+part 0         -1 [ 0 1 2 3 ] 4                reads (-1, 5): row -1 is padding
 """
 
 import re

@@ -47,11 +47,9 @@ class HaloEmitter:
         pieces = [value] if kept == self._own else []
         if kept[0] < kept[1] and not pieces:
             pieces = [self._slice(value, kept[0] - self._own[0], kept[1] - self._own[0])]
-        if not before + after:
-            return pieces[0]
-        if not self._meets(mine) and pieces:
+        if not self._meets(mine):
             padding = [0, 0] * (-self._dim - 1) + [before, after]
-            return self._emit(aten.constant_pad_nd.default, pieces[0], padding, fill)
+            return self._emit(aten.constant_pad_nd.default, pieces[0], padding, fill) if any(padding) else pieces[0]
         key = (value, self._dim, mine, fill, self._group.name)
         if key not in known:
             lows, highs = map(list, zip(*mine, strict=True))
@@ -60,17 +58,18 @@ class HaloEmitter:
             )
             known[key] = self._emit(collectives.WAIT, started)
         strips = known[key]
-        first = [self._slice(strips, 0, before)] if before else []
-        last = [self._slice(strips, before, before + after)] if after else []
-        pieces = [*first, *pieces, *last]
-        return self._emit(aten.cat.default, pieces, self._dim) if len(pieces) > 1 else pieces[0]
+        if before and after and pieces:
+            pieces = [self._slice(strips, 0, before), *pieces, self._slice(strips, before, before + after)]
+        else:  # a rank that gets nothing reads its strips too, for it has something to send
+            pieces = [*pieces, strips] if after else [strips, *pieces]
+        return self._emit(aten.cat.default, pieces, self._dim) if len(pieces) > 1 else strips
 
     def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
         """This rank's part of a sum whose terms each have the rows of a range."""
         mine = self._mine(ranges)
         here = mine[self._group.index]
         kept = overlap(here, self._own)
-        if self._meets(mine) or kept[0] >= kept[1]:
+        if self._meets(mine):
             lows, highs = map(list, zip(*mine, strict=True))
             started = self._emit(
                 collectives.HALO_REDUCE, value, self._dim, lows, highs, self._rows, self._group.name,
@@ -96,8 +95,12 @@ class HaloEmitter:
         return tuple(ranges[part * self._places + self._place] for part in range(self._group.size))
 
     def _meets(self, mine: tuple[Rows, ...]) -> bool:
-        """Whether any of them needs a row of another."""
-        return any(fetched(mine, self._rows, part) for part in range(self._group.size))
+        """Whether any of them needs a row of another, or none of its own: then all of them take part."""
+        for part in range(self._group.size):
+            low, high = overlap(mine[part], owned(self._rows, part))
+            if low >= high or fetched(mine, self._rows, part):
+                return True
+        return False
 
     def _joined(self, value: fx.Node) -> fx.Node:
         for axis in reversed(self._inner):

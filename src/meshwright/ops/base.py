@@ -94,12 +94,14 @@ class Local(Protocol):
     def all_gather(self, value: Value, factor: str) -> Value:
         """All parts on new leading dims (one for each axis on which the factor is split), in the factor's order."""
 
-    def halo(self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows], fill: float = 0.0) -> Value:
-        """Of a dim (counted from the back) of ``length`` rows in the parts of a factor, the rows that ``ranges`` has for
-        this rank's part, from whichever ranks they lie on; ``fill``, where they lie on none."""
+    def halo(
+        self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows], fill: float = 0.0
+    ) -> Value:
+        """Of a dim (counted from the back) of ``length`` rows in the parts of a factor, the rows that ``ranges`` has
+        for this rank's part, from whichever ranks they lie on; ``fill``, where they lie on none."""
 
     def halo_sum(self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows]) -> Value:
-        """The adjoint of :meth:`halo`: rows of ``value``, which are those of ``ranges``, are added up at their owners."""
+        """The adjoint of :meth:`halo`: rows of ``value``, those of ``ranges``, are added up at their owners."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
         """Run an operator (emit it into the per-rank graph)."""

@@ -1,8 +1,8 @@
 """Convolution split over samples, channels, filters, groups and space, forward and backward.
 
-Split over space, each rank convolves its rows and the halo around them without padding; a transposed convolution makes
-the halo's rows too, which are added up at their owners. The gradients are the other way round (Dryden et al., "Improving
-Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", 2019, section III).
+Split over space, each rank convolves its rows and the halo around them without padding; a transposed convolution
+makes the halo's rows too, which are added up at their owners. The gradients are the other way round (Dryden et al.,
+"Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", 2019, section III).
 """
 
 import operator
@@ -91,7 +91,7 @@ def _sizes(groups: int) -> dict[str, int]:
 
 
 def _space(source: Tensor, output: Tensor, settings: _Settings, kernel: list[int], operands: tuple[int, int]) -> Space:
-    """Dims of the input and of the output, which are ``operands`` of the call."""
+    """Dims of the input and of the output; ``operands`` are those whose halo is exchanged, if it is of that side."""
     result = Space()
     for index, (name, window) in enumerate(zip(SPACE[len(kernel)], settings.windows(kernel), strict=True)):
         sizes = source.shape[2 + index], output.shape[2 + index]
@@ -123,7 +123,7 @@ def convolution_backward_rule(call: Call) -> Rule:
     grad, source, weight = call.args[:3]
     kernel = list(weight.shape[2:])
     settings = _Settings.of(call.args[4:10], len(kernel))
-    space = _space(source, grad, settings, kernel, (1, 0))
+    space = _space(source, grad, settings, kernel, (1 if call.args[10] == WEIGHT else 3, 0))
     c, f, filters = _names(settings.groups, settings.transposed)
     filters = f"{filters} {_kernel_names(len(kernel))}"
 
@@ -146,7 +146,7 @@ def convolution_local(local: Local) -> Any:
             source = fetch(local, source, side, settings.windows(kernel)[side.index], side.image, side.made)
         return local.call(local.target, source, weight, None, *rest)
     result = local.call(local.target, source, weight, None, *rest)
-    for side in sides:
+    for side in reversed(sides):
         result = give_back(local, result, side, settings.windows(kernel)[side.index], side.made, side.image)
     return result
 
@@ -176,7 +176,7 @@ def convolution_backward_local(local: Local) -> Any:
         shape[2 + side.index] = every[side.index].rows(local.input_shape(0)[2 + side.index])
     like = local.call(aten.new_empty.default, grad, shape)  # only its shape is looked at
     result = local.call(operator.getitem, gradients(grad, like), 0)
-    for side in sides:
+    for side in reversed(sides):
         result = give_back(local, result, side, every[side.index], side.image, side.made)
     return result, None, None
 

@@ -1,11 +1,11 @@
 """The spatial dims of operators that read windows of an image: their letters, how they are split, and their halos.
 
     n c ~y ~x, f c !p !q -> n f ~y ~x           as many rows as before: one letter
-    n c ~y ~x, f c !p !q -> n f ~y1 ~x1         other sizes: ``yy`` joins the rows that are read and those that are made
+    n c ~y ~x, f c !p !q -> n f ~y1 ~x1         other sizes: ``yy`` joins the rows that are read and that are made
 
-Parts are runs of rows. A part makes its rows of the small side, and for that reads those rows of the large side that its
-windows cover, from whichever ranks they lie on; then the operator runs without padding in that dim. Its adjoint gives
-gradients of all these rows, which go back to the ranks whose rows they are.
+Parts are runs of rows. A part makes its rows of the small side, and for that reads those rows of the large side that
+its windows cover, from whichever ranks they lie on; then the operator runs without padding in that dim. Its adjoint
+gives gradients of all these rows, which go back to the ranks whose rows they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class Space:
     def rule(self, call: Call, pattern: Callable[[str, str], str], **sizes: int) -> Rule:
         """The call's rule; ``pattern`` makes its text of the dims of the image and of the other side."""
         text = pattern(" ".join(self.left), " ".join(self.right))
-        return make_rule(call, text, decompositions=self.decompositions, joint=self.joint, **sizes)
+        return make_rule(call, text, decompositions=self.decompositions, joint=self.joint, **sizes)  # type: ignore[arg-type]
 
 
 def both(name: str) -> str:

@@ -29,8 +29,8 @@ from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 aten = torch.ops.aten
 
 FILES = (
-    attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, pooling, random, reduction,
-    softmax, view,
+    attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, pooling, random,
+    reduction, softmax, view,
 )  # fmt: skip
 """The files of rules, by kind."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
