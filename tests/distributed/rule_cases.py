@@ -178,34 +178,46 @@ def _convolution_backward(draw: Draw) -> Arguments:
     return (draw.tensor(*output.shape), source, weight, None, *settings, mask), {}
 
 
-def _image(draw: Draw, space: int, side: int = 4, batched: bool | None = None) -> Tensor:
+def _image(draw: Draw, space: int, sides: Sequence[int], batched: bool | None = None) -> Tensor:
+    """Samples and channels of an image, or channels alone, with sides of any of these lengths."""
     lead = draw.sizes(2) if (draw.pick(True, True, False) if batched is None else batched) else draw.sizes(1)
-    return draw.tensor(*lead, *[side + index % 2 for index in range(space)])
+    return draw.tensor(*lead, *[draw.pick(*sides) for _ in range(space)])
+
+
+_SIDES = (4, 6, 8, 5)
 
 
 def _max_pool(space: int) -> Callable[[Draw], Arguments]:
     def build(draw: Draw) -> Arguments:
-        kernel = draw.pick(2, 3)
-        return (_image(draw, space), [kernel] * space, [draw.pick(1, 2)] * space, [draw.pick(0, 1)] * space), {}
+        kernel, stride, padding = _pool_windows(draw, space)
+        source = _image(draw, space, _SIDES)
+        if draw.pick(False, False, True):  # a corner in which no window finds anything
+            source[..., :3, :] = -math.inf
+        return (source, kernel, stride, padding, [1] * space, draw.flag()), {}
 
     return build
 
 
+def _pool_windows(draw: Draw, space: int) -> tuple[list[int], list[int], list[int]]:
+    kernel = [draw.pick(2, 3, 4) for _ in range(space)]
+    padding = [draw.pick(0, 1, size // 2) for size in kernel]
+    return kernel, [draw.pick(1, 2, 2, 3) for _ in range(space)], padding
+
+
 def _max_pool_backward(space: int) -> Callable[[Draw], Arguments]:
     def build(draw: Draw) -> Arguments:
-        (source, kernel, stride, padding), _ = _max_pool(space)(draw)
+        (source, *settings), _ = _max_pool(space)(draw)
         forward = aten.max_pool2d_with_indices if space == 2 else aten.max_pool3d_with_indices
-        output, indices = forward(source, kernel, stride, padding)
-        return (draw.tensor(*output.shape), source, kernel, stride, padding, [1] * space, False, indices), {}
+        output, indices = forward(source, *settings)
+        return (draw.tensor(*output.shape), source, *settings, indices), {}
 
     return build
 
 
 def _avg_pool(space: int) -> Callable[[Draw], Arguments]:
     def build(draw: Draw) -> Arguments:
-        kernel = [draw.pick(2, 3)] * space
-        count = draw.flag()
-        return (_image(draw, space), kernel, [draw.pick(1, 2)] * space, [1] * space, False, count, None), {}
+        windows, divisor = _pool_windows(draw, space), draw.pick(None, None, 5)
+        return (_image(draw, space, _SIDES), *windows, draw.flag(), draw.flag(), divisor), {}
 
     return build
 
@@ -219,23 +231,38 @@ def _avg_pool_backward(space: int) -> Callable[[Draw], Arguments]:
     return build
 
 
-def _adaptive_avg(draw: Draw) -> Arguments:
-    return (_image(draw, 2), [draw.pick(2, 3), 2]), {}
+def _adaptive(space: int) -> Callable[[Draw], Arguments]:
+    return lambda draw: ((_image(draw, space, _SIDES), [draw.pick(1, 2, 4, 6) for _ in range(space)]), {})
 
 
-def _adaptive_avg_backward(draw: Draw) -> Arguments:
-    (source, size), _ = _adaptive_avg(draw)
-    return (draw.tensor(*aten._adaptive_avg_pool2d(source, size).shape), source), {}
+def _adaptive_avg_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        (source, size), _ = _adaptive(space)(draw)
+        return (draw.tensor(*source.shape[:-space], *size), source), {}
+
+    return build
 
 
-def _adaptive_max_backward(draw: Draw) -> Arguments:
-    (source, size), _ = _adaptive_avg(draw)
-    output, indices = aten.adaptive_max_pool2d(source, size)
-    return (draw.tensor(*output.shape), source, indices), {}
+def _adaptive_max_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        (source, size), _ = _adaptive(space)(draw)
+        output, indices = (aten.adaptive_max_pool2d if space == 2 else aten.adaptive_max_pool3d)(source, size)
+        return (draw.tensor(*output.shape), source, indices), {}
+
+    return build
 
 
 def _pad(space: int) -> Callable[[Draw], Arguments]:
-    return lambda draw: ((_image(draw, space), [1, 2] * space), {})
+    """Padding that leaves sizes which can be split, and other padding; parts may be thinner than it."""
+    return lambda draw: ((_image(draw, space, (4, 6, 8)), _flat([_margins(draw) for _ in range(space)])), {})
+
+
+def _margins(draw: Draw) -> tuple[int, int]:
+    return draw.pick((1, 1), (2, 2), (3, 1), (0, 2), (0, 0), (3, 3), (1, 2))
+
+
+def _flat(pairs: Sequence[tuple[int, int]]) -> list[int]:
+    return [one for pair in pairs for one in pair]
 
 
 def _pad_backward(space: int, forward: Any) -> Callable[[Draw], Arguments]:
@@ -246,27 +273,44 @@ def _pad_backward(space: int, forward: Any) -> Callable[[Draw], Arguments]:
     return build
 
 
-def _resize(draw: Draw) -> tuple[Tensor, list[int]]:
-    source = _image(draw, 2, side=3, batched=True)
-    return source, [source.shape[2] * 2, source.shape[3] + 1]
+def _resize(draw: Draw, space: int) -> tuple[Tensor, list[int], list[float | None]]:
+    source = _image(draw, space, (2, 4, 6), batched=True)
+    ratios = [draw.pick(2.0, 1.0, 3.0, 0.5, 1.5) for _ in range(space)]
+    size = [int(side * ratio) for side, ratio in zip(source.shape[2:], ratios, strict=True)]
+    return source, size, ratios if draw.flag() else [None] * space
 
 
-def _nearest(draw: Draw) -> Arguments:
-    return _resize(draw), {}
+def _nearest(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        source, size, scales = _resize(draw, space)
+        return (source, size, *scales), {}
+
+    return build
 
 
-def _nearest_backward(draw: Draw) -> Arguments:
-    source, size = _resize(draw)
-    return (draw.tensor(*source.shape[:2], *size), size, list(source.shape)), {}
+def _nearest_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        source, size, scales = _resize(draw, space)
+        return (draw.tensor(*source.shape[:2], *size), size, list(source.shape), *scales), {}
+
+    return build
 
 
-def _bilinear(draw: Draw) -> Arguments:
-    return (*_resize(draw), draw.flag()), {}
+def _linear(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        source, size, scales = _resize(draw, space)
+        return (source, size, draw.pick(False, False, True), *scales), {}
+
+    return build
 
 
-def _bilinear_backward(draw: Draw) -> Arguments:
-    source, size = _resize(draw)
-    return (draw.tensor(*source.shape[:2], *size), size, list(source.shape), draw.flag()), {}
+def _linear_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        source, size, scales = _resize(draw, space)
+        corners = draw.pick(False, False, True)
+        return (draw.tensor(*source.shape[:2], *size), size, list(source.shape), corners, *scales), {}
+
+    return build
 
 
 # --- creation ---------------------------------------------------------------------------------------------------------
@@ -719,26 +763,42 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.max_pool2d_with_indices_backward.default: _max_pool_backward(2),
     aten.max_pool3d_with_indices.default: _max_pool(3),
     aten.max_pool3d_with_indices_backward.default: _max_pool_backward(3),
-    aten.adaptive_max_pool2d.default: _adaptive_avg,
-    aten.adaptive_max_pool2d_backward.default: _adaptive_max_backward,
+    aten.adaptive_max_pool2d.default: _adaptive(2),
+    aten.adaptive_max_pool2d_backward.default: _adaptive_max_backward(2),
+    aten.adaptive_max_pool3d.default: _adaptive(3),
+    aten.adaptive_max_pool3d_backward.default: _adaptive_max_backward(3),
     aten.avg_pool2d.default: _avg_pool(2),
     aten.avg_pool2d_backward.default: _avg_pool_backward(2),
     aten.avg_pool3d.default: _avg_pool(3),
     aten.avg_pool3d_backward.default: _avg_pool_backward(3),
-    aten._adaptive_avg_pool2d.default: _adaptive_avg,
-    aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_backward,
+    aten._adaptive_avg_pool2d.default: _adaptive(2),
+    aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_backward(2),
+    aten._adaptive_avg_pool3d.default: _adaptive(3),
+    aten._adaptive_avg_pool3d_backward.default: _adaptive_avg_backward(3),
     aten.reflection_pad1d.default: _pad(1),
     aten.reflection_pad1d_backward.default: _pad_backward(1, aten.reflection_pad1d),
     aten.reflection_pad2d.default: _pad(2),
     aten.reflection_pad2d_backward.default: _pad_backward(2, aten.reflection_pad2d),
+    aten.reflection_pad3d.default: _pad(3),
+    aten.reflection_pad3d_backward.default: _pad_backward(3, aten.reflection_pad3d),
     aten.replication_pad1d.default: _pad(1),
     aten.replication_pad1d_backward.default: _pad_backward(1, aten.replication_pad1d),
     aten.replication_pad2d.default: _pad(2),
     aten.replication_pad2d_backward.default: _pad_backward(2, aten.replication_pad2d),
-    aten.upsample_nearest2d.default: _nearest,
-    aten.upsample_nearest2d_backward.default: _nearest_backward,
-    aten.upsample_bilinear2d.default: _bilinear,
-    aten.upsample_bilinear2d_backward.default: _bilinear_backward,
+    aten.replication_pad3d.default: _pad(3),
+    aten.replication_pad3d_backward.default: _pad_backward(3, aten.replication_pad3d),
+    aten.upsample_nearest1d.default: _nearest(1),
+    aten.upsample_nearest1d_backward.default: _nearest_backward(1),
+    aten.upsample_nearest2d.default: _nearest(2),
+    aten.upsample_nearest2d_backward.default: _nearest_backward(2),
+    aten.upsample_nearest3d.default: _nearest(3),
+    aten.upsample_nearest3d_backward.default: _nearest_backward(3),
+    aten.upsample_linear1d.default: _linear(1),
+    aten.upsample_linear1d_backward.default: _linear_backward(1),
+    aten.upsample_bilinear2d.default: _linear(2),
+    aten.upsample_bilinear2d_backward.default: _linear_backward(2),
+    aten.upsample_trilinear3d.default: _linear(3),
+    aten.upsample_trilinear3d_backward.default: _linear_backward(3),
     aten.full.default: _full,
     aten.zeros.default: _made,
     aten.ones.default: _made,

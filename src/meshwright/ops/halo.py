@@ -11,7 +11,7 @@ gives gradients of all these rows, which go back to the ranks whose rows they ar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.ir.halo import Halo
+from meshwright.ir.halo import Halo, Rows
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, Value, make_rule
 
@@ -28,13 +28,14 @@ class Space:
     decompositions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     joint: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def add(self, name: str, sizes: tuple[int, int], halo: Halo | None) -> None:
-        """A dim that is split with a halo (or without one, where no window reads another part's rows)."""
+    def add(self, name: str, sizes: tuple[int, int], halo: Halo | None, *, contiguous: bool = False) -> None:
+        """A dim that is split with a halo, or without one where no window reads another part's rows; ``contiguous``:
+        even then its parts must be runs of rows."""
         if sizes[0] == sizes[1]:
-            mark = "~" if halo is not None else ""
-            names = [f"{mark}{name}"] * 2
-            if halo is not None:
-                self.decompositions[name] = (str(halo),)
+            marked = halo is not None or contiguous
+            names = [f"~{name}" if marked else name] * 2
+            if marked:
+                self.decompositions[name] = () if halo is None else (str(halo),)
         else:
             names = [f"~{name}", f"~{name}1"]
             self.joint[both(name)] = name, f"{name}1"
@@ -111,16 +112,16 @@ class Window:
 
 def fetch(local: Local, value: Value, side: Side, window: Window, large: int, small: int, fill: float = 0.0) -> Value:
     """The rows of the large side that this rank's windows read."""
-    ranges = _ranges(local, side, window, small)
-    return local.halo(value, side.factor, side.dim, large, ranges, fill)
+    return local.halo(value, side.factor, side.dim, large, ranges(local, side, window, small), fill)
 
 
 def give_back(local: Local, value: Value, side: Side, window: Window, large: int, small: int) -> Value:
     """The adjoint: terms for the rows that this rank's windows read, added up where the rows are."""
-    return local.halo_sum(value, side.factor, side.dim, large, _ranges(local, side, window, small))
+    return local.halo_sum(value, side.factor, side.dim, large, ranges(local, side, window, small))
 
 
-def _ranges(local: Local, side: Side, window: Window, small: int) -> tuple[tuple[int, int], ...]:
+def ranges(local: Local, side: Side, window: Window, small: int) -> tuple[Rows, ...]:
+    """By part, the rows of the large side that its windows read."""
     parts = local.coordinate(side.factor)[1]
     return Halo(0, 0, window.stride, window.extent, window.padding, small).ranges(parts)
 

@@ -21,6 +21,7 @@ from meshwright.ops import (
     pooling,
     random,
     reduction,
+    resizing,
     softmax,
     view,
 )
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 
 FILES = (
     attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, pooling, random,
-    reduction, softmax, view,
+    reduction, resizing, softmax, view,
 )  # fmt: skip
 """The files of rules, by kind."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
