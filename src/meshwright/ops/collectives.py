@@ -46,18 +46,21 @@ register_fake(
 )
 
 
+def _resized(value: Tensor, dim: int, rows: int) -> Tensor:
+    shape = list(value.shape)
+    shape[dim] = rows
+    return value.new_empty(shape)
+
+
 def _halo(value: Tensor, dim: int, lows: list[int], highs: list[int], fill: float, group: str, index: int) -> Tensor:
     sides = outside((lows[index], highs[index]), owned(value.shape[dim], index))
-    rows = sum(high - low for low, high in sides)
-    return value.new_empty(*value.shape[:dim], rows, *value.shape[dim + 1 :])
+    return _resized(value, dim, sum(high - low for low, high in sides))
 
 
 register_fake(f"{NAMESPACE}::halo_exchange_start", _halo, lib=LIBRARY)
 register_fake(
     f"{NAMESPACE}::halo_reduce_start",
-    lambda value, dim, lows, highs, rows, group, index: value.new_empty(
-        *value.shape[:dim], rows, *value.shape[dim + 1 :]
-    ),
+    lambda value, dim, lows, highs, rows, group, index: _resized(value, dim, rows),
     lib=LIBRARY,
 )
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)

@@ -19,6 +19,7 @@ from meshwright.planner.derive import gradient_buckets, grouped, parameter_stora
 from meshwright.planner.factors import Factors, repeated_heads
 from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import module_notes, unsplit_notes
+from meshwright.planner.spatial_rule import SpatialRule
 from meshwright.planner.tensor_rule import TensorRule
 from meshwright.schedules.pipeline import build
 
@@ -116,6 +117,10 @@ class _Planner:
             self._split_batch("ep")
         if "cp" in self.sizes:
             self._split_sequence("cp")
+        if space := [axis for axis in self.layout.spatial_axes if axis in self.sizes]:
+            rule = SpatialRule(self.factors, self.notes)
+            rule.split(space, required=self.base is None)
+            self.axis_notes += rule.whole
         if "tp" in self.sizes and (self.base is None or not any(stage.strategies for stage in self.base.stages)):
             TensorRule(self.factors, self.notes, self.cluster).split("tp")
         elif "tp" in self.sizes:
