@@ -43,6 +43,9 @@ bench-prediction: $(STAMP) ## calibrate, predict and measure three models under 
 bench-models: $(STAMP) ## check Hugging Face models under every layout against one process
 	@$(BIN)/python -m benchmarks.models
 
+bench-models: $(STAMP) ## plan Llama-3-8B over 64 and 512 devices, against targets
+	@$(BIN)/python -m benchmarks.planning
+
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix
 

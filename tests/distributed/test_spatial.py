@@ -71,9 +71,13 @@ def points(size: int, *sides: int) -> list[Batch]:
     return [{name: torch.randn(size, 2, *sides, dtype=torch.float64) for name in ("image", "label")} for _ in range(2)]
 
 
+def unet(norm: str) -> nn.Module:
+    return UNet(depth=1, width=4, classes=3, norm=norm).double()
+
+
 MODELS: dict[str, Callable[[], Subject]] = {
-    "U-Net": lambda: Subject(UNet(depth=1, width=4, classes=3, norm="group").double(), segmentation_loss, images(2, 16, 3, (16, 16))),
-    "U-Net of one image": lambda: Subject(UNet(depth=1, width=4, classes=3, norm="batch").double(), segmentation_loss, images(1, 16, 3, (16, 16))),
+    "U-Net": lambda: Subject(unet("group"), segmentation_loss, images(2, 16, 3, (16, 16))),
+    "U-Net of one image": lambda: Subject(unet("batch"), segmentation_loss, images(1, 16, 3, (16, 16))),
     "ResNet": lambda: Subject(ResNet(width=4).double(), classification_loss, images(4, 16, 10, ())),
     "signals": lambda: Subject(Signals().double(), same_size, points(2, 32)),
     "volumes": lambda: Subject(Volumes().double(), same_size, points(2, 8, 8, 8)),

@@ -55,7 +55,8 @@ class Decomposed:
 
     def _collective(self, operator: Operator, strategy: Strategy, axis: str, text: str) -> Exchange:
         word, _, letters = text.partition(" ")
-        kind, size = _COLLECTIVES.get(word, "all_reduce"), self._parts.sizes[axis]
+        kind = _COLLECTIVES.get(word, "all_reduce")
+        size = self._parts.sizes[axis]
         if word in ("all_to_all", "ring"):
             times, position = map(int, letters.split())
             wanted = self._parts.wanted(operator, strategy, position)

@@ -28,7 +28,7 @@ def _layer_names(source: Tensor, shape: list[int]) -> tuple[str, str, str, dict[
     lead = letters(source.dim() - len(shape), "_")
     tail = [f"!k{index}" for index in range(len(shape))]
     rest = " ".join(lead) or "."
-    decompositions = {name[1:]: (f"sum 2 {rest}",) for name in tail}
+    decompositions: dict[str, tuple[str, ...]] = {name[1:]: (f"sum 2 {rest}",) for name in tail}
     return " ".join([*lead, *tail]), " ".join(tail), " ".join([*lead, *["1"] * len(tail)]), decompositions
 
 
