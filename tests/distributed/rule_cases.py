@@ -144,7 +144,7 @@ def _experts_backward(draw: Draw) -> Arguments:
 
 
 def _convolution(draw: Draw) -> Arguments:
-    space, groups, transposed = draw.pick(1, 2, 2, 3), draw.pick(1, 1, 1, 2), draw.flag()
+    space, groups, transposed = draw.pick(2, 1, 2, 3), draw.pick(1, 1, 1, 2), draw.flag()
     n, c, f = draw.pick(1, 2), draw.pick(2, 4), draw.pick(2, 4)
     weight = [c, f // groups] if transposed else [f, c // groups]
     image, kernel, stride, padding, dilation, more = zip(
@@ -157,7 +157,7 @@ def _convolution(draw: Draw) -> Arguments:
 def _window(draw: Draw, transposed: bool, rows: int) -> tuple[int, int, int, int, int, int]:
     """(rows of the input, kernel, stride, padding, dilation, output padding) of one dim; ``rows`` are of the larger
     side, and windows may be larger than a part, or leave it alone."""
-    kernel, stride, dilation = draw.pick(1, 2, 3, 5), draw.pick(1, 1, 2, 3), draw.pick(1, 1, 2)
+    kernel, stride, dilation = draw.pick(3, 1, 2, 5), draw.pick(1, 1, 2, 3), draw.pick(1, 1, 2)
     reach = dilation * (kernel - 1)
     padding = draw.pick(reach // 2, 0, 1, reach)
     made = (rows + 2 * padding - reach - 1) // stride + 1
@@ -199,9 +199,9 @@ def _max_pool(space: int) -> Callable[[Draw], Arguments]:
 
 
 def _pool_windows(draw: Draw, space: int) -> tuple[list[int], list[int], list[int]]:
-    kernel = [draw.pick(2, 3, 4) for _ in range(space)]
-    padding = [draw.pick(0, 1, size // 2) for size in kernel]
-    return kernel, [draw.pick(1, 2, 2, 3) for _ in range(space)], padding
+    kernel = [draw.pick(3, 2, 4) for _ in range(space)]
+    padding = [draw.pick(size // 2, 0, 1) for size in kernel]
+    return kernel, [draw.pick(2, 1, 2, 3) for _ in range(space)], padding
 
 
 def _max_pool_backward(space: int) -> Callable[[Draw], Arguments]:
@@ -478,7 +478,7 @@ def _layer_norm_backward(draw: Draw) -> Arguments:
 
 def _group_norm(draw: Draw) -> Arguments:
     n, groups, inner = draw.size(), draw.pick(1, 2, 4, 6), draw.pick(1, 2, 3)
-    space = draw.sizes(draw.pick(1, 2))
+    space = draw.sizes(draw.pick(2, 1))
     channels = groups * inner
     affine = draw.flag()
     weight, bias = (draw.tensor(channels) if affine else None for _ in range(2))
@@ -496,7 +496,7 @@ def _group_norm_backward(draw: Draw) -> Arguments:
 
 def _batch_source(draw: Draw) -> tuple[Tensor, Tensor | None, Tensor | None]:
     n, c = draw.pick(2, 4, 6), draw.size()
-    source = draw.tensor(n, c, *draw.sizes(draw.pick(0, 1, 2)))
+    source = draw.tensor(n, c, *draw.sizes(draw.pick(2, 1, 0)))
     affine = draw.flag()
     return source, draw.tensor(c) if affine else None, draw.tensor(c) if affine else None
 
@@ -723,7 +723,7 @@ def _cat(draw: Draw) -> Arguments:
 
 def _constant_pad(draw: Draw) -> Arguments:
     shape = draw.shape()
-    padding = [draw.pick(0, 1, 2) for _ in range(2 * draw.pick(1, len(shape)))]
+    padding = [draw.pick(1, 0, 2) for _ in range(2 * draw.pick(1, len(shape)))]
     return (draw.tensor(*shape), padding, draw.pick(0, 1.5)), {}
 
 

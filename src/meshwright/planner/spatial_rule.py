@@ -29,7 +29,7 @@ class SpatialRule:
         Raises:
             LayoutError: nothing can be split over an axis (and the split is ``required``).
         """
-        graph = self.factors.graph
+        graph, parameters = self.factors.graph, set(self.factors.graph.parameters)
         spatial = {axis: self._classes(axis) for axis in axes}
         for axis in axes:
             others = set[str]().union(*(names for other, names in spatial.items() if other != axis))
@@ -48,7 +48,8 @@ class SpatialRule:
                 if choice is not None:
                     strategy[axis] = choice
                     hits += 1
-                    if not operator.backward and operator.target.startswith(_IMAGES):
+                    weighs = operator.target.startswith(_IMAGES) or parameters.intersection(operator.inputs)
+                    if not operator.backward and weighs:
                         self.notes[operator.module].setdefault(axis, f"{choice}@{axis}\0rows of images")
             if not hits and required:
                 self._refuse(axis)
