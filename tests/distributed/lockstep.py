@@ -235,11 +235,41 @@ def execute(
             known[node] = ring.forward(round_of(args[-2]), *args[:-2], size=args[-1])
         elif node.target is torch.ops.meshwright.attention_ring_backward.default:
             known[node] = ring.backward(round_of(args[-2]), *args[:-2], size=args[-1])
+        elif node.target is collectives.HALO_EXCHANGE:
+            known[node] = halo_rows(args[0], swapped(args[5], args[0]), *args[1:5], part=args[6])
+        elif node.target is collectives.HALO_REDUCE:
+            known[node] = halo_sums(swapped(args[5], args[0]), *args[1:5], part=args[6])
         elif node.target is collectives.WAIT:
             known[node] = args[0]
         else:
             known[node] = node.target(*args, **kwargs)
     raise AssertionError("the graph has no output")
+
+
+def halo_rows(
+    own: Tensor, parts: list[Tensor], dim: int, lows: list[int], highs: list[int], fill: float, *, part: int
+) -> Tensor:
+    """Row by row: what a part reads and does not have."""
+    rows = own.shape[dim]
+    whole = torch.cat(parts, dim)
+    mine = range(part * rows, (part + 1) * rows)
+    wanted = [row for row in range(lows[part], highs[part]) if row not in mine]
+    result = torch.full([*own.shape[:dim], len(wanted), *own.shape[dim:][1:]], fill, dtype=own.dtype)
+    for place, row in enumerate(wanted):
+        if 0 <= row < whole.shape[dim]:
+            result.select(dim, place).copy_(whole.select(dim, row))
+    return result
+
+
+def halo_sums(terms: list[Tensor], dim: int, lows: list[int], highs: list[int], rows: int, *, part: int) -> Tensor:
+    """Row by row: the sum of what the parts have of this part's rows."""
+    first = terms[0]
+    result = torch.zeros([*first.shape[:dim], rows, *first.shape[dim:][1:]], dtype=first.dtype)
+    for term, low, high in zip(terms, lows, highs, strict=True):
+        for row in range(low, high):
+            if row // rows == part:
+                result.select(dim, row % rows).add_(term.select(dim, row - low))
+    return result
 
 
 # --- a whole step on a mesh -------------------------------------------------------------------------------------------

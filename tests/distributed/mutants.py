@@ -59,9 +59,28 @@ def mutants(operator: OperatorRule, call: Call, draw: Draw) -> Iterator[tuple[st
         yield "rewrite forgotten", replace(operator, local=emit_unchanged)
     if operator.contiguous:
         yield "parts need not be one run", replace(operator, contiguous=frozenset())
+    if any(text.startswith("halo") for texts in rule.decompositions.values() for text in texts):
+        yield "halo off by a row", replace(operator, local=lambda local: operator.local(_OffByOne(local)))
     if rule.decompositions:
-        bare = msgspec.structs.replace(_marks(rule, rule.decompositions, False), decompositions={}, joint={})
+        members = {member for name in rule.decompositions for member in rule.members(name)}
+        bare = msgspec.structs.replace(_marks(rule, members, False), decompositions={}, joint={})
         yield "decomposition forgotten", replace(operator, rule=_fixed(bare), local=emit_unchanged)
+
+
+class _OffByOne:
+    """What a rewrite may use, but halos begin a row too late."""
+
+    def __init__(self, local: Any) -> None:
+        self._local = local
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local, name)
+
+    def halo(self, value: Any, factor: str, dim: int, length: int, ranges: Any, fill: float = 0.0) -> Any:
+        return self._local.halo(value, factor, dim, length, [(low + 1, high + 1) for low, high in ranges], fill)
+
+    def halo_sum(self, value: Any, factor: str, dim: int, length: int, ranges: Any) -> Any:
+        return self._local.halo_sum(value, factor, dim, length, [(low + 1, high + 1) for low, high in ranges])
 
 
 def _fixed(rule: Rule) -> Callable[[Call], Rule]:
@@ -84,7 +103,7 @@ def _renamed(operand: Operand, rename: Callable[[Factor], Factor]) -> Operand:
 
 def _marks(rule: Rule, letters: Any, fixed: bool) -> Rule:
     def mark(factor: Factor) -> Factor:
-        return msgspec.structs.replace(factor, fixed=fixed) if factor.name in letters else factor
+        return msgspec.structs.replace(factor, fixed=fixed, stencil=False) if factor.name in letters else factor
 
     return _rewritten(rule, lambda operand, *_: _renamed(operand, mark))
 

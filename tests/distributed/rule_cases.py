@@ -144,13 +144,31 @@ def _experts_backward(draw: Draw) -> Arguments:
 
 
 def _convolution(draw: Draw) -> Arguments:
-    space, groups, transposed = draw.pick(1, 2), draw.pick(1, 1, 2), draw.flag()
-    n, c, f = draw.size(), draw.pick(2, 4, 6), draw.pick(2, 4, 6)
-    kernel = [draw.pick(1, 2, 3) for _ in range(space)]
+    space, groups, transposed = draw.pick(2, 1, 2, 3), draw.pick(1, 1, 1, 2), draw.flag()
+    n, c, f = draw.pick(1, 2), draw.pick(2, 4), draw.pick(2, 4)
     weight = [c, f // groups] if transposed else [f, c // groups]
-    padding, stride = draw.pick(0, 1), draw.pick(1, 2)
-    settings = ([stride] * space, [padding] * space, [1] * space, transposed, [0] * space, groups)
-    return (draw.tensor(n, c, *draw.pick([4], [5], [6]) * space), draw.tensor(*weight, *kernel), None, *settings), {}
+    image, kernel, stride, padding, dilation, more = zip(
+        *(_window(draw, transposed, draw.pick(4, 6, 8, 12)) for _ in range(space)), strict=True
+    )
+    settings = (list(stride), list(padding), list(dilation), transposed, list(more), groups)
+    return (draw.tensor(n, c, *image), draw.tensor(*weight, *kernel), None, *settings), {}
+
+
+def _window(draw: Draw, transposed: bool, rows: int) -> tuple[int, int, int, int, int, int]:
+    """(rows of the input, kernel, stride, padding, dilation, output padding) of one dim; ``rows`` are of the larger
+    side, and windows may be larger than a part, or leave it alone."""
+    kernel, stride, dilation = draw.pick(3, 1, 2, 5), draw.pick(1, 1, 2, 3), draw.pick(1, 1, 2)
+    reach = dilation * (kernel - 1)
+    padding = draw.pick(reach // 2, 0, 1, reach)
+    made = (rows + 2 * padding - reach - 1) // stride + 1
+    if made < 1:
+        return _window(draw, transposed, rows + 4)
+    if not transposed:
+        return rows, kernel, stride, padding, dilation, 0
+    output_padding = draw.pick(0, min(stride, dilation * kernel) - 1) if stride > 1 else 0
+    small = rows // stride
+    fits = (small - 1) * stride - 2 * padding + reach + output_padding + 1 > 0
+    return small, kernel, stride, padding if fits else 0, dilation, output_padding
 
 
 def _convolution_backward(draw: Draw) -> Arguments:
@@ -160,34 +178,46 @@ def _convolution_backward(draw: Draw) -> Arguments:
     return (draw.tensor(*output.shape), source, weight, None, *settings, mask), {}
 
 
-def _image(draw: Draw, space: int, side: int = 4, batched: bool | None = None) -> Tensor:
+def _image(draw: Draw, space: int, sides: Sequence[int], batched: bool | None = None) -> Tensor:
+    """Samples and channels of an image, or channels alone, with sides of any of these lengths."""
     lead = draw.sizes(2) if (draw.pick(True, True, False) if batched is None else batched) else draw.sizes(1)
-    return draw.tensor(*lead, *[side + index % 2 for index in range(space)])
+    return draw.tensor(*lead, *[draw.pick(*sides) for _ in range(space)])
+
+
+_SIDES = (4, 6, 8, 5)
 
 
 def _max_pool(space: int) -> Callable[[Draw], Arguments]:
     def build(draw: Draw) -> Arguments:
-        kernel = draw.pick(2, 3)
-        return (_image(draw, space), [kernel] * space, [draw.pick(1, 2)] * space, [draw.pick(0, 1)] * space), {}
+        kernel, stride, padding = _pool_windows(draw, space)
+        source = _image(draw, space, _SIDES)
+        if draw.pick(False, False, True):  # a corner in which no window finds anything
+            source[..., :3, :] = -math.inf
+        return (source, kernel, stride, padding, [1] * space, draw.flag()), {}
 
     return build
 
 
+def _pool_windows(draw: Draw, space: int) -> tuple[list[int], list[int], list[int]]:
+    kernel = [draw.pick(3, 2, 4) for _ in range(space)]
+    padding = [draw.pick(size // 2, 0, 1) for size in kernel]
+    return kernel, [draw.pick(2, 1, 2, 3) for _ in range(space)], padding
+
+
 def _max_pool_backward(space: int) -> Callable[[Draw], Arguments]:
     def build(draw: Draw) -> Arguments:
-        (source, kernel, stride, padding), _ = _max_pool(space)(draw)
+        (source, *settings), _ = _max_pool(space)(draw)
         forward = aten.max_pool2d_with_indices if space == 2 else aten.max_pool3d_with_indices
-        output, indices = forward(source, kernel, stride, padding)
-        return (draw.tensor(*output.shape), source, kernel, stride, padding, [1] * space, False, indices), {}
+        output, indices = forward(source, *settings)
+        return (draw.tensor(*output.shape), source, *settings, indices), {}
 
     return build
 
 
 def _avg_pool(space: int) -> Callable[[Draw], Arguments]:
     def build(draw: Draw) -> Arguments:
-        kernel = [draw.pick(2, 3)] * space
-        count = draw.flag()
-        return (_image(draw, space), kernel, [draw.pick(1, 2)] * space, [1] * space, False, count, None), {}
+        windows, divisor = _pool_windows(draw, space), draw.pick(None, None, 5)
+        return (_image(draw, space, _SIDES), *windows, draw.flag(), draw.flag(), divisor), {}
 
     return build
 
@@ -201,23 +231,38 @@ def _avg_pool_backward(space: int) -> Callable[[Draw], Arguments]:
     return build
 
 
-def _adaptive_avg(draw: Draw) -> Arguments:
-    return (_image(draw, 2), [draw.pick(2, 3), 2]), {}
+def _adaptive(space: int) -> Callable[[Draw], Arguments]:
+    return lambda draw: ((_image(draw, space, _SIDES), [draw.pick(1, 2, 4, 6) for _ in range(space)]), {})
 
 
-def _adaptive_avg_backward(draw: Draw) -> Arguments:
-    (source, size), _ = _adaptive_avg(draw)
-    return (draw.tensor(*aten._adaptive_avg_pool2d(source, size).shape), source), {}
+def _adaptive_avg_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        (source, size), _ = _adaptive(space)(draw)
+        return (draw.tensor(*source.shape[:-space], *size), source), {}
+
+    return build
 
 
-def _adaptive_max_backward(draw: Draw) -> Arguments:
-    (source, size), _ = _adaptive_avg(draw)
-    output, indices = aten.adaptive_max_pool2d(source, size)
-    return (draw.tensor(*output.shape), source, indices), {}
+def _adaptive_max_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        (source, size), _ = _adaptive(space)(draw)
+        output, indices = (aten.adaptive_max_pool2d if space == 2 else aten.adaptive_max_pool3d)(source, size)
+        return (draw.tensor(*output.shape), source, indices), {}
+
+    return build
 
 
 def _pad(space: int) -> Callable[[Draw], Arguments]:
-    return lambda draw: ((_image(draw, space), [1, 2] * space), {})
+    """Padding that leaves sizes which can be split, and other padding; parts may be thinner than it."""
+    return lambda draw: ((_image(draw, space, (4, 6, 8)), _flat([_margins(draw) for _ in range(space)])), {})
+
+
+def _margins(draw: Draw) -> tuple[int, int]:
+    return draw.pick((1, 1), (2, 2), (3, 1), (0, 2), (0, 0), (3, 3), (1, 2))
+
+
+def _flat(pairs: Sequence[tuple[int, int]]) -> list[int]:
+    return [one for pair in pairs for one in pair]
 
 
 def _pad_backward(space: int, forward: Any) -> Callable[[Draw], Arguments]:
@@ -228,27 +273,44 @@ def _pad_backward(space: int, forward: Any) -> Callable[[Draw], Arguments]:
     return build
 
 
-def _resize(draw: Draw) -> tuple[Tensor, list[int]]:
-    source = _image(draw, 2, side=3, batched=True)
-    return source, [source.shape[2] * 2, source.shape[3] + 1]
+def _resize(draw: Draw, space: int) -> tuple[Tensor, list[int], list[float | None]]:
+    source = _image(draw, space, (2, 4, 6), batched=True)
+    ratios = [draw.pick(2.0, 1.0, 3.0, 0.5, 1.5) for _ in range(space)]
+    size = [int(side * ratio) for side, ratio in zip(source.shape[2:], ratios, strict=True)]
+    return source, size, ratios if draw.flag() else [None] * space
 
 
-def _nearest(draw: Draw) -> Arguments:
-    return _resize(draw), {}
+def _nearest(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        source, size, scales = _resize(draw, space)
+        return (source, size, *scales), {}
+
+    return build
 
 
-def _nearest_backward(draw: Draw) -> Arguments:
-    source, size = _resize(draw)
-    return (draw.tensor(*source.shape[:2], *size), size, list(source.shape)), {}
+def _nearest_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        source, size, scales = _resize(draw, space)
+        return (draw.tensor(*source.shape[:2], *size), size, list(source.shape), *scales), {}
+
+    return build
 
 
-def _bilinear(draw: Draw) -> Arguments:
-    return (*_resize(draw), draw.flag()), {}
+def _linear(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        source, size, scales = _resize(draw, space)
+        return (source, size, draw.pick(False, False, True), *scales), {}
+
+    return build
 
 
-def _bilinear_backward(draw: Draw) -> Arguments:
-    source, size = _resize(draw)
-    return (draw.tensor(*source.shape[:2], *size), size, list(source.shape), draw.flag()), {}
+def _linear_backward(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        source, size, scales = _resize(draw, space)
+        corners = draw.pick(False, False, True)
+        return (draw.tensor(*source.shape[:2], *size), size, list(source.shape), corners, *scales), {}
+
+    return build
 
 
 # --- creation ---------------------------------------------------------------------------------------------------------
@@ -416,7 +478,7 @@ def _layer_norm_backward(draw: Draw) -> Arguments:
 
 def _group_norm(draw: Draw) -> Arguments:
     n, groups, inner = draw.size(), draw.pick(1, 2, 4, 6), draw.pick(1, 2, 3)
-    space = draw.sizes(draw.pick(1, 2))
+    space = draw.sizes(draw.pick(2, 1))
     channels = groups * inner
     affine = draw.flag()
     weight, bias = (draw.tensor(channels) if affine else None for _ in range(2))
@@ -434,7 +496,7 @@ def _group_norm_backward(draw: Draw) -> Arguments:
 
 def _batch_source(draw: Draw) -> tuple[Tensor, Tensor | None, Tensor | None]:
     n, c = draw.pick(2, 4, 6), draw.size()
-    source = draw.tensor(n, c, *draw.sizes(draw.pick(0, 1, 2)))
+    source = draw.tensor(n, c, *draw.sizes(draw.pick(2, 1, 0)))
     affine = draw.flag()
     return source, draw.tensor(c) if affine else None, draw.tensor(c) if affine else None
 
@@ -661,7 +723,7 @@ def _cat(draw: Draw) -> Arguments:
 
 def _constant_pad(draw: Draw) -> Arguments:
     shape = draw.shape()
-    padding = [draw.pick(0, 1, 2) for _ in range(2 * draw.pick(1, len(shape)))]
+    padding = [draw.pick(1, 0, 2) for _ in range(2 * draw.pick(1, len(shape)))]
     return (draw.tensor(*shape), padding, draw.pick(0, 1.5)), {}
 
 
@@ -701,26 +763,42 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.max_pool2d_with_indices_backward.default: _max_pool_backward(2),
     aten.max_pool3d_with_indices.default: _max_pool(3),
     aten.max_pool3d_with_indices_backward.default: _max_pool_backward(3),
-    aten.adaptive_max_pool2d.default: _adaptive_avg,
-    aten.adaptive_max_pool2d_backward.default: _adaptive_max_backward,
+    aten.adaptive_max_pool2d.default: _adaptive(2),
+    aten.adaptive_max_pool2d_backward.default: _adaptive_max_backward(2),
+    aten.adaptive_max_pool3d.default: _adaptive(3),
+    aten.adaptive_max_pool3d_backward.default: _adaptive_max_backward(3),
     aten.avg_pool2d.default: _avg_pool(2),
     aten.avg_pool2d_backward.default: _avg_pool_backward(2),
     aten.avg_pool3d.default: _avg_pool(3),
     aten.avg_pool3d_backward.default: _avg_pool_backward(3),
-    aten._adaptive_avg_pool2d.default: _adaptive_avg,
-    aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_backward,
+    aten._adaptive_avg_pool2d.default: _adaptive(2),
+    aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_backward(2),
+    aten._adaptive_avg_pool3d.default: _adaptive(3),
+    aten._adaptive_avg_pool3d_backward.default: _adaptive_avg_backward(3),
     aten.reflection_pad1d.default: _pad(1),
     aten.reflection_pad1d_backward.default: _pad_backward(1, aten.reflection_pad1d),
     aten.reflection_pad2d.default: _pad(2),
     aten.reflection_pad2d_backward.default: _pad_backward(2, aten.reflection_pad2d),
+    aten.reflection_pad3d.default: _pad(3),
+    aten.reflection_pad3d_backward.default: _pad_backward(3, aten.reflection_pad3d),
     aten.replication_pad1d.default: _pad(1),
     aten.replication_pad1d_backward.default: _pad_backward(1, aten.replication_pad1d),
     aten.replication_pad2d.default: _pad(2),
     aten.replication_pad2d_backward.default: _pad_backward(2, aten.replication_pad2d),
-    aten.upsample_nearest2d.default: _nearest,
-    aten.upsample_nearest2d_backward.default: _nearest_backward,
-    aten.upsample_bilinear2d.default: _bilinear,
-    aten.upsample_bilinear2d_backward.default: _bilinear_backward,
+    aten.replication_pad3d.default: _pad(3),
+    aten.replication_pad3d_backward.default: _pad_backward(3, aten.replication_pad3d),
+    aten.upsample_nearest1d.default: _nearest(1),
+    aten.upsample_nearest1d_backward.default: _nearest_backward(1),
+    aten.upsample_nearest2d.default: _nearest(2),
+    aten.upsample_nearest2d_backward.default: _nearest_backward(2),
+    aten.upsample_nearest3d.default: _nearest(3),
+    aten.upsample_nearest3d_backward.default: _nearest_backward(3),
+    aten.upsample_linear1d.default: _linear(1),
+    aten.upsample_linear1d_backward.default: _linear_backward(1),
+    aten.upsample_bilinear2d.default: _linear(2),
+    aten.upsample_bilinear2d_backward.default: _linear_backward(2),
+    aten.upsample_trilinear3d.default: _linear(3),
+    aten.upsample_trilinear3d_backward.default: _linear_backward(3),
     aten.full.default: _full,
     aten.zeros.default: _made,
     aten.ones.default: _made,

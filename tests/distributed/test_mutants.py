@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.ops import convolution
+from meshwright.ops import pooling, resizing
 from meshwright.ops.base import Unsplit
 from tests.distributed.lockstep import Subject, WrongRuleError, refined, subject
 from tests.distributed.mutants import Chance, mutants
@@ -19,9 +19,9 @@ aten = torch.ops.aten
 ours = torch.ops.meshwright
 
 SEEDS = 40
-UNCHECKED = frozenset(convolution.RULES) - {aten.convolution.default, aten.convolution_backward.default}
+UNCHECKED = frozenset({*pooling.RULES, *resizing.RULES}) - {aten.constant_pad_nd.default}
 """Pooling, padding and resizing: kernels that write where indices and shapes say, without a look at bounds."""
-HARMLESS = frozenset({"letter dropped", "^ added", "^ moved", "reduced otherwise"})
+HARMLESS = frozenset({"letter dropped", "^ added", "^ moved", "reduced otherwise", "halo off by a row"})
 """Changes under which an operator still gets parts that belong together."""
 FOUND = (WrongRuleError, RuntimeError, IndexError, ValueError, AssertionError)
 _CONSTANT = "a constant is the same in every dim"

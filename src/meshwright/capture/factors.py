@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from meshwright.ir.rule import Dim, Factor, Operand, Pattern, Rule
 
-PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "p", "q", "j", "m")
+PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "z", "p", "q", "j", "m")
 """Letters by how much they say; a class takes the best name that any of its operators gives it."""
 
 
@@ -27,7 +27,6 @@ class Atom:
     parent: "Atom | None" = None
     parts: "list[Atom] | None" = None
     hint: str = ""
-    pinned: bool = False
 
     def root(self) -> "Atom":
         atom = self
@@ -59,7 +58,6 @@ def _union(a: Atom, b: Atom) -> None:
     if a is b:
         return
     b.parent = a
-    a.pinned |= b.pinned
     if _rank(b.hint) < _rank(a.hint):
         a.hint = b.hint
 
@@ -90,7 +88,7 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
             j += 1
         else:
             large, small = (one, two) if one.size > two.size else (two, one)
-            if large.pinned or small.size == 0 or large.size % small.size:
+            if small.size == 0 or large.size % small.size:
                 return False
             _cut(large, small.size)
     return True
@@ -109,15 +107,8 @@ class BoundRule:
 def bind(rule: Rule, contiguous: frozenset[str] = frozenset()) -> BoundRule:
     """Fresh atoms for the letters and literal sizes of a rule."""
     pattern = rule.parsed
-    pinned = {
-        factor.name
-        for operand in (*pattern.inputs, *pattern.outputs)
-        for dim in operand.dims
-        for factor in dim
-        if factor.stencil
-    }
     letters = {
-        name: [Atom(size, hint="" if name.startswith("_") else name.rstrip("0123456789"), pinned=name in pinned)]
+        name: [Atom(size, hint="" if name.startswith("_") else name.rstrip("0123456789"))]
         for name, size in rule.sizes.items()
     }
     bound = BoundRule(rule, letters, contiguous)
@@ -146,8 +137,8 @@ def dim_atoms(bound: BoundRule, operand: Operand, output: bool, index: int) -> l
 def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, str], dict[str, tuple[str, ...]]]:
     """The refined rule, the class of each of its letters, and what each original letter became.
 
-    ``names`` gives the class name of each leaf atom (by id). A letter that needs contiguous parts, or has a
-    decomposition, can only be split at its outermost factor. Letters of one class stay apart (the queries and the
+    ``names`` gives the class name of each leaf atom (by id). A letter that needs contiguous parts, has a decomposition,
+    or is a stencil can only be split at its outermost factor. Letters of one class stay apart (the queries and the
     keys of self-attention are both the sequence): splitting the one does not split the other.
     """
     letter_of: dict[tuple[str, int], str] = {}
@@ -156,7 +147,9 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
     became: dict[str, tuple[str, ...]] = {}
     decompositions: dict[str, tuple[str, ...]] = {}
     fixed: set[str] = set()
-    fixed_originals = bound.rule.parsed.fixed_names()
+    stencils: set[str] = set()
+    fixed_originals, stencil_originals = bound.rule.parsed.fixed_names(), bound.rule.parsed.stencil_names()
+    outermost_only = bound.contiguous | bound.rule.decompositions.keys() | stencil_originals
     for original, atoms in bound.letters.items():
         mine: list[str] = []
         for position, atom in enumerate(leaves(atoms)):
@@ -171,13 +164,14 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
                 sizes[letter] = atom.size
             letter = letter_of[original, id(atom)]
             mine.append(letter)
-            needs_outermost = original in bound.contiguous or original in bound.rule.decompositions
-            if position and needs_outermost:
+            if position and original in outermost_only:
                 fixed.add(letter)
             elif original in bound.rule.decompositions:
                 decompositions[letter] = bound.rule.decompositions[original]
             if original in fixed_originals:
                 fixed.add(letter)
+            if original in stencil_originals and not position:
+                stencils.add(letter)
         became[original] = tuple(mine)
     # a letter whose parts are one and the same factor (a square that was flattened) cannot be split
     doubled = {letter for mine in became.values() for letter in mine if mine.count(letter) > 1}
@@ -195,9 +189,8 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
                 for atom, letter in zip(
                     leaves(bound.letters.get(factor.name, [])), became.get(factor.name, ()), strict=True
                 ):
-                    factors.append(
-                        Factor("", size=atom.size) if letter in used else Factor(letter, fixed=letter in fixed)
-                    )
+                    marks = {"fixed": letter in fixed, "stencil": letter in stencils - fixed}
+                    factors.append(Factor("", size=atom.size) if letter in used else Factor(letter, **marks))
                     used.add(letter)
             dims.append(tuple(factors))
         return Operand(tuple(dims), operand.linear)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import Library
 
+from meshwright.comm import halo
 from meshwright.comm.groups import exchange, process_group
 from meshwright.comm.record import blocking, current
 from meshwright.comm.transport.base import Work
@@ -187,6 +188,26 @@ def shift(value: Tensor, group: str, size: int) -> Tensor:
     return _in_flight(result, works, "shift", group, begun)
 
 
+def halo_exchange_start(
+    value: Tensor, dim: int, lows: list[int], highs: list[int], fill: float, group: str, index: int
+) -> Tensor:
+    """Start to get the rows of a dim that this part reads and others have."""
+    begun = time.perf_counter()
+    ranges = tuple(zip(lows, highs, strict=True))
+    result, work = halo.exchange(value, dim, ranges, fill, process_group(group), index)
+    return _in_flight(result, work, "halo", group, begun)
+
+
+def halo_reduce_start(
+    value: Tensor, dim: int, lows: list[int], highs: list[int], rows: int, group: str, index: int
+) -> Tensor:
+    """Start to add up, at their owners, the rows that the parts have of each other."""
+    begun = time.perf_counter()
+    ranges = tuple(zip(lows, highs, strict=True))
+    result, work = halo.reduce(value, dim, ranges, rows, process_group(group), index)
+    return _in_flight(result, work, "halo", group, begun)
+
+
 def wait(value: Tensor) -> Tensor:
     """Block until the collective that makes ``value`` is done."""
     found = value.__dict__.pop(_WORK, None)
@@ -196,7 +217,8 @@ def wait(value: Tensor) -> Tensor:
         if work is not None:
             work.wait()
         if (recorder := current()) is not None:
-            recorder.collective(what, group, (begun, started, waiting, time.perf_counter()), value.nbytes)
+            num_bytes = work.num_bytes if isinstance(work, halo.Transfers) else value.nbytes
+            recorder.collective(what, group, (begun, started, waiting, time.perf_counter()), num_bytes)
     return value
 
 
@@ -208,6 +230,8 @@ for _name, _function in (
     ("reduce_to_parts_start", reduce_to_parts_start),
     ("exchange_rows", exchange_rows),
     ("shift", shift),
+    ("halo_exchange_start", halo_exchange_start),
+    ("halo_reduce_start", halo_reduce_start),
     ("wait", wait),
 ):
     LIBRARY.impl(_name, _function, "CPU")

@@ -93,6 +93,8 @@ def duration_s(network: Network, collective: Collective, num_bytes: float, group
             return network.all_to_all_s(num_bytes, group)
         case "broadcast":
             return network.broadcast_s(num_bytes, group)
+        case "halo":
+            return network.halo_s(num_bytes, group)
 
 
 def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:

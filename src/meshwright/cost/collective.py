@@ -26,8 +26,9 @@ class Network:
     one box share its links (``Level.shared_beta_s_per_byte``).
 
     ``bytes`` is the whole vector: what each rank holds before an all-reduce, a reduce-scatter or an all-to-all, and
-    after an all-gather or a broadcast. What the cluster's file has measured is taken from there, between its sizes in
-    proportion: of several algorithms the fastest, for a group of as many ranks at the level that joins them.
+    after an all-gather or a broadcast; of a halo, what the busiest rank gets. What the cluster's file has measured is
+    taken from there, between its sizes in proportion: of several algorithms the fastest, for a group of as many ranks
+    at the level that joins them.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -89,6 +90,15 @@ class Network:
             seconds += (inside - before) * level.alpha_s + sent * level.shared_beta_s_per_byte(unit)
             before = inside
         return seconds
+
+    def halo_s(self, num_bytes: float, group: Group) -> float:
+        """Messages to and from the neighbours, all at once, over the slowest level that has ranks on both sides."""
+        if group.size < 2:
+            return 0.0
+        if (measured := self._table_s("send", num_bytes, Group(2, group.stride))) is not None:
+            return measured
+        paths = [(level.alpha_s, level.shared_beta_s_per_byte(unit)) for level, _, unit in self._members(group)]
+        return self.start_s + max((alpha_s + num_bytes * beta for alpha_s, beta in paths), default=0.0)
 
     def send_s(self, num_bytes: float, stride: int) -> float:
         """A message to the rank ``stride`` further, while all ranks of a unit send theirs."""

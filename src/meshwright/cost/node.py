@@ -8,7 +8,8 @@ from meshwright.ir.graph import Graph
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective over an axis, of ``bytes`` (the whole vector), over ranks that all come to it."""
+    """A collective over an axis, of ``bytes`` (as ``cost.collective.Network`` counts them), over ranks that all come to
+    it."""
 
     what: str
     kind: str

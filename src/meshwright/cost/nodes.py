@@ -12,6 +12,7 @@ The walk is that of ``lower/spmd.py`` and ``lower/pipeline.py``, on sizes instea
 from dataclasses import dataclass, field
 from math import prod
 
+from meshwright.cost.decomposed import Decomposed
 from meshwright.cost.node import Exchange, Node, storage_readers
 from meshwright.cost.operators import Cost, Parts, Rates, operator_cost
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
@@ -28,8 +29,6 @@ _IN_PLACE = frozenset({
     "meshwright.cross_entropy_backward",
 })  # fmt: skip
 """Operators that write into an input that nobody reads again (``lower/fuse.py``: reuse_memory)."""
-_COLLECTIVES = {"gather": "all_gather", "all_to_all": "all_to_all", "ring": "all_gather"}
-"""By the first word of what a decomposition communicates; what goes round a ring is what a gather would bring."""
 _WRITES_INTO = frozenset({"aten.mm", "aten.add", "aten.sum"})
 """Operators that compute a gradient where it is summed up, or in its bucket."""
 
@@ -68,6 +67,7 @@ class StageNodes:
         self._producers = graph.producers()
         self._readers = storage_readers(graph)
         self._consumers = graph.consumers()
+        self.decomposed = Decomposed(self.parts)
         self._walk()
 
     # --- the walk --------------------------------------------------------------------------------------------------
@@ -136,20 +136,10 @@ class StageNodes:
         node = Node(
             operator.name, phase, operator.name, cost, inputs, in_place=base in _IN_PLACE, scratch_bytes=scratch
         )
-        for axis, factor in self.parts.decomposed(operator, strategy):
-            assert operator.rule is not None
-            for text in operator.rule.decompositions[factor]:
-                word, _, letters = text.partition(" ")
-                kind = _COLLECTIVES.get(word, "all_reduce")
-                if word in ("all_to_all", "ring"):
-                    times, position = map(int, letters.split())
-                    wanted = self.parts.wanted(operator, strategy, position)
-                    num_bytes = times * self.parts.num_bytes(operator.inputs[position], wanted)
-                    num_bytes *= self.sizes[axis] if word == "ring" else 1
-                else:
-                    num_bytes = self.parts.letters_bytes(operator, strategy, letters)
-                    num_bytes *= self.sizes[axis] if kind == "all_gather" else 1
-                node.exchanges.append(Exchange(f"{operator.name} {text}", kind, axis, num_bytes))
+        inside = self.decomposed.of(operator, strategy, inputs)
+        node.exchanges += inside.exchanges
+        node.cost += self.rates.stream("copy", 2 * inside.copied_bytes)
+        node.scratch_bytes += inside.copied_bytes
         self.nodes.append(node)
         for index, name in enumerate(operator.outputs):
             if name not in self.graph.tensors:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo"]
 
 
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="compute"):
@@ -17,7 +17,7 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="comp
 
 
 class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="communicate"):
-    """A collective along a mesh axis of ``bytes`` (the whole vector, as ``cost.collective.Network`` counts them). It
+    """A collective along a mesh axis of ``bytes`` (as ``cost.collective.Network`` counts them). It
     starts when every rank of its group has come to it. ``blocking``: what follows waits for its end; else ``Wait``.
     ``members``: the coordinates on ``pp`` that take part, rising; all of the axis where it is empty."""
 

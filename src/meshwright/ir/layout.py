@@ -34,6 +34,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     parameters, which are then gathered for every use."""
     zero_ranks: int = 0
     """How many neighbouring dp ranks share one copy of what ``zero`` cuts; the other dp ranks hold copies. 0: all."""
+    spatial: tuple[int, ...] = ()
+    """Into how many parts images are cut: ``(height, width)``, or height alone; volumes ``(depth, height, width)``.
+    Convolutions exchange the rows at the borders."""
     pp: int = 1
     """Pipeline-parallel size: divides the model into stages, one after the other."""
     microbatches: int = 1
@@ -64,7 +67,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def num_ranks(self) -> int:
         """The ranks that it needs; negative where a size is open."""
-        return math.prod((self.dp, self.cp, self.tp, self.pp))
+        return math.prod((self.dp, self.cp, self.tp, self.pp, *self.spatial))
+
+    @property
+    def spatial_axes(self) -> dict[str, int]:
+        """The axes of space, by name: ``sz``, ``sy`` and ``sx`` cut depth, height and width."""
+        names = {0: (), 1: ("sy",), 2: ("sy", "sx"), 3: ("sz", "sy", "sx")}[len(self.spatial)]
+        return dict(zip(names, self.spatial, strict=True))
 
     def resolved(self, world_size: int) -> "Layout":
         """The layout with -1 filled in.
@@ -80,13 +89,19 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if len(free) > 1:
             given = " and ".join(f"{name}=-1" for name in free)
             raise LayoutError(given, where="layout", remedy="leave only one of them open")
-        product = math.prod(size for size in sizes.values() if size != -1)
+        if len(self.spatial) > 3 or min(self.spatial, default=1) < 1:
+            raise LayoutError(
+                f"spatial={list(self.spatial)}", where="layout", remedy="give up to three sizes of 1 or more: [2, 2]"
+            )
+        space = math.prod(self.spatial)
+        product = math.prod(size for size in sizes.values() if size != -1) * space
         if free and world_size % product == 0:
             sizes[free[0]] = world_size // product
             product = world_size
         if product != world_size:
             named = [name for name in sizes if name in ("dp", "tp") or sizes[name] != 1]
             asked = " x ".join(f"{name}={getattr(self, name)}" for name in named)
+            asked += f" x spatial={list(self.spatial)}" if space > 1 else ""
             raise LayoutError(
                 f"{asked} needs {product} ranks, there are {world_size}",
                 where="layout",
@@ -141,8 +156,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def _check_stage_sizes(self, sizes: dict[str, int]) -> None:
         each = sizes["dp"] * sizes["tp"]
-        if self.stage_sizes and max(sizes["cp"], self.ep) > 1:
-            raise LayoutError("stage_sizes with cp or ep", where="layout: stage_sizes", remedy="leave one of them out")
+        if self.stage_sizes and max(sizes["cp"], self.ep, *self.spatial) > 1:
+            raise LayoutError(
+                "stage_sizes with cp, ep or spatial", where="layout: stage_sizes", remedy="leave one of them out"
+            )
         if self.stage_sizes and len(self.stage_sizes) != sizes["pp"]:
             raise LayoutError(
                 f"{len(self.stage_sizes)} stage_sizes for pp={sizes['pp']}", where="layout: stage_sizes",
@@ -168,7 +185,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         are dp x ep where there are experts, and dp x dp_shard where only some of them share what ZeRO cuts."""
         stages = {"pp": self.pp} if self.pp > 1 else {}
         shares = self.zero_ranks if self.zero_ranks < self.dp else 0
-        inner = (("dp_shard", shares), ("ep", self.ep), ("cp", self.cp))
+        inner = (("dp_shard", shares), ("ep", self.ep), ("cp", self.cp), *self.spatial_axes.items())
         sizes = {name: size for name, size in inner if size > 1}
         return Mesh.of(**stages, dp=self.dp // self.ep // max(1, shares), **sizes, tp=self.tp)
 
@@ -183,6 +200,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 def layout_text(layout: Layout) -> str:
     """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
     axes = " x ".join(f"{name}{size}" for name in ("dp", "ep", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
+    if max(layout.spatial, default=1) > 1:
+        axes += " x " * bool(axes) + "spatial " + "x".join(map(str, layout.spatial))
     words = [axes or "one rank"]
     if layout.zero:
         words.append(f"zero{layout.zero}" + (f" in {layout.zero_ranks}s" if layout.zero_ranks else ""))

@@ -112,7 +112,7 @@ def output_placements(rule: Rule, strategy: dict[str, str], output: int) -> Plac
             shard = factor_placement(pattern.dims, rule.sizes, *rule.members(choice))
             if shard is not None:
                 result[axis] = shard
-            elif choice not in rule.decompositions:
+            elif rule.sums(choice):
                 result[axis] = Partial(rule.reduction)
             elif axis == TIME and rule.decompositions[choice][0].startswith("sum"):
                 # Micro-batches exchange nothing: what the decomposition would sum over them stays a term of the sum.

@@ -1,11 +1,13 @@
 """How an operator may be split: einops-like patterns whose letters are factors."""
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 
 import msgspec
 
 from meshwright.errors import RuleError
+from meshwright.ir.halo import WORD as HALO
 
 _TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+")
 
@@ -74,13 +76,14 @@ class Pattern(msgspec.Struct, frozen=True):
 
     def fixed_names(self) -> frozenset[str]:
         """The letters that carry ``!`` anywhere: they cannot be split."""
-        return frozenset(
-            factor.name
-            for operand in (*self.inputs, *self.outputs)
-            for dim in operand.dims
-            for factor in dim
-            if factor.fixed
-        )
+        return frozenset(factor.name for factor in self._factors() if factor.fixed)
+
+    def stencil_names(self) -> frozenset[str]:
+        """The letters that carry ``~`` anywhere: splitting them takes a halo."""
+        return frozenset(factor.name for factor in self._factors() if factor.stencil)
+
+    def _factors(self) -> Iterator[Factor]:
+        return (one for operand in (*self.inputs, *self.outputs) for dim in operand.dims for one in dim)
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,13 +92,15 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ``pattern`` reads ``"b s k, k f -> b s f"``: one operand a tensor, separated by commas; a letter is
     a factor, ``(b s)`` a dim made of several factors (outermost first), a number a literal size, ``.`` a
     scalar. A factor missing on the right is reduced: splitting it leaves the outputs Partial(``reduction``).
-    ``!f`` cannot be split, ``~y`` is a stencil; ``^`` before operands: the operator is linear in all
-    operands of that many carets together, so that a Partial may pass through unreduced.
+    ``!f`` cannot be split; ``~y`` is a stencil, whose neighbours are read, so that it is split by a decomposition that
+    exchanges halos; ``^`` before operands: the operator is linear in all operands of that many carets together, so that
+    a Partial may pass through unreduced.
     ``sizes`` are the global sizes of the letters. ``decompositions`` names the factors that can only be
     split by a decomposition, and what that decomposition reduces: ``{"v": ("max b s", "sum b s")}``; outputs
-    without such a factor come out whole. ``joint`` names factors that are several letters at once, each operand split
-    by the first of them that it has: ``{"te": ("t", "e")}`` divides tokens and experts over the same ranks, which only
-    a decomposition can bring together.
+    without such a factor come out whole, unless halos are all that it exchanges (``ir.halo``). ``joint`` names factors
+    that are several letters at once, each operand split by the first of them that it has: ``{"te": ("t", "e")}``
+    divides tokens and experts over the same ranks, ``{"yy": ("y", "y1")}`` the rows that a stride of 2 reads and those
+    that it makes; only a decomposition can bring them together.
     """
 
     pattern: str
@@ -116,11 +121,17 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def splittable(self, name: str) -> bool:
         """Whether factor ``name`` may be split, by the pattern or by a decomposition."""
         parsed = self.parsed
-        return name in self.sizes and (name in self.decompositions or name not in parsed.fixed_names())
+        marked = parsed.fixed_names() | parsed.stencil_names()
+        return name in self.sizes and (name in self.decompositions or name not in marked)
+
+    def sums(self, name: str) -> bool:
+        """Whether outputs without factor ``name`` are terms of a sum where it is split."""
+        return all(text.startswith(HALO) for text in self.decompositions.get(name, ()))
 
     def reduced(self, name: str, output: int) -> bool:
         """Whether splitting ``name`` leaves output number ``output`` Partial."""
-        return name not in self.decompositions and self.parsed.outputs[output].find(name) is None
+        operand = self.parsed.outputs[output]
+        return self.sums(name) and all(operand.find(member) is None for member in self.members(name))
 
 
 @lru_cache(maxsize=8192)

@@ -1,7 +1,7 @@
 """One operator on one rank: what its local rewrite may ask for."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,12 @@ from torch import fx
 
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.halo import Rows
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import input_placements, is_linear, local_shape, output_placements
 from meshwright.ir.plan import Strategy
+from meshwright.lower.halo import Exchanged, HaloEmitter
 from meshwright.ops import collectives
 from meshwright.ops.base import Target
 from meshwright.ops.library import mix
@@ -32,13 +34,16 @@ class LocalCall:
         emit: Callable[..., fx.Node],
         random_key: fx.Node,
         drawn: dict[str, dict[str, str]] | None = None,
+        exchanged: Exchanged | None = None,
     ) -> None:
-        """``drawn`` is shared by the calls of one graph: how those that draw under a name are split."""
+        """Shared by the calls of one graph: ``drawn``, how those that draw under a name are split, and ``exchanged``,
+        the halos that there are."""
         self.target, self.args, self.kwargs = call
         self.name = operator.name
         self._graph, self._groups, self._operator, self._letters = graph, groups, operator, letters
         self._strategy, self._emit, self._random_key = strategy, emit, random_key
         self._drawn = drawn if drawn is not None else {}
+        self._exchanged = exchanged if exchanged is not None else {}
 
     def shape(self, output: int = 0) -> list[int]:
         name = self._operator.outputs[output]
@@ -124,6 +129,17 @@ class LocalCall:
             node = self.call(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm)
             node = self.call(collectives.WAIT, node)
         return node
+
+    def halo(
+        self, value: fx.Node, factor: str, dim: int, length: int, ranges: Sequence[Rows], fill: float = 0.0
+    ) -> fx.Node:
+        return self._halos(factor, dim, length).extended(value, ranges, fill, self._exchanged)
+
+    def halo_sum(self, value: fx.Node, factor: str, dim: int, length: int, ranges: Sequence[Rows]) -> fx.Node:
+        return self._halos(factor, dim, length).reduced(value, ranges)
+
+    def _halos(self, factor: str, dim: int, length: int) -> HaloEmitter:
+        return HaloEmitter(self._emit, [self._groups[axis] for axis in self._axes(factor)], dim, length)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self._emit(target, *args, **kwargs)

@@ -17,6 +17,7 @@ from meshwright.ir.plan import Bucket, Plan, Strategy
 from meshwright.lower import buckets
 from meshwright.lower.buckets import Gathers, Value
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write_into_buckets
+from meshwright.lower.halo import Exchanged
 from meshwright.lower.local import LocalCall
 from meshwright.lower.prefetch import prefetch
 from meshwright.lower.reshard import Resharder, Steps
@@ -78,6 +79,7 @@ class Lowering:
         self.meta: dict[str, Any] = {}
         self.random_key: fx.Node | None = None
         self.drawn: dict[str, dict[str, str]] = {}
+        self.exchanged: Exchanged = {}
         self.strategies = {
             name: {axis: choice for axis, choice in strategy.items() if axis in groups}
             for name, strategy in plan.strategies(self.ir).items()
@@ -210,6 +212,7 @@ class Lowering:
             self.emit,
             self.random_key,
             self.drawn,
+            self.exchanged,
         )
         rule = operator_rule(source.target, self.capture.rules)
         emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged

@@ -1,6 +1,6 @@
 """What a rule of an operator is made of: its pattern, its FLOPs, and how it runs on one rank's part."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import RuleError
+from meshwright.ir.halo import Rows
 from meshwright.ir.rule import Rule, parse_pattern
 
 aten = torch.ops.aten
@@ -35,6 +36,13 @@ class Call:
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
+
+
+def arguments(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of a call of an ATen operator by its name; those that were not given have their default."""
+    schema = target._schema.arguments  # type: ignore[attr-defined]
+    given = dict(zip([one.name for one in schema], args, strict=False))
+    return {one.name: one.default_value for one in schema if one.has_default_value()} | given | dict(kwargs)
 
 
 Value = Any
@@ -85,6 +93,15 @@ class Local(Protocol):
 
     def all_gather(self, value: Value, factor: str) -> Value:
         """All parts on new leading dims (one for each axis on which the factor is split), in the factor's order."""
+
+    def halo(
+        self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows], fill: float = 0.0
+    ) -> Value:
+        """Of a dim (counted from the back) of ``length`` rows in the parts of a factor, the rows that ``ranges`` has
+        for this rank's part, from whichever ranks they lie on; ``fill``, where they lie on none."""
+
+    def halo_sum(self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows]) -> Value:
+        """The adjoint of :meth:`halo`: rows of ``value``, those of ``ranges``, are added up at their owners."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
         """Run an operator (emit it into the per-rank graph)."""

@@ -11,6 +11,11 @@ that were gathered lie one after the other, each with its padding; so do the par
 
     parts a [2], b [1] on each of 2 ranks    ->    a0 a0 a1 a1 b0 b1           a0: rank 0's
     tensors a [4], b [2]                     ->    a0 a0 b0 on rank 0, a1 a1 b1 on rank 1
+
+Halos (``ir.halo``): part ``index`` of a dim reads the rows from ``lows[index]`` up to ``highs[index]``.
+``halo_exchange`` gives those of them that are not its own, the rows before its part first; rows that no part has are
+``fill``. ``halo_reduce`` is its adjoint: of ``value``, which has all of these rows, each goes to the part that owns it,
+where they are added up; the result has the part's own ``rows``.
 """
 
 from math import prod
@@ -19,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
+from meshwright.ir.halo import outside, owned
 from meshwright.ir.placement import flat_shape
 
 NAMESPACE = "meshwright_comm"
@@ -30,6 +36,12 @@ LIBRARY.define("gather_parts_start(Tensor[] parts, str group, int size, str algo
 LIBRARY.define("reduce_to_parts_start(Tensor[] values, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)")
 LIBRARY.define("shift(Tensor value, str group, SymInt size) -> Tensor")
+LIBRARY.define(
+    "halo_exchange_start(Tensor value, int dim, int[] lows, int[] highs, float fill, str group, int index) -> Tensor"
+)
+LIBRARY.define(
+    "halo_reduce_start(Tensor value, int dim, int[] lows, int[] highs, int rows, str group, int index) -> Tensor"
+)
 LIBRARY.define("wait(Tensor(a!) value) -> Tensor(a!)")
 
 
@@ -58,6 +70,25 @@ register_fake(
     lambda values, group, size, algorithm: values[0].new_empty(sum(_part_size(value, size) for value in values)),
     lib=LIBRARY,
 )
+
+
+def _resized(value: Tensor, dim: int, rows: int) -> Tensor:
+    shape = list(value.shape)
+    shape[dim] = rows
+    return value.new_empty(shape)
+
+
+def _halo(value: Tensor, dim: int, lows: list[int], highs: list[int], fill: float, group: str, index: int) -> Tensor:
+    sides = outside((lows[index], highs[index]), owned(value.shape[dim], index))
+    return _resized(value, dim, sum(high - low for low, high in sides))
+
+
+register_fake(f"{NAMESPACE}::halo_exchange_start", _halo, lib=LIBRARY)
+register_fake(
+    f"{NAMESPACE}::halo_reduce_start",
+    lambda value, dim, lows, highs, rows, group, index: _resized(value, dim, rows),
+    lib=LIBRARY,
+)
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)
 
 _OPERATORS = torch.ops.meshwright_comm
@@ -68,5 +99,7 @@ GATHER_PARTS = _OPERATORS.gather_parts_start.default
 REDUCE_TO_PARTS = _OPERATORS.reduce_to_parts_start.default
 EXCHANGE_ROWS = _OPERATORS.exchange_rows.default
 SHIFT = _OPERATORS.shift.default
+HALO_EXCHANGE = _OPERATORS.halo_exchange_start.default
+HALO_REDUCE = _OPERATORS.halo_reduce_start.default
 WAIT = _OPERATORS.wait.default
-STARTS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, GATHER_PARTS, REDUCE_TO_PARTS})
+STARTS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, GATHER_PARTS, REDUCE_TO_PARTS, HALO_EXCHANGE, HALO_REDUCE})

@@ -1,13 +1,20 @@
-"""Convolution and pooling, split over samples, channels and filters (space follows with halo exchange)."""
+"""Convolution split over samples, channels, filters, groups and space, forward and backward.
 
-import re
+Split over space, each rank convolves its rows and the halo around them without padding; a transposed convolution
+makes the halo's rows too, which are added up at their owners. The gradients are the other way round (Dryden et al.,
+"Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", 2019, section III).
+"""
+
+import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, Value
+from meshwright.ops.halo import SPACE, Space, Window, each, fetch, give_back, split_sides, windows
 
 aten = torch.ops.aten
 
@@ -41,70 +48,137 @@ def convolution_backward(
     return input_grad, weight_grad, bias_grad
 
 
-def _space(call: Call, source: Tensor, prefix: str) -> str:
-    return " ".join(letters(source.dim() - 2, prefix, tuple(range(source.dim() - 2))))
+@dataclass
+class _Settings:
+    """What follows input, weight and bias in a call."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
+
+    @classmethod
+    def of(cls, given: tuple[Any, ...], space: int) -> "_Settings":
+        stride, padding, dilation, transposed, output_padding, groups = given
+        lists = [each(one, space) for one in (stride, padding, dilation, output_padding)]
+        return cls(lists[0], lists[1], lists[2], transposed, lists[3], groups)
+
+    def windows(self, kernel: list[int]) -> list[Window]:
+        """Which rows of the larger side, the input's or if transposed the output's, belong to one of the other."""
+        return windows(kernel, self.stride, self.padding, self.dilation)
+
+    def arguments(self, split: set[int], groups: int) -> tuple[Any, ...]:
+        """For a rank's part: no padding in dims whose halo is there, and the groups that are."""
+        padding, output_padding = (
+            [0 if index in split else one for index, one in enumerate(given)]
+            for given in (self.padding, self.output_padding)
+        )
+        return self.stride, padding, self.dilation, self.transposed, output_padding, self.groups // groups
 
 
-def _channels(groups: int, transposed: bool) -> tuple[str, str]:
-    """(weight pattern of channels and filters, mark of both letters): grouped channels stay whole."""
-    if groups != 1:
-        return ("!f !i" if not transposed else "!c !i"), "!"
-    return ("f c" if not transposed else "c f"), ""
+def _names(groups: int, transposed: bool) -> tuple[str, str, str]:
+    """Patterns of the channels of the input, of the output, and of the weight: channels and filters, or those of each
+    group, which are whole."""
+    if groups == 1:
+        return "c", "f", "c f" if transposed else "f c"
+    return "(g !c)", "(g !f)", "(g !c) !f" if transposed else "(g !f) !c"
+
+
+def _sizes(groups: int) -> dict[str, int]:
+    return {"g": groups} if groups != 1 else {}
+
+
+def _space(source: Tensor, output: Tensor, settings: _Settings, kernel: list[int], operands: tuple[int, int]) -> Space:
+    """Dims of the input and of the output; ``operands`` are those whose halo is exchanged, if it is of that side."""
+    result = Space()
+    for index, (name, window) in enumerate(zip(SPACE[len(kernel)], settings.windows(kernel), strict=True)):
+        sizes = source.shape[2 + index], output.shape[2 + index]
+        large, small = reversed(sizes) if settings.transposed else sizes
+        operand = operands[1] if settings.transposed else operands[0]
+        result.add(name, sizes, None if window.alone else window.halo(operand, 2 + index, large, small))
+    return result
+
+
+def _kernel_names(space: int) -> str:
+    return " ".join(f"!{name}" for name in {1: "q", 2: "pq", 3: "rpq"}[space])
 
 
 def convolution_rule(call: Call) -> Rule:
-    """``n c !y !x, f c !p !q -> n f !v !u``."""
-    groups, transposed = call.args[8], call.args[6]
-    y, p, v = _space(call, call.args[0], "y"), _space(call, call.args[1], "p"), _space(call, call.outputs[0], "v")
-    weight, mark = _channels(groups, transposed)
-    return make_rule(call, f"^n {mark}c {y}, ^^{weight} {p} -> n {mark}f {v}")
+    """``n c ~y ~x, f c !p !q -> n f ~y ~x``; where a stride or missing padding changes a size, ``~y1`` on the right."""
+    source, weight = call.args[:2]
+    kernel = list(weight.shape[2:])
+    settings = _Settings.of(call.args[3:9], len(kernel))
+    space = _space(source, call.outputs[0], settings, kernel, (0, 2))
+    c, f, filters = _names(settings.groups, settings.transposed)
+    filters = f"{filters} {_kernel_names(len(kernel))}"
+    return space.rule(
+        call, lambda image, made: f"^n {c} {image}, ^^{filters} -> n {f} {made}", **_sizes(settings.groups)
+    )
 
 
 def convolution_backward_rule(call: Call) -> Rule:
-    """``n f !v !u, n c !y !x, f c !p !q`` to the gradient of the input or of the weight, the other lends its shape."""
-    grad, source, kernel = call.args[:3]
-    transposed, groups, mask = call.args[7], call.args[9], call.args[10]
-    v, y, p = _space(call, grad, "v"), _space(call, source, "y"), _space(call, kernel, "p")
-    weight, mark = _channels(groups, transposed)
-    gradient, image, filters = f"n {mark}f {v}", f"n {mark}c {y}", f"{weight} {p}"
-    if mask == INPUT:
-        return make_rule(call, f"^{gradient}, {image}, ^^{filters} -> {image}")
-    return make_rule(call, f"^{gradient}, ^^{image}, {filters} -> {filters}")
+    """``n f ~y ~x, n c ~y ~x, f c !p !q`` to the gradient of the input or of the weight, the other lends its shape."""
+    grad, source, weight = call.args[:3]
+    kernel = list(weight.shape[2:])
+    settings = _Settings.of(call.args[4:10], len(kernel))
+    space = _space(source, grad, settings, kernel, (1 if call.args[10] == WEIGHT else 3, 0))
+    c, f, filters = _names(settings.groups, settings.transposed)
+    filters = f"{filters} {_kernel_names(len(kernel))}"
+
+    def pattern(image: str, made: str) -> str:
+        if call.args[10] == INPUT:
+            return f"^n {f} {made}, n {c} {image}, ^^{filters} -> n {c} {image}"
+        return f"^n {f} {made}, ^^n {c} {image}, {filters} -> {filters}"
+
+    return space.rule(call, pattern, **_sizes(settings.groups))
 
 
-_SPACE = re.compile(r"([123])d")
+def convolution_local(local: Local) -> Any:
+    source, weight = local.args[:2]
+    kernel = local.input_shape(1)[2:]
+    settings = _Settings.of(local.args[3:9], len(kernel))
+    sides = split_sides(local, len(kernel))
+    rest = settings.arguments({side.index for side in sides}, local.coordinate("g")[1])
+    if not settings.transposed:
+        for side in sides:
+            source = fetch(local, source, side, settings.windows(kernel)[side.index], side.image, side.made)
+        return local.call(local.target, source, weight, None, *rest)
+    result = local.call(local.target, source, weight, None, *rest)
+    for side in reversed(sides):
+        result = give_back(local, result, side, settings.windows(kernel)[side.index], side.made, side.image)
+    return result
 
 
-def _space_rank(call: Call) -> int:
-    """Over how many dims a pooling, padding or resizing works: max_pool2d over 2."""
-    found = _SPACE.search(str(call.target))
-    assert found is not None
-    return int(found[1])
+def convolution_backward_local(local: Local) -> Any:
+    grad, source, weight = local.args[:3]
+    mask, kernel = local.args[10], local.input_shape(2)[2:]
+    settings = _Settings.of(local.args[4:10], len(kernel))
+    sides, every = split_sides(local, len(kernel)), settings.windows(kernel)
+    rest = settings.arguments({side.index for side in sides}, local.coordinate("g")[1])
 
+    def gradients(grad: Value, source: Value) -> Value:
+        return local.call(local.target, grad, source, weight, None, *rest, mask)
 
-def pool_rule(call: Call) -> Rule:
-    """Pooling, padding and resizing work inside each sample and channel: ``n c !y !x -> n c !v !u``."""
-    space = _space_rank(call)
-    tails: dict[tuple[int, ...], str] = {}
-
-    def names(tensor: Tensor) -> str:
-        size = tuple(tensor.shape[-space:])
-        tail = tails.setdefault(size, " ".join(f"!y{len(tails)}{index}" for index in range(space)))
-        return " ".join([*letters(tensor.dim() - space, "n"), tail])
-
-    left, right = [names(tensor) for tensor in call.tensors], [names(tensor) for tensor in call.outputs]
-    return make_rule(call, f"{', '.join(left)} -> {', '.join(right)}")
-
-
-def pool_linear_rule(call: Call) -> Rule:
-    """Average pooling, padding, resizing and all of their gradients are linear in their first input."""
-    return make_rule(call, "^" + pool_rule(call).pattern)
-
-
-def resize_backward_local(local: Local) -> Any:
-    """The size that a gradient of resizing has to come back to counts samples and channels."""
-    grad, output_size, _, *rest = local.args
-    return local.call(local.target, grad, output_size, local.shape(), *rest, **local.kwargs)
+    if settings.transposed:
+        for side in sides:
+            grad = fetch(local, grad, side, every[side.index], side.made, side.image)
+        return gradients(grad, source)
+    if mask == WEIGHT:
+        for side in sides:
+            source = fetch(local, source, side, every[side.index], side.image, side.made)
+        return gradients(grad, source)
+    if not sides:
+        return gradients(grad, source)
+    shape = local.input_shape(1)
+    for side in sides:
+        shape[2 + side.index] = every[side.index].rows(local.input_shape(0)[2 + side.index])
+    like = local.call(aten.new_empty.default, grad, shape)  # only its shape is looked at
+    result = local.call(operator.getitem, gradients(grad, like), 0)
+    for side in reversed(sides):
+        result = give_back(local, result, side, every[side.index], side.image, side.made)
+    return result, None, None
 
 
 def _convolution_flops(call: Call, rule: Rule | None) -> float:
@@ -120,42 +194,11 @@ def _convolution_backward_flops(call: Call, rule: Rule | None) -> float:
     return 2.0 * weight.numel() * positions.shape[0] * positions[0, 0].numel()
 
 
-def _pool_flops(call: Call, rule: Rule | None) -> float:
-    return float(max(tensor.numel() for tensor in (*call.tensors, *call.outputs)))
-
-
-_POOL = OperatorRule(pool_rule, flops=_pool_flops)
-_LINEAR_POOL = OperatorRule(pool_linear_rule, flops=_pool_flops)
-
-_RESIZE_BACKWARD = OperatorRule(pool_linear_rule, resize_backward_local, _pool_flops)
-
 RULES = {
-    aten.convolution.default: OperatorRule(convolution_rule, flops=_convolution_flops),
-    aten.convolution_backward.default: OperatorRule(convolution_backward_rule, flops=_convolution_backward_flops),
-    aten.max_pool2d_with_indices.default: _POOL,
-    aten.max_pool2d_with_indices_backward.default: _LINEAR_POOL,
-    aten.max_pool3d_with_indices.default: _POOL,
-    aten.max_pool3d_with_indices_backward.default: _LINEAR_POOL,
-    aten.adaptive_max_pool2d.default: _POOL,
-    aten.adaptive_max_pool2d_backward.default: _LINEAR_POOL,
-    aten.avg_pool2d.default: _LINEAR_POOL,
-    aten.avg_pool2d_backward.default: _LINEAR_POOL,
-    aten.avg_pool3d.default: _LINEAR_POOL,
-    aten.avg_pool3d_backward.default: _LINEAR_POOL,
-    aten._adaptive_avg_pool2d.default: _LINEAR_POOL,
-    aten._adaptive_avg_pool2d_backward.default: _LINEAR_POOL,
-    aten.reflection_pad1d.default: _LINEAR_POOL,
-    aten.reflection_pad1d_backward.default: _LINEAR_POOL,
-    aten.reflection_pad2d.default: _LINEAR_POOL,
-    aten.reflection_pad2d_backward.default: _LINEAR_POOL,
-    aten.replication_pad1d.default: _LINEAR_POOL,
-    aten.replication_pad1d_backward.default: _LINEAR_POOL,
-    aten.replication_pad2d.default: _LINEAR_POOL,
-    aten.replication_pad2d_backward.default: _LINEAR_POOL,
-    aten.upsample_nearest2d.default: _LINEAR_POOL,
-    aten.upsample_nearest2d_backward.default: _RESIZE_BACKWARD,
-    aten.upsample_bilinear2d.default: _LINEAR_POOL,
-    aten.upsample_bilinear2d_backward.default: _RESIZE_BACKWARD,
+    aten.convolution.default: OperatorRule(convolution_rule, convolution_local, _convolution_flops),
+    aten.convolution_backward.default: OperatorRule(
+        convolution_backward_rule, convolution_backward_local, _convolution_backward_flops
+    ),
 }
 
 CANONICAL = {

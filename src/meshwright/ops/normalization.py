@@ -1,6 +1,7 @@
-"""Layer, group and batch norm. Over a split dim they are exact: statistics are merged from all shards."""
+"""Layer, group and batch norm. Over split dims they are exact: statistics are merged from all shards."""
 
 import operator
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule, narrowed, widened
+from meshwright.ops.halo import SPACE
 
 aten = torch.ops.aten
 
@@ -26,12 +28,12 @@ def _layer_names(source: Tensor, shape: list[int]) -> tuple[str, str, str, dict[
     lead = letters(source.dim() - len(shape), "_")
     tail = [f"!k{index}" for index in range(len(shape))]
     rest = " ".join(lead) or "."
-    decompositions: dict[str, tuple[str, ...]] = {"k0": (f"sum 2 {rest}",)} if len(tail) == 1 else {}
+    decompositions: dict[str, tuple[str, ...]] = {name[1:]: (f"sum 2 {rest}",) for name in tail}
     return " ".join([*lead, *tail]), " ".join(tail), " ".join([*lead, *["1"] * len(tail)]), decompositions
 
 
 def layer_norm_rule(call: Call) -> Rule:
-    """``b s !k, !k, !k -> b s !k, b s 1, b s 1``; split over ``k`` it merges means and variances."""
+    """``b s !k, !k, !k -> b s !k, b s 1, b s 1``; split over normalized dims it merges means and variances."""
     whole, part, statistic, decompositions = _layer_names(call.args[0], call.args[1])
     vectors = f", {part}" * (len(call.tensors) - 1)
     pattern = f"{whole}{vectors} -> {whole}, {statistic}, {statistic}"
@@ -39,13 +41,14 @@ def layer_norm_rule(call: Call) -> Rule:
 
 
 def layer_norm_local(local: Local) -> Any:
-    if not local.is_split("k0"):
+    split = split_factors(local, [f"k{index}" for index in range(len(local.args[1]))])
+    if not split:
         return local.call(local.target, *local.args, **local.kwargs)
-    source, _, weight, bias, eps = local.args
+    source, shape, weight, bias, eps = local.args
     source = widened(local, source)
-    mean = _mean(local, source)
+    mean = _mean(local, source, shape, split)
     centered = local.call(aten.sub.Tensor, source, mean)
-    variance = _mean(local, local.call(aten.mul.Tensor, centered, centered))
+    variance = _mean(local, local.call(aten.mul.Tensor, centered, centered), shape, split)
     scale = local.call(aten.rsqrt.default, local.call(aten.add.Tensor, variance, eps))
     output = local.call(aten.mul.Tensor, centered, scale)
     if weight is not None:
@@ -55,10 +58,22 @@ def layer_norm_local(local: Local) -> Any:
     return tuple(narrowed(local, value, index) for index, value in enumerate((output, mean, scale)))
 
 
-def _mean(local: Local, value: Value) -> Value:
-    """The mean over all shards of the last dim."""
-    total = local.all_reduce(local.call(aten.sum.dim_IntList, value, [-1], True), "k0")
-    return local.call(aten.div.Tensor, total, local.size("k0"))
+def split_factors(local: Local, names: Iterable[str]) -> list[str]:
+    """Those of the factors that are split here."""
+    return [name for name in names if local.is_split(name)]
+
+
+def _all_reduce(local: Local, value: Value, split: Iterable[str]) -> Value:
+    """The sum over the shards of several factors."""
+    for name in split:
+        value = local.all_reduce(value, name)
+    return value
+
+
+def _mean(local: Local, value: Value, shape: Sequence[int], split: Iterable[str]) -> Value:
+    """The mean over all shards of the last dims, which are normalized."""
+    total = local.call(aten.sum.dim_IntList, value, list(range(-len(shape), 0)), True)
+    return local.call(aten.div.Tensor, _all_reduce(local, total, split), prod(shape))
 
 
 def layer_norm_backward_rule(call: Call) -> Rule:
@@ -71,20 +86,21 @@ def layer_norm_backward_rule(call: Call) -> Rule:
 
 
 def layer_norm_backward_local(local: Local) -> Any:
-    if not local.is_split("k0"):
+    split = split_factors(local, [f"k{index}" for index in range(len(local.args[2]))])
+    if not split:
         return local.call(local.target, *local.args, **local.kwargs)
-    grad, source, _, mean, scale, weight, _, mask = local.args
+    grad, source, shape, mean, scale, weight, _, mask = local.args
     grad, source = widened(local, grad), widened(local, source)
     normal = local.call(aten.mul.Tensor, local.call(aten.sub.Tensor, source, mean), scale)
     result: list[Value] = []
     if mask[0]:
         inner = grad if weight is None else local.call(aten.mul.Tensor, grad, weight)
-        first = _mean(local, inner)
-        second = _mean(local, local.call(aten.mul.Tensor, inner, normal))
+        first = _mean(local, inner, shape, split)
+        second = _mean(local, local.call(aten.mul.Tensor, inner, normal), shape, split)
         shifted = local.call(aten.sub.Tensor, inner, first)
         shifted = local.call(aten.sub.Tensor, shifted, local.call(aten.mul.Tensor, normal, second))
         result.append(local.call(aten.mul.Tensor, shifted, scale))
-    lead = list(range(len(local.input_shape(0)) - 1))
+    lead = list(range(len(local.input_shape(0)) - len(shape)))
     terms = [local.call(aten.mul.Tensor, grad, normal)] * mask[1] + [grad] * mask[2]
     result += [local.call(aten.sum.dim_IntList, term, lead) if lead else term for term in terms]
     values = iter(narrowed(local, value, index) for index, value in enumerate(result))
@@ -94,39 +110,112 @@ def layer_norm_backward_local(local: Local) -> Any:
 # --- group norm ------------------------------------------------------------------------------------------------
 
 
+def _space(source: Tensor, mark: str) -> tuple[str, list[str]]:
+    """(spatial dims in a pattern, their letters)."""
+    names = list(SPACE[source.dim() - 2]) if source.dim() > 2 else []
+    return "".join(f" {mark}{name}" for name in names), names
+
+
 def group_norm_rule(call: Call) -> Rule:
-    """``n (g !k) !y !x, (g !k), (g !k) -> n (g !k) !y !x, n g, n g``: statistics live inside a group of a sample."""
-    space = _space(call.args[0], fixed=True)
+    """``n (g !k) !y !x, (g !k), (g !k) -> n (g !k) !y !x, n g, n g``: statistics of a group of a sample, which are
+    merged where space is split."""
+    space, names = _space(call.args[0], "!")
     vectors = ", (g !k)" * (len(call.tensors) - 1)
-    return make_rule(call, f"n (g !k){space}{vectors} -> n (g !k){space}, n g, n g", g=call.args[6])
+    decompositions = dict.fromkeys(names, ("sum n g", "sum n g"))
+    pattern = f"n (g !k){space}{vectors} -> n (g !k){space}, n g, n g"
+    return make_rule(call, pattern, decompositions=decompositions, g=call.args[6])
 
 
 def group_norm_local(local: Local) -> Any:
     source, weight, bias = local.args[:3]
     source = local.call(aten.contiguous.default, source)
-    return local.call(local.target, source, weight, bias, *_group_sizes(local, local.args[5]), local.args[7])
+    split, sizes = _space_split(local), _group_sizes(local, local.args[5])
+    if not split:
+        return local.call(local.target, source, weight, bias, *sizes, local.args[7])
+    samples, channels, points, groups = sizes
+    count = local.size("k") * local.args[5]
+
+    def mean_of(value: Value) -> Value:
+        total = _all_reduce(local, local.call(aten.sum.dim_IntList, value, [2]), split)
+        return local.call(aten.div.Tensor, total, count)
+
+    flat = local.call(aten.reshape.default, widened(local, source), [samples, groups, -1])
+    mean = mean_of(flat)
+    centered = local.call(aten.sub.Tensor, flat, local.call(aten.unsqueeze.default, mean, -1))
+    variance = mean_of(local.call(aten.mul.Tensor, centered, centered))
+    scale = local.call(aten.rsqrt.default, local.call(aten.add.Tensor, variance, local.args[7]))
+    normal = local.call(aten.mul.Tensor, centered, local.call(aten.unsqueeze.default, scale, -1))
+    output = local.call(aten.reshape.default, normal, [samples, channels, points])
+    for target, vector in ((aten.mul.Tensor, weight), (aten.add.Tensor, bias)):
+        if vector is not None:
+            output = local.call(target, output, local.call(aten.unsqueeze.default, vector, -1))
+    output = local.call(aten.reshape.default, output, local.shape())
+    return tuple(narrowed(local, value, index) for index, value in enumerate((output, mean, scale)))
 
 
 def group_norm_backward_rule(call: Call) -> Rule:
-    """The gradients of weight and bias are sums over the samples."""
-    image = f"n (g !k){_space(call.args[1], fixed=True)}"
+    """The gradients of weight and bias are sums over the samples; split over space, so are those of statistics."""
+    space, names = _space(call.args[1], "!")
+    image = f"n (g !k){space}"
     weight = ", (g !k)" if call.args[4] is not None else ""
     outputs = _wanted(call.args[9], image, "(g !k)")
-    return make_rule(call, f"^{image}, {image}, n g, n g{weight} -> {outputs}", g=call.args[8])
+    decompositions = dict.fromkeys(names, ("sum 2 n g k",))
+    pattern = f"^{image}, {image}, n g, n g{weight} -> {outputs}"
+    return make_rule(call, pattern, decompositions=decompositions, g=call.args[8])
 
 
 def group_norm_backward_local(local: Local) -> Any:
     grad, source, mean, scale, weight = local.args[:5]
     grad, source = (local.call(aten.contiguous.default, value) for value in (grad, source))
-    sizes = _group_sizes(local, local.args[7])
-    return local.call(local.target, grad, source, mean, scale, weight, *sizes, local.args[9])
+    split, sizes, mask = _space_split(local), _group_sizes(local, local.args[7]), local.args[9]
+    if not split:
+        return local.call(local.target, grad, source, mean, scale, weight, *sizes, mask)
+    samples, channels, points, groups = sizes
+    count = local.size("k") * local.args[7]
+
+    def spread(value: Value, last: int = 1) -> Value:
+        """[n, g] as [n, g, 1, 1]; [n, c] as [n, g, k, 1]."""
+        return local.call(aten.reshape.default, value, [-1, groups, last, 1])
+
+    grad, source = (
+        local.call(aten.reshape.default, widened(local, value), [samples, groups, -1, points])
+        for value in (grad, source)
+    )
+    normal = local.call(aten.mul.Tensor, local.call(aten.sub.Tensor, source, spread(mean)), spread(scale))
+    terms = [local.call(aten.sum.dim_IntList, value, [3], True) for value in (grad, _times(local, grad, normal))]
+    sums = _all_reduce(local, local.call(aten.stack.default, terms), split)
+    plain, scaled = (local.call(aten.select.int, sums, 0, index) for index in (0, 1))  # each [n, g, k, 1]
+    result: list[Value] = []
+    if mask[0]:
+        factor = None if weight is None else spread(widened(local, weight), channels // groups)
+        first, second = (
+            local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, _times(local, one, factor), [2], True), count)
+            for one in (plain, scaled)
+        )
+        inner = local.call(aten.sub.Tensor, _times(local, grad, factor), first)
+        inner = local.call(aten.sub.Tensor, inner, _times(local, normal, second))
+        inner = _times(local, inner, spread(scale))
+        result.append(local.call(aten.reshape.default, inner, local.shape()))
+    for one in [scaled] * mask[1] + [plain] * mask[2]:
+        result.append(local.call(aten.reshape.default, local.call(aten.sum.dim_IntList, one, [0]), [channels]))
+    values = iter(narrowed(local, value, index) for index, value in enumerate(result))
+    return tuple(next(values) if wanted else None for wanted in mask)
+
+
+def _times(local: Local, value: Value, factor: Value | None) -> Value:
+    return value if factor is None else local.call(aten.mul.Tensor, value, factor)
+
+
+def _space_split(local: Local) -> list[str]:
+    return split_factors(local, "zyx")
 
 
 def _group_sizes(local: Local, points: int) -> tuple[int, int, int, int]:
-    """(samples, channels, points, groups) on this rank."""
+    """(samples, channels, points, groups) on this rank; ``points`` are those of the whole image."""
     samples = local.size("n") // local.coordinate("n")[1]
     groups = local.size("g") // local.coordinate("g")[1]
-    return samples, groups * local.size("k"), points, groups
+    parts = prod(local.coordinate(name)[1] for name in "zyx")
+    return samples, groups * local.size("k"), points // parts, groups
 
 
 # --- batch norm ------------------------------------------------------------------------------------------------
@@ -148,20 +237,22 @@ def native_batch_norm(
     )
 
 
-def _space(source: Tensor, fixed: bool) -> str:
-    return "".join(f" {'!' if fixed else ''}y{index}" for index in range(source.dim() - 2))
-
-
 def batch_norm_rule(call: Call) -> Rule:
-    """``!n c !y !x, c... -> !n c !y !x, c...``; split over ``n`` it merges the shards' means and variances."""
-    image = f"!n c{_space(call.args[0], fixed=True)}"
+    """``!n c !y !x, c... -> !n c !y !x, c...``; split over samples or space it merges means and variances."""
+    space, names = _space(call.args[0], "!")
+    image = f"!n c{space}"
     vectors = ", c" * (len(call.tensors) - 1)
     outputs = ", c" * (len(call.outputs) - 1)
-    return make_rule(call, f"{image}{vectors} -> {image}{outputs}", decompositions={"n": ("gather 2 c",)})
+    decompositions = dict.fromkeys(["n", *names], ("gather 2 c",))
+    return make_rule(call, f"{image}{vectors} -> {image}{outputs}", decompositions=decompositions)
+
+
+_BATCH = "nzyx"
+"""What batch statistics are of: samples and space."""
 
 
 def batch_norm_local(local: Local) -> Any:
-    if not local.is_split("n"):
+    if not split_factors(local, _BATCH):
         return local.call(local.target, *local.args, **local.kwargs)
     stats = local.target is aten._native_batch_norm_legit_functional.default
     source, weight, bias = local.args[:3]
@@ -183,19 +274,23 @@ def batch_norm_local(local: Local) -> Any:
 
 def _count(local: Local) -> int:
     """How many values there are of each channel, on all ranks."""
-    return local.size("n") * prod(local.size(f"y{index}") for index in range(len(local.input_shape(0)) - 2))
+    rank = len(local.input_shape(0)) - 2
+    return local.size("n") * prod(local.size(name) for name in (SPACE[rank] if rank else ""))
 
 
 def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
     """Mean and biased variance over all shards (equal counts): gathered once, merged as Chan et al. 1983, eq. 2.1."""
-    parts = local.coordinate("n")[1]
+    split = split_factors(local, _BATCH)
+    parts = prod(local.coordinate(name)[1] for name in split)
     dims, count = [0, *range(2, len(local.input_shape(0)))], _count(local) // parts
     mean = local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, source, dims), count)
     shape = [1, -1, *[1] * (len(dims) - 1)]
     centered = local.call(aten.sub.Tensor, source, local.call(aten.reshape.default, mean, shape))
     squares = local.call(aten.sum.dim_IntList, local.call(aten.mul.Tensor, centered, centered), dims)
     pair = local.call(aten.stack.default, [mean, local.call(aten.div.Tensor, squares, count)])
-    gathered = local.call(aten.reshape.default, local.all_gather(pair, "n"), [parts, 2, -1])
+    for name in split:
+        pair = local.all_gather(pair, name)
+    gathered = local.call(aten.reshape.default, pair, [parts, 2, -1])
     means, variances = (local.call(aten.select.int, gathered, 1, index) for index in (0, 1))
     merged = local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, means, [0]), parts)
     offset = local.call(aten.sub.Tensor, means, merged)
@@ -205,28 +300,31 @@ def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
 
 def batch_norm_eval_rule(call: Call) -> Rule:
     """With given statistics every dim may be split."""
-    space = _space(call.args[0], fixed=False)
+    space, _ = _space(call.args[0], "")
     vectors = ", c" * (len(call.tensors) - 1)
     return make_rule(call, f"n c{space}{vectors} -> n c{space}{', !e' * (len(call.outputs) - 1)}")
 
 
 def batch_norm_backward_rule(call: Call) -> Rule:
-    """The gradient of the input needs two sums over ``n``; those of the vectors are these sums. With given statistics
-    (``train`` is False) it needs none, and every dim may be split."""
+    """The gradient of the input needs two sums over samples and space; those of the vectors are these sums. With given
+    statistics (``train`` is False) it needs none, and every dim may be split."""
     grad, train, mask = call.args[0], call.args[7], call.args[9]
-    image = f"{'!' if train else ''}n c{_space(grad, fixed=train)}"
+    mark = "!" if train else ""
+    space, names = _space(grad, mark)
+    image = f"{mark}n c{space}"
     # without batch statistics, the saved ones are empty
     vectors = "".join(", c" if len(value) else ", !e" for value in call.args[2:7] if value is not None)
     return make_rule(
         call,
         f"^{image}, {image}{vectors} -> {_wanted(mask, image, 'c')}",
-        decompositions={"n": ("sum 2 c",)} if train else {},
+        decompositions=dict.fromkeys(["n", *names], ("sum 2 c",)) if train else {},
     )
 
 
 def batch_norm_backward_local(local: Local) -> Any:
     grad, source, weight, running_mean, running_var, mean, scale, train, eps, mask = local.args
-    if not local.is_split("n") or not train:
+    split = split_factors(local, _BATCH)
+    if not split or not train:
         return local.call(local.target, *local.args, **local.kwargs)
     dims = [0, *range(2, len(local.input_shape(0)))]
     vector, count = [1, -1, *[1] * (len(dims) - 1)], _count(local)
@@ -237,7 +335,7 @@ def batch_norm_backward_local(local: Local) -> Any:
     normal = local.call(aten.mul.Tensor, local.call(aten.sub.Tensor, source, broad(mean)), broad(scale))
     first = local.call(aten.sum.dim_IntList, grad, dims)
     second = local.call(aten.sum.dim_IntList, local.call(aten.mul.Tensor, grad, normal), dims)
-    sums = local.all_reduce(local.call(aten.stack.default, [first, second]), "n")
+    sums = _all_reduce(local, local.call(aten.stack.default, [first, second]), split)
     bias_grad, weight_grad = (local.call(aten.select.int, sums, 0, index) for index in (0, 1))
     inner = local.call(aten.sub.Tensor, grad, broad(local.call(aten.div.Tensor, bias_grad, count)))
     scaled = local.call(aten.mul.Tensor, normal, broad(local.call(aten.div.Tensor, weight_grad, count)))

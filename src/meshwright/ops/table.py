@@ -18,8 +18,10 @@ from meshwright.ops import (
     matmul,
     normalization,
     pointwise,
+    pooling,
     random,
     reduction,
+    resizing,
     softmax,
     view,
 )
@@ -28,8 +30,8 @@ from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 aten = torch.ops.aten
 
 FILES = (
-    attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, random, reduction,
-    softmax, view,
+    attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, pooling, random,
+    reduction, resizing, softmax, view,
 )  # fmt: skip
 """The files of rules, by kind."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}

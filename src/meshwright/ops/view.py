@@ -294,19 +294,6 @@ def pixel_unshuffle(self: Tensor, downscale_factor: int) -> Tensor:
     return whole.permute(order).reshape(*lead, channels * times**2, height // times, width // times)
 
 
-def pad_rule(call: Call) -> Rule:
-    """Padded dims stay whole."""
-    source, output = call.tensors[0], call.outputs[0]
-    left, right = letters(source.dim()), letters(output.dim())
-    padding = list(call.args[1])
-    for index in range(len(padding) // 2):
-        if any(padding[2 * index : 2 * index + 2]):
-            dim = source.dim() - 1 - index
-            left[dim], right[dim] = f"!x{dim}", f"!y{dim}"
-    linear = "^" if call.argument(2, "value", 0) == 0 else ""
-    return make_rule(call, f"{linear}{' '.join(left)} -> {' '.join(right)}")
-
-
 def repeat_rule(call: Call) -> Rule:
     """Dims repeated n times: ``b k -> (3 b) k``."""
     source, output = call.tensors[0], call.outputs[0]
@@ -368,7 +355,6 @@ RULES = {
     aten.select_scatter.default: OperatorRule(scatter_into_rule),
     aten.unbind.int: OperatorRule(unbind_rule),
     aten.cat.default: OperatorRule(cat_rule),
-    aten.constant_pad_nd.default: OperatorRule(pad_rule),
     aten.repeat.default: OperatorRule(repeat_rule),
     aten.tril.default: OperatorRule(triangle_rule),
     aten.triu.default: OperatorRule(triangle_rule),

@@ -33,6 +33,7 @@ from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
 from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
+from meshwright.planner.spatial_rule import SpatialRule
 from meshwright.planner.tensor_rule import TensorRule
 from meshwright.planner.zero import in_parts, zero_storage
 from meshwright.schedules.pipeline import build
@@ -140,6 +141,7 @@ class _Planner:
         self.sizes = {axis.name: axis.size for axis in mesh.axes if axis.size > 1 and axis.name != "pp"}
         if layout.microbatches > 1:
             self.sizes[TIME] = layout.microbatches
+        self.space = [axis for axis in layout.spatial_axes if axis in self.sizes]
         self.strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
         self.factors = Factors(graph, self.sizes, self.strategies)
         self.notes: dict[str, dict[str, str]] = defaultdict(dict)
@@ -157,7 +159,7 @@ class _Planner:
                 self._follow_storage("tp")
         else:
             pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
-            if self.layout.sequence_parallel or not self.sizes.keys().isdisjoint(("cp", "ep")):
+            if self.layout.sequence_parallel or not self.sizes.keys().isdisjoint(("cp", "ep", *self.space)):
                 self._fix(pins)
             elif "tp" in self.sizes or pins:
                 self._require_heads("tp", pins)
@@ -171,6 +173,10 @@ class _Planner:
             self._split_batch("ep")
         if "cp" in self.sizes:
             split_sequence(self.factors, "cp", self.layout.context, required=self.base is None)
+        if self.space:
+            rule = SpatialRule(self.factors, self.notes)
+            rule.split(self.space, required=self.base is None)
+            self.axis_notes += rule.whole
         if "tp" in self.sizes and self.base is None and self.solved is None:
             TensorRule(self.factors, self.notes, self.cluster).split("tp")
         if TIME in self.sizes:

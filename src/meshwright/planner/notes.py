@@ -37,7 +37,7 @@ def module_notes(
             split, reason = text.split("\0")
             splits.append(split)
             reasons.append(reason)
-        lines[module] = " ".join(splits) or "whole", "; ".join(reasons)
+        lines[module] = " ".join(splits) or "whole", "; ".join(dict.fromkeys(reasons))
         groups[starred(module)].add(lines[module])
     named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
     return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))

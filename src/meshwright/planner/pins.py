@@ -79,7 +79,8 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str) -> str
         wanted = factors.is_batch(name) if factor == "batch" else letter == factor
         if wanted and factors.fits(operator, letter, axis):
             return letter
-    return ""
+    joint = operator.rule.joint if operator.rule is not None else {}
+    return factor if factor in joint and factors.fits(operator, factor, axis) else ""
 
 
 def _closeness(glob: str, module: str) -> tuple[bool, int]:

@@ -191,7 +191,9 @@ class Links:
         size, latency_s = len(ranks), duration_s(self._network, collective, 0, group)
         if collective == "all_to_all":
             return self._pairwise(num_bytes, ranks, latency_s)
-        wire = num_bytes * {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0}.get(collective, (size - 1) / size)
+        wire = num_bytes * {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0, "halo": 1.0}.get(
+            collective, (size - 1) / size
+        )
         uses: dict[Resource, float] = {}
         limit, weight = math.inf, 1.0
         for index, units, inside in self._crossed(ranks):

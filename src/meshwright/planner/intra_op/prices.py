@@ -5,6 +5,7 @@ from math import inf, prod
 
 from meshwright.cost.closed_form import axis_group, duration_s
 from meshwright.cost.collective import Network
+from meshwright.cost.decomposed import Decomposed
 from meshwright.cost.operators import Parts, Rates, operator_cost
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.ir.cluster import Cluster
@@ -42,15 +43,10 @@ class Prices:
             letter = self._time_letter(operator, strategy)
             within = {**strategy, TIME: letter} if letter else strategy
         seconds = operator_cost(self.parts, self.rates, operator, within).seconds
-        for axis, factor in self.parts.decomposed(operator, within):
-            assert operator.rule is not None
-            for text in operator.rule.decompositions[factor]:
-                word, _, letters = text.partition(" ")
-                size = self.parts.letters_bytes(operator, within, letters)
-                if word == "gather":
-                    seconds += duration_s(self.network, "all_gather", size * self.sizes[axis], self.groups[axis])
-                else:
-                    seconds += duration_s(self.network, "all_reduce", size, self.groups[axis])
+        inside = Decomposed(self.parts).of(operator, within, operator.inputs)
+        seconds += self.rates.stream("copy", 2 * inside.copied_bytes).seconds
+        for one in inside.exchanges:
+            seconds += duration_s(self.network, one.kind, one.bytes, self.groups[one.axis])  # type: ignore[arg-type]
         return times * seconds
 
     def times(self, operator: Operator) -> int:

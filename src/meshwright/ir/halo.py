@@ -1,0 +1,79 @@
+"""Halos: which rows of a divided dim an operator needs beyond those of its own part, and from which parts they come.
+
+rows        0 1 2 3 | 4 5 6 7 | 8 9 10 11      three parts of a dim; windows of 3 rows, stride 1, padding 1
+part 1            3 [ 4 5 6 7 ] 8              reads (3, 9): row 3 comes from part 0, row 8 from part 2
+part 0         -1 [ 0 1 2 3 ] 4                reads (-1, 5): row -1 is padding
+"""
+
+import re
+
+import msgspec
+
+Rows = tuple[int, int]
+"""The rows from the first up to, not including, the second."""
+
+_TEXT = re.compile(r"halo (\d+)\.(\d+) s(\d+) w(\d+) p(-?\d+) n(\d+)")
+WORD = "halo"
+
+
+class Halo(msgspec.Struct, frozen=True):
+    """The windows that an operator reads along one dim of one of its tensors: window ``o`` begins at row ``o * stride -
+    padding`` and is ``window`` rows long; there are ``count`` of them, which are divided as the dim is.
+
+    ``operand`` counts the operator's inputs, then its outputs.
+    """
+
+    operand: int
+    dim: int
+    stride: int
+    window: int
+    padding: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{WORD} {self.operand}.{self.dim} s{self.stride} w{self.window} p{self.padding} n{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Halo | None":
+        """The halo that a decomposition's text tells of, or None where it tells of something else."""
+        found = _TEXT.fullmatch(text)
+        return cls(*map(int, found.groups())) if found else None
+
+    def ranges(self, parts: int) -> tuple[Rows, ...]:
+        """By part, the rows that its windows read; they may lie before the first row and after the last."""
+        each = self.count // parts
+        lows = [part * each * self.stride - self.padding for part in range(parts)]
+        return tuple((low, low + (each - 1) * self.stride + self.window) for low in lows)
+
+
+def overlap(one: Rows, other: Rows) -> Rows:
+    """The rows that are in both (none: the second bound is not above the first)."""
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
+def owned(rows: int, part: int) -> Rows:
+    """The rows of a part, where every part has ``rows``."""
+    return part * rows, (part + 1) * rows
+
+
+def outside(rows: Rows, own: Rows) -> tuple[Rows, Rows]:
+    """What of some rows lies before and after one's own."""
+    low, high = rows
+    return (low, max(low, min(high, own[0]))), (min(high, max(low, own[1])), high)
+
+
+def fetched(ranges: tuple[Rows, ...], rows: int, part: int) -> list[tuple[int, Rows]]:
+    """What a part gets from which other parts: (part, rows), in order of rows."""
+    found = [(other, overlap(ranges[part], owned(rows, other))) for other in range(len(ranges)) if other != part]
+    return [(other, each) for other, each in found if each[0] < each[1]]
+
+
+def given(ranges: tuple[Rows, ...], rows: int, part: int) -> list[tuple[int, Rows]]:
+    """What a part gives to which other parts."""
+    found = [(other, overlap(ranges[other], owned(rows, part))) for other in range(len(ranges)) if other != part]
+    return [(other, each) for other, each in found if each[0] < each[1]]
+
+
+def most_rows(ranges: tuple[Rows, ...], rows: int) -> int:
+    """The rows that the busiest part gets from others."""
+    return max(sum(high - low for _, (low, high) in fetched(ranges, rows, part)) for part in range(len(ranges)))

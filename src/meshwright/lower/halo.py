@@ -1,0 +1,114 @@
+"""Emits halo exchanges: a part of a dim with the rows around it that an operator reads, and the way back.
+
+    own rows        4 5 6 7              strips = halo_exchange(own)       rows 3, 8
+    extended      3 4 5 6 7 8            cat(strips[:1], own, strips[1:])
+
+What is exchanged is kept by value and rows, so that the backward pass, which reads the same rows, exchanges nothing.
+A dim over several axes is first gathered over the inner ones.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import fx
+
+from meshwright.ir.halo import Rows, fetched, outside, overlap, owned
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ops import collectives
+
+aten = torch.ops.aten
+
+Exchanged = dict[tuple[object, ...], fx.Node]
+"""What has been exchanged in a graph: by value, dim, rows, filling and group."""
+
+
+class HaloEmitter:
+    """Emits for one dim, ``dim`` counted from the back, of ``length`` rows over the ``axes`` (outermost first)."""
+
+    def __init__(self, emit: Callable[..., fx.Node], axes: Sequence[AxisGroup], dim: int, length: int) -> None:
+        assert dim < 0
+        self._emit, self._dim, self._inner = emit, dim, axes[1:]
+        self._group = axes[0]
+        self._rows = length // axes[0].size
+        self._own = owned(self._rows, axes[0].index)
+        self._place = 0
+        for axis in self._inner:
+            self._place = self._place * axis.size + axis.index
+        self._places = prod(axis.size for axis in self._inner)
+
+    def extended(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> fx.Node:
+        """The rows of this rank's range, given its part."""
+        value, mine = self._joined(value), self._mine(ranges)
+        here = mine[self._group.index]
+        sides = outside(here, self._own)
+        before, after = (high - low for low, high in sides)
+        kept = overlap(here, self._own)
+        pieces = [value] if kept == self._own else []
+        if kept[0] < kept[1] and not pieces:
+            pieces = [self._slice(value, kept[0] - self._own[0], kept[1] - self._own[0])]
+        if not self._meets(mine):
+            padding = [0, 0] * (-self._dim - 1) + [before, after]
+            return self._emit(aten.constant_pad_nd.default, pieces[0], padding, fill) if any(padding) else pieces[0]
+        key = (value, self._dim, mine, fill, self._group.name)
+        if key not in known:
+            lows, highs = map(list, zip(*mine, strict=True))
+            started = self._emit(
+                collectives.HALO_EXCHANGE, value, self._dim, lows, highs, fill, self._group.name, self._group.index
+            )
+            known[key] = self._emit(collectives.WAIT, started)
+        strips = known[key]
+        if before and after and pieces:
+            pieces = [self._slice(strips, 0, before), *pieces, self._slice(strips, before, before + after)]
+        else:  # a rank that gets nothing reads its strips too, for it has something to send
+            pieces = [*pieces, strips] if after else [strips, *pieces]
+        return self._emit(aten.cat.default, pieces, self._dim) if len(pieces) > 1 else strips
+
+    def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
+        """This rank's part of a sum whose terms each have the rows of a range."""
+        mine = self._mine(ranges)
+        here = mine[self._group.index]
+        kept = overlap(here, self._own)
+        if self._meets(mine):
+            lows, highs = map(list, zip(*mine, strict=True))
+            started = self._emit(
+                collectives.HALO_REDUCE, value, self._dim, lows, highs, self._rows, self._group.name,
+                self._group.index,
+            )  # fmt: skip
+            value = self._emit(collectives.WAIT, started)
+        else:
+            if kept != here:
+                value = self._slice(value, kept[0] - here[0], kept[1] - here[0])
+            missing = [kept[0] - self._own[0], self._own[1] - kept[1]]
+            if any(missing):
+                value = self._emit(aten.constant_pad_nd.default, value, [0, 0] * (-self._dim - 1) + missing)
+        for axis in self._inner:
+            value = self._emit(collectives.ALL_REDUCE, value, "sum", axis.name, axis.algorithm)
+            value = self._emit(collectives.WAIT, value)
+        if self._inner:
+            rows = self._rows // self._places
+            value = self._slice(value, self._place * rows, (self._place + 1) * rows)
+        return value
+
+    def _mine(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
+        """The ranges of the ranks of the outermost group, which have one place inside of their parts."""
+        return tuple(ranges[part * self._places + self._place] for part in range(self._group.size))
+
+    def _meets(self, mine: tuple[Rows, ...]) -> bool:
+        """Whether any of them needs a row of another, or none of its own: then all of them take part."""
+        for part in range(self._group.size):
+            low, high = overlap(mine[part], owned(self._rows, part))
+            if low >= high or fetched(mine, self._rows, part):
+                return True
+        return False
+
+    def _joined(self, value: fx.Node) -> fx.Node:
+        for axis in reversed(self._inner):
+            gathered = self._emit(collectives.ALL_GATHER, value, axis.name, axis.size, axis.algorithm)
+            gathered = self._emit(collectives.WAIT, gathered)
+            parts = [self._emit(aten.select.int, gathered, 0, index) for index in range(axis.size)]
+            value = self._emit(aten.cat.default, parts, self._dim)
+        return value
+
+    def _slice(self, value: fx.Node, begin: int, end: int) -> fx.Node:
+        return self._emit(aten.slice.Tensor, value, self._dim, begin, end)

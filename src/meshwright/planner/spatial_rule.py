@@ -1,0 +1,120 @@
+"""The axes of space: sz, sy and sx cut depth, height and width of images, and of all that is made of them.
+
+What depth, height and width are is read from convolutions, pooling, padding and resizing, whose last dims they are.
+Their sizes differ from level to level; each operator splits what it has of them, as long as the parts are whole.
+"""
+
+from collections.abc import Iterator
+
+from meshwright.errors import LayoutError
+from meshwright.ir.graph import Operator
+from meshwright.ir.plan import Note, starred
+from meshwright.planner.factors import Factors
+
+_IMAGES = ("aten.convolution", "aten.max_pool", "aten.avg_pool", "aten.adaptive_", "aten._adaptive_", "aten.upsample_",
+           "aten.reflection_pad", "aten.replication_pad")  # fmt: skip
+_FROM_THE_BACK = {"sx": 1, "sy": 2, "sz": 3}
+
+
+class SpatialRule:
+    """Splits space over its axes, and notes by module what was split and why not."""
+
+    def __init__(self, factors: Factors, notes: dict[str, dict[str, str]]) -> None:
+        self.factors, self.notes = factors, notes
+        self.whole: list[Note] = []
+
+    def split(self, axes: list[str], *, required: bool) -> None:
+        """Every operator with a spatial dim splits it.
+
+        Raises:
+            LayoutError: nothing can be split over an axis (and the split is ``required``).
+        """
+        graph, parameters = self.factors.graph, set(self.factors.graph.parameters)
+        spatial = {axis: self._classes(axis) for axis in axes}
+        for axis in axes:
+            others = set[str]().union(*(names for other, names in spatial.items() if other != axis))
+            names, hits = spatial[axis] - others, 0
+            for operator in graph.operators:
+                strategy = self.factors.strategies[operator.name]
+                if axis in strategy:
+                    continue
+                if operator.target.startswith(_IMAGES):
+                    choice = self._of_image(operator, axis)
+                    if choice is not None and not self.factors.fits(operator, choice, axis):
+                        self._note_whole(operator, axis, choice)
+                        choice = None
+                else:
+                    choice = self.factors.letter_of(operator, names, axis)
+                if choice is not None:
+                    strategy[axis] = choice
+                    hits += 1
+                    weighs = operator.target.startswith(_IMAGES) or parameters.intersection(operator.inputs)
+                    if not operator.backward and weighs:
+                        self.notes[operator.module].setdefault(axis, f"{choice}@{axis}\0rows of images")
+            if not hits and required:
+                self._refuse(axis)
+
+    def _classes(self, axis: str) -> set[str]:
+        """The factor classes that an axis cuts: outermost, for parts are runs of rows."""
+        found: set[str] = set()
+        for operator in self.factors.graph.operators:
+            if operator.target.startswith(_IMAGES) and operator.rule is not None:
+                choice = self._of_image(operator, axis)
+                if choice is not None:
+                    members = (one for one in operator.rule.members(choice) if one in operator.classes)
+                    found |= {operator.classes[letter] for letter in members}
+        return {name for name in found if not self.factors.is_batch(name)}
+
+    def _of_image(self, operator: Operator, axis: str) -> str | None:
+        """The factor that splits the axis' dim of an operator on images."""
+        if operator.rule is None:
+            return None
+        dims = operator.rule.parsed.inputs[0].dims
+        from_the_back = _FROM_THE_BACK[axis]
+        space = _space_rank(operator, len(dims))
+        if space == 1 and axis == "sy":  # a signal has one dim, the first of ``spatial``
+            from_the_back = 1
+        if from_the_back > space or (space == 1 and axis == "sx"):
+            return None
+        letter = next((factor.name for factor in dims[-from_the_back] if factor.name), None)
+        joint = (name for name, members in operator.rule.joint.items() if letter in members)
+        return next(joint, letter)
+
+    def _note_whole(self, operator: Operator, axis: str, choice: str) -> None:
+        if operator.backward:
+            return
+        assert operator.rule is not None
+        parts, rule = self.factors.sizes[axis], operator.rule
+        sizes = [rule.sizes[letter] for letter in dict.fromkeys(rule.members(choice))]
+        rows = f"{sizes[0]} rows" + (f" that become {sizes[1]}" if len(sizes) > 1 else "")
+        reason = f"{rows} do not divide over {parts} ranks" if any(size % parts for size in sizes) else (
+            f"its windows cannot be cut (factor {choice!r} of {rule.pattern!r})"
+        )  # fmt: skip
+        self.whole.append(Note(module=starred(operator.name), split=f"whole on {axis}", reason=reason))
+
+    def _refuse(self, axis: str) -> None:
+        sizes = sorted({size for operator in self.factors.graph.operators for size in self._rows(operator, axis)})
+        if not sizes:
+            raise LayoutError(
+                f"{axis}={self.factors.sizes[axis]}, and there are no convolutions or pooling over such a dim",
+                where="layout: spatial",
+                remedy="leave spatial out, or give one size for signals, two for images, three for volumes",
+            )
+        raise LayoutError(
+            f"no rows of {', '.join(map(str, sizes))} divide over {axis}={self.factors.sizes[axis]}",
+            where="layout: spatial",
+            remedy=f"use images with a side that {self.factors.sizes[axis]} divides, or fewer parts",
+        )
+
+    def _rows(self, operator: Operator, axis: str) -> Iterator[int]:
+        if operator.target.startswith(_IMAGES) and operator.rule is not None:
+            choice = self._of_image(operator, axis)
+            if choice is not None:
+                yield from (operator.rule.sizes[letter] for letter in operator.rule.members(choice))
+
+
+def _space_rank(operator: Operator, dims: int) -> int:
+    """How many spatial dims an operator on images works over."""
+    if operator.target.startswith("aten.convolution"):
+        return dims - 2
+    return next(count for count in (1, 2, 3) if f"{count}d" in operator.target)

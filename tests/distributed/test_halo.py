@@ -1,0 +1,49 @@
+"""Halo exchange between ranks: every row that a part reads arrives, from however many neighbours, and every term of a
+sum comes to the rank that owns its row."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.backend import halo_exchange_start, halo_reduce_start, wait
+from tests.distributed.lockstep import halo_rows, halo_sums
+from tests.distributed.pool import Ranks
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
+
+
+def exchange_at_random(seed: int) -> int:
+    """Shapes, dims, dtypes and ranges that reach over several parts, over none, or past the ends."""
+    me, size, draw = dist.get_rank(), dist.get_world_size(), random.Random(seed)
+    world = dist.group.WORLD
+    assert world is not None
+    moved = 0
+    for turn in range(60):
+        generator = torch.Generator().manual_seed(1000 * seed + turn)
+        shape = [draw.randint(1, 3) for _ in range(draw.randint(1, 3))]
+        dim, rows, dtype = draw.randrange(len(shape)), draw.randint(1, 4), draw.choice(DTYPES)
+        shape[dim] = rows
+        lows = [part * rows + draw.randint(-2 * rows, rows) for part in range(size)]
+        highs = [low + draw.randint(1, 4 * rows) for low in lows]
+        parts = [torch.randint(0, 9, shape, generator=generator).to(dtype) for _ in range(size)]
+        dim -= draw.choice([0, len(shape)])
+        found = wait(halo_exchange_start(parts[me], dim, lows, highs, 1.0, world.group_name, me))
+        assert torch.equal(found, halo_rows(parts[me], parts, dim, lows, highs, 1.0, part=me))
+        moved += found.numel()
+        if dtype == torch.bool:  # nothing is added up
+            continue
+        terms = []
+        for low, high in zip(lows, highs, strict=True):
+            shape[dim] = high - low
+            terms.append(torch.randint(0, 9, shape, generator=generator).to(dtype))
+        total = wait(halo_reduce_start(terms[me], dim, lows, highs, rows, world.group_name, me))
+        assert torch.equal(total, halo_sums(terms, dim, lows, highs, rows, part=me))
+    return moved
+
+
+def test_rows_arrive_and_come_back(ranks: Ranks) -> None:
+    for size in (2, 4):
+        assert min(ranks(size, exchange_at_random, size)) > 100

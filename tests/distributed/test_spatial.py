@@ -1,0 +1,146 @@
+"""Images cut over ranks: training equals one process, whatever dims are cut, beside data parallelism, in pipelines and
+with recomputation; what cannot be cut is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.errors import LayoutError
+from meshwright.models import MLP, ResNet, UNet, classification_loss, segmentation_loss
+from tests.distributed import oracle
+from tests.distributed.oracle import Batch, Subject
+from tests.distributed.pool import Ranks
+
+
+class Signals(nn.Module):
+    """One spatial dim: dilated and grouped convolutions, halving and doubling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv1d(2, 4, 5, padding=4, dilation=2)
+        self.grouped = nn.Conv1d(4, 4, 4, stride=2, padding=1, groups=2)
+        self.back = nn.ConvTranspose1d(4, 2, 4, stride=2, padding=1)
+        self.norm = nn.InstanceNorm1d(4, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.norm(self.wide(F.pad(x, (1, 3), mode="replicate")[..., :-4])))
+        y = F.interpolate(F.max_pool1d(self.grouped(y), 3, stride=1, padding=1), scale_factor=2, mode="linear")
+        return self.back(F.avg_pool1d(y, 2))
+
+
+class Volumes(nn.Module):
+    """Three spatial dims, with the operators that the reference models leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv3d(2, 4, 3, padding=1, padding_mode="replicate")
+        self.norm = nn.LayerNorm([4, 4, 4, 4])
+        self.deep = nn.Conv3d(4, 4, 3, padding=1, bias=False)
+        self.head = nn.Conv3d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.max_pool3d(torch.tanh(self.stem(x)), 3, stride=2, padding=1)
+        y = F.silu(self.deep(self.norm(y)))
+        y = F.interpolate(y, scale_factor=2, mode="trilinear") + F.avg_pool3d(x, 3, 1, 1).mean(1, keepdim=True)
+        return self.head(F.pad(y, (1, 1, 1, 1, 1, 1))[..., 1:-1, 1:-1, 1:-1])
+
+
+def same_size(model: nn.Module, batch: Batch) -> Tensor:
+    """A mean over all points of what is made of them."""
+    return F.mse_loss(model(batch["image"]), batch["label"])
+
+
+def images(size: int, side: int, classes: int, labels: tuple[int, ...]) -> list[Batch]:
+    return [
+        {
+            "image": torch.randn(size, 3, side, side, dtype=torch.float64),
+            "label": torch.randint(classes, (size, *labels)),
+        }
+        for _ in range(2)
+    ]
+
+
+def points(size: int, *sides: int) -> list[Batch]:
+    """Two channels, and as many to be made of them."""
+    return [{name: torch.randn(size, 2, *sides, dtype=torch.float64) for name in ("image", "label")} for _ in range(2)]
+
+
+def unet(norm: str) -> nn.Module:
+    return UNet(depth=1, width=4, classes=3, norm=norm).double()
+
+
+MODELS: dict[str, Callable[[], Subject]] = {
+    "U-Net": lambda: Subject(unet("group"), segmentation_loss, images(2, 16, 3, (16, 16))),
+    "U-Net of one image": lambda: Subject(unet("batch"), segmentation_loss, images(1, 16, 3, (16, 16))),
+    "ResNet": lambda: Subject(ResNet(width=4).double(), classification_loss, images(4, 16, 10, ())),
+    "signals": lambda: Subject(Signals().double(), same_size, points(2, 32)),
+    "volumes": lambda: Subject(Volumes().double(), same_size, points(2, 8, 8, 8)),
+}
+CASES = [
+    ("U-Net", mw.Layout(spatial=(2,))),
+    ("U-Net", mw.Layout(spatial=(1, 2), microbatches=2, recompute="full")),
+    ("U-Net", mw.Layout(spatial=(2,), pp=2, microbatches=2)),
+    ("U-Net of one image", mw.Layout(spatial=(4,))),
+    ("ResNet", mw.Layout(spatial=(2, 2))),
+    ("ResNet", mw.Layout(dp=2, spatial=(2,))),
+    ("signals", mw.Layout(spatial=(4,))),
+    ("volumes", mw.Layout(spatial=(2, 1, 2))),
+]
+
+
+def train(name: str, layout: mw.Layout) -> oracle.Comparison:
+    torch.manual_seed(3)
+    serial = MODELS[name]()
+    torch.manual_seed(3)
+    parallel = MODELS[name]()
+    before = {key: value.clone() for key, value in serial.model.state_dict().items()}
+    optimizer = oracle.OPTIMIZERS["SGD"]
+    expected = oracle.in_one_process(serial, optimizer)
+    found, trainer = oracle.in_parallel(parallel, layout, optimizer)
+    return oracle.compared(before, expected, found, trainer)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_cut_images_train_as_in_one_process(ranks: Ranks, model: str, layout: mw.Layout) -> None:
+    for found in ranks(layout.num_ranks, train, model, layout):
+        assert found.error <= oracle.TOLERANCE, found
+        assert found.moved > 1e-3
+
+
+def planned(name: str, **layout: object) -> mw.Plan:
+    subject = MODELS[name]()
+    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    return mw.plan(graph, layout=mw.Layout(**layout))  # type: ignore[arg-type]
+
+
+def test_every_level_of_a_unet_is_cut() -> None:
+    plan = planned("U-Net", spatial=(2, 2))
+    choices = {name: (one.get("sy"), one.get("sx")) for name, one in plan.stage.strategies.items()}
+    levels = ("pool:max_pool2d_with_indices#0", "enlarge.*:convolution#0", "enlarge.*:convolution_backward#1")
+    assert {choices[name] for name in levels} == {("yy", "xx")}
+    assert all(y and x for name, (y, x) in choices.items() if "convolution" in name or "norm:" in name)
+    assert "whole on" not in plan.explain()
+
+
+def test_levels_that_are_too_thin_stay_whole_and_say_so() -> None:
+    plan = planned("ResNet", spatial=(8,))
+    assert "16 rows that become 8" not in plan.explain()
+    assert "whole on sy  8 rows that become 4 do not divide over 8 ranks" in " ".join(plan.explain().split(" "))
+
+
+def test_what_has_no_space_is_refused() -> None:
+    graph = mw.capture(
+        MLP((4, 8, 2)), classification_loss, {"inputs": torch.randn(4, 4), "label": torch.randint(2, (4,))}
+    )
+    with pytest.raises(LayoutError, match="no convolutions or pooling over such a dim"):
+        mw.plan(graph, layout=mw.Layout(spatial=(2,)))
+    with pytest.raises(LayoutError, match=r"no rows of 8, 16 divide over sy=3\n.*side that 3 divides"):
+        planned("U-Net", spatial=(3,))
+    with pytest.raises(LayoutError, match=r"spatial=\[0\]"):
+        planned("U-Net", spatial=(0,))

@@ -1,0 +1,56 @@
+"""Halos: which rows parts read of each other."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.ir.halo import Halo, fetched, most_rows, outside, overlap, owned
+from meshwright.ir.halo import given as given_rows
+
+HALOS = st.builds(
+    Halo,
+    operand=st.integers(0, 2), dim=st.integers(0, 4), stride=st.integers(1, 4), window=st.integers(1, 9),
+    padding=st.integers(-2, 9), count=st.sampled_from([4, 8, 12]),
+)  # fmt: skip
+
+
+def test_a_window_of_three_reads_one_row_on_each_side() -> None:
+    ranges = Halo(0, 2, stride=1, window=3, padding=1, count=12).ranges(3)
+    assert ranges == ((-1, 5), (3, 9), (7, 13))
+    assert fetched(ranges, 4, 1) == [(0, (3, 4)), (2, (8, 9))]
+    assert fetched(ranges, 4, 0) == [(1, (4, 5))]
+    assert most_rows(ranges, 4) == 2
+
+
+def test_a_stride_of_two_reads_one_row_before() -> None:
+    ranges = Halo(0, 2, stride=2, window=3, padding=1, count=4).ranges(2)
+    assert ranges == ((-1, 4), (3, 8))
+    assert (fetched(ranges, 4, 0), fetched(ranges, 4, 1)) == ([], [(0, (3, 4))])
+
+
+def test_thin_parts_read_of_several_neighbours() -> None:
+    ranges = Halo(0, 2, stride=1, window=7, padding=3, count=4).ranges(4)
+    assert [other for other, _ in fetched(ranges, 1, 0)] == [1, 2, 3]
+    assert most_rows(ranges, 1) == 3
+
+
+@settings(max_examples=60)
+@given(HALOS, st.sampled_from([1, 2, 4]), st.integers(1, 6))
+def test_what_one_gets_another_gives(halo: Halo, parts: int, rows: int) -> None:
+    ranges = halo.ranges(parts)
+    got = {(part, other, one) for part in range(parts) for other, one in fetched(ranges, rows, part)}
+    gave = {(other, part, one) for part in range(parts) for other, one in given_rows(ranges, rows, part)}
+    assert got == gave
+    for part in range(parts):
+        before, after = outside(ranges[part], owned(rows, part))
+        kept = overlap(ranges[part], owned(rows, part))
+        sizes = [max(0, high - low) for low, high in (before, kept, after)]
+        assert sum(sizes) == ranges[part][1] - ranges[part][0]
+        assert min(high - low for low, high in (before, after)) >= 0
+
+
+@given(HALOS)
+def test_text_is_read_back(halo: Halo) -> None:
+    assert Halo.parse(str(halo)) == halo
+    assert Halo.parse("sum 2 c") is None
