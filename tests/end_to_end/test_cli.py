@@ -54,7 +54,8 @@ def run_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "train", "report", "plan", "simulate", "verify", "schedule", "calibrate", "clusters"]
+    "command",
+    ["demo", "train", "report", "plan", "simulate", "verify", "schedule", "collectives", "calibrate", "clusters"],
 )
 def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli([command, "--help"]) == 0

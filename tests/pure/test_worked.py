@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.cli import run as cli
 from meshwright.errors import LayoutError
-from meshwright.planner.worked import recompute, steps, worked_names
+from meshwright.planner.worked import recompute, worked_names
 from meshwright.planner.worked.line import compared, predicted
 
 WRONG = {
@@ -50,23 +50,6 @@ def test_numbers(name: str, numbers: list[str]) -> None:
 
 def test_the_crossover_of_data_and_tensor_parallelism_is_found() -> None:
     assert recompute("dp-vs-tp").lines[0].ours == "2,731 rows"
-
-
-@pytest.mark.parametrize("workers", [2, 4, 8, 16])
-def test_every_list_of_steps_adds_up_every_term_once(workers: int) -> None:
-    for make, pieces in ((steps.star, 1), (steps.everyone, 1), (steps.ring, workers), (steps.tree, 1)):
-        assert steps.is_all_reduce(make(workers), workers, pieces), make.__name__
-    assert steps.is_all_reduce(steps.butterfly(workers), workers)
-    broken = steps.butterfly(workers)[:-1]
-    assert not broken or not steps.is_all_reduce(broken, workers)
-
-
-def test_what_a_list_of_steps_moves() -> None:
-    counted = [steps.count(steps.star(8)), steps.count(steps.everyone(8)), steps.count(steps.ring(8), 8)]
-    counted += [steps.count(steps.tree(8)), steps.count(steps.butterfly(8))]
-    assert [one.moved for one in counted] == [16, 56, 14, 14, 24]
-    assert [one.rounds for one in counted] == [2, 1, 14, 6, 3]
-    assert [one.fan_in for one in counted] == [8, 7, 1, 1, 1]
 
 
 def test_how_far_is_rounding() -> None:

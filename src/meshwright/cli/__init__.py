@@ -13,6 +13,7 @@ from meshwright.cli import (
     bench,
     calibrate,
     clusters,
+    collectives,
     demo,
     models,
     plan,
@@ -39,8 +40,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    demo, train, report, plan, simulate, predict, validate, recompute, verify, schedule, calibrate, clusters, models,
-    bench,
+    demo, train, report, plan, simulate, predict, validate, recompute, verify, schedule, collectives, calibrate,
+    clusters, models, bench,
 ):  # fmt: skip
     command.add_to(app)
 

@@ -7,9 +7,8 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Group, Network
 from meshwright.ir.cluster import Cluster
-from meshwright.planner.worked import steps
 from meshwright.planner.worked.line import Line, compared, held
-from meshwright.schedules import passes, pipeline
+from meshwright.schedules import collectives, passes, pipeline
 from meshwright.schedules.check import Report, check
 
 
@@ -55,7 +54,7 @@ def tensor_or_pipeline() -> tuple[Line, ...]:
     """Bytes over a link, forward."""
     lines = []
     for ranks in (2, 8):
-        tensor = sum(one.adds for sends in steps.ring(ranks) for one in sends) / ranks / ranks
+        tensor = collectives.count(collectives.build("reduce_scatter", "ring", ranks, ranks)).moved / ranks / ranks
         pipeline_bytes = 1 / ranks  # each of the ranks of a stage hands on its part
         lines.append(
             compared(
@@ -104,42 +103,59 @@ def data_or_tensor() -> tuple[Line, ...]:
 def all_reduces() -> tuple[Line, ...]:
     """Parameters moved, rounds and time of all-reduces of M parameters over N = 8 workers."""
     workers = 8
-    star, naive = steps.count(steps.star(workers)), steps.count(steps.everyone(workers))
-    ring, tree = steps.count(steps.ring(workers), workers), steps.count(steps.tree(workers))
-    butterfly = steps.count(steps.butterfly(workers))
+    star, naive, ring, tree, butterfly = (
+        collectives.count(collectives.all_reduce(name, workers, workers, server=True))
+        for name in ("star", "naive", "ring", "tree", "butterfly")
+    )
     level = load_cluster("a100-80gb-dgx-hdr200x8").levels[1]
     alpha, beta, rounds = level.alpha_s, level.beta_s_per_byte, math.log2(workers)
     crossover = alpha * (2 * (workers - 1) - 2 * rounds) / (beta * (2 * rounds - 2 * (workers - 1) / workers))
     shift = "counted for N, where N - 1 take part; the step list moves 2 (N - 1) M"
     return (
-        compared("parameter server: 2 N M moved, 16 M", 16, star.moved, f"{star.moved:g} M", "to the server and back"),
         compared(
-            "naive: N (N - 1) M, 56 M", 56, naive.moved, f"{naive.moved:g} M", "N x N M, as also printed, is 64 M"
+            "parameter server: 2 N M moved, 16 M",
+            16,
+            star.moved / workers,
+            f"{star.moved / workers:g} M",
+            "to the server and back",
         ),
-        Line(claim="ring: 2 N M, 16 M", ours=f"{ring.moved:g} M", verdict="rounds", why=shift),
-        Line(claim="tree: 2 N M, 16 M", ours=f"{tree.moved:g} M", verdict="rounds", why=shift),
+        compared(
+            "naive: N (N - 1) M, 56 M",
+            56,
+            naive.moved / workers,
+            f"{naive.moved / workers:g} M",
+            "N x N M, as also printed, is 64 M",
+        ),
+        Line(claim="ring: 2 N M, 16 M", ours=f"{ring.moved / workers:g} M", verdict="rounds", why=shift),
+        Line(claim="tree: 2 N M, 16 M", ours=f"{tree.moved / workers:g} M", verdict="rounds", why=shift),
         compared(
             "butterfly: N M log N, 24 M",
             24,
-            butterfly.moved,
-            f"{butterfly.moved:g} M",
+            butterfly.moved / workers,
+            f"{butterfly.moved / workers:g} M",
             f"{butterfly.rounds} rounds, in each of which all N send M",
         ),
         held(
             "parameter server: M N / bandwidth",
-            f"{star.busiest:g} M / bandwidth",
+            f"{star.busiest / workers:g} M / bandwidth",
             False,
             "N M come in and N M go out: half of it only where both directions overlap",
         ),
         compared(
             "ring: 2 M / bandwidth",
             2,
-            ring.busiest,
-            f"{ring.busiest:g} M / bandwidth",
+            ring.busiest / workers,
+            f"{ring.busiest / workers:g} M / bandwidth",
             "2 (N - 1) / N, whose limit is 2",
             exact=0.15,
         ),
-        compared("tree: 2 log N M / bandwidth", 6, tree.busiest, f"{tree.busiest:g} M / bandwidth", "up and down"),
+        compared(
+            "tree: 2 log N M / bandwidth",
+            6,
+            tree.busiest / workers,
+            f"{tree.busiest / workers:g} M / bandwidth",
+            "up and down",
+        ),
         held(
             "one node takes in O(N) at once at a server, O(1) on a ring",
             f"{star.fan_in} and {ring.fan_in}",

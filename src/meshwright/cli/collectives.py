@@ -1,0 +1,91 @@
+"""``meshwright collectives``: the algorithms of a collective beside each other, and their rounds drawn."""
+
+import msgspec
+import typer
+from rich.table import Table
+
+from meshwright.cli import display
+from meshwright.schedules.collectives import ALGORITHMS, build
+from meshwright.schedules.collectives.picture import rounds
+
+EPILOG = """[bold]Examples[/bold]
+
+  meshwright collectives --ranks 8 --bytes 1MiB
+
+  meshwright collectives all_gather --ranks 16 --bytes 64MiB --cluster h100-dgx-ndr400x8
+
+  meshwright collectives --ranks 4 --picture ring
+"""
+
+
+def collectives(
+    operation: str = typer.Argument("all_reduce", help=f"One of {', '.join(ALGORITHMS)}."),
+    ranks: int = typer.Option(8, help="Neighbouring ranks of the cluster, from the first."),
+    size: str = typer.Option("1MiB", "--bytes", help="The whole vector on one rank, in float32."),
+    cluster: str = typer.Option("a100-80gb-dgx-hdr200x8", help="A name of `meshwright clusters`, or a .toml file."),
+    picture: str = typer.Option("", help="Draw the rounds of this algorithm instead."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Compare the algorithms of a collective: rounds, bytes, the most at one rank, time on a cluster, crossovers."""
+    num_bytes = display.num_bytes(size, "--bytes")
+    if picture:
+        _draw(operation, picture, ranks, as_json)
+        return
+    from meshwright.prediction.collectives import compare
+
+    bars = display.Bars(display.console())
+    bars.begin("simulating")
+    try:
+        found = compare(operation, cluster, ranks, num_bytes)
+    finally:
+        bars.end()
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    terminal = display.console()
+    typer.echo(f"{operation} of {_size(num_bytes)} over {ranks} ranks of {found.cluster}, float32\n")
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "rounds", "moved", "busiest", "peak", "fan-in", "alone", "shared links", "bits"):
+        table.add_column(title, justify="left" if title in ("", "bits") else "right", no_wrap=True)
+    for row in found.rows:
+        counted = row.count
+        shared = "" if row.shared_s is None else _time(row.shared_s)
+        table.add_row(
+            row.algorithm, str(counted.rounds), *(map(_size, (counted.moved, counted.busiest, counted.peak))),
+            str(counted.fan_in), _time(row.alone_s), shared, "same" if row.same else "differ",
+        )  # fmt: skip
+    terminal.print(table)
+    typer.echo(
+        "\nbusiest: through the busiest rank of each round, added up; peak: through one rank in one round"
+        "\nalone: a rank sends one message at a time, over links of its own; shared links: all of a round at once"
+        "\nbits: whether ranks end with the same ones; where they differ, an algorithm is never chosen"
+    )
+    for title, best in (("alone", found.best_alone), ("shared links", found.best_shared)):
+        if best:
+            where = [f"{one.algorithm} from {_size(one.from_bytes)}" for one in best[1:]]
+            typer.echo(f"\nfastest, {title}: {', '.join([best[0].algorithm, *where])}", nl=False)
+    typer.echo()
+
+
+def _draw(operation: str, algorithm: str, ranks: int, as_json: bool) -> None:
+    pieces = 1 if operation == "barrier" else 2 * ranks  # enough for any algorithm to cut
+    steps = build(operation, algorithm, ranks, pieces)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(steps)).decode())
+        return
+    typer.echo(f"{operation} {algorithm}: b>2+ sends piece b to rank 2, which adds it; b>2: which keeps it\n")
+    typer.echo(rounds(steps), nl=False)
+
+
+def _size(num_bytes: float) -> str:
+    unit = next((unit for unit in ("Gi", "Mi", "Ki") if display.UNITS[unit] <= num_bytes), "")
+    return f"{num_bytes / (display.UNITS[unit] if unit else 1):.4g} {unit}B"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g} us" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make it a command."""
+    app.command(epilog=EPILOG)(collectives)

@@ -1,0 +1,129 @@
+"""The algorithms of a collective beside each other: what each moves and takes on a cluster, and from where it wins."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import msgspec
+
+from meshwright.catalog import load_cluster
+from meshwright.errors import LayoutError
+from meshwright.ir.cluster import Cluster
+from meshwright.schedules.collectives import ALGORITHMS, Boxes, Count, build, check, count, nested
+from meshwright.schedules.collectives.hierarchy import ACROSS, INSIDE
+from meshwright.simulate.collectives import alone_s, gamma_s_per_byte, links_of, shared_s
+
+SIZES = (4, *(16**power for power in range(2, 8)), 2**30)
+"""Bytes of a vector between which crossovers are looked for."""
+ITEM_BYTES = 4
+MAX_RANKS, MAX_SHARING = 64, 16
+"""Ranks of a comparison, and of one with shared links: some algorithms send a message for every pair of ranks."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """An algorithm: what it moves (bytes), its seconds where nothing is in the way, and those on the cluster's shared
+    links (None: too many ranks to play that). ``same``: all ranks end with the same bits in floating point."""
+
+    algorithm: str
+    count: Count
+    alone_s: float
+    shared_s: float | None
+    same: bool
+
+
+class Best(msgspec.Struct, frozen=True):
+    """From ``from_bytes`` on (up to the next), ``algorithm`` is the fastest of those that end with the same bits."""
+
+    from_bytes: int
+    algorithm: str
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows, the fastest first, and which is the fastest for which sizes: alone, and on shared links."""
+
+    operation: str
+    cluster: str
+    num_ranks: int
+    num_bytes: int
+    rows: tuple[Row, ...]
+    best_alone: tuple[Best, ...]
+    best_shared: tuple[Best, ...]
+
+
+def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: int) -> Comparison:
+    """All algorithms of an operation over ``num_ranks`` neighbouring ranks of a cluster, in float32.
+
+    Raises:
+        ScheduleError, ClusterError, LayoutError: no such operation; the cluster has not so many devices, or unlike
+            units; more than 64 ranks.
+    """
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise LayoutError(f"{num_ranks} ranks", where="--ranks", remedy=f"compare 1 to {MAX_RANKS}")
+    found = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    found = found.resized(num_ranks)
+    names = [(name, None) for name in ALGORITHMS.get(operation, ("",))] + _over_levels(operation, found)
+    link, gamma, sharing = links_of(found), gamma_s_per_byte(found), num_ranks <= MAX_SHARING
+
+    rows: list[Row] = []
+    times_alone: dict[str, list[float]] = {}
+    times_shared: dict[str, list[float]] = {}
+    for name, boxes in names:
+        steps = build(operation, name, num_ranks, -(-num_bytes // ITEM_BYTES), boxes=boxes)
+        same = check(steps).same
+        alone = alone_s(steps, link, gamma, ITEM_BYTES)
+        shared = shared_s(steps, found, ITEM_BYTES) if sharing else None
+        rows.append(Row(name, _in_bytes(count(steps)), alone, shared, same))
+        if same and num_ranks > 1 and operation != "barrier":
+            sized = [build(operation, name, num_ranks, size // ITEM_BYTES, boxes=boxes) for size in SIZES]
+            times_alone[name] = [alone_s(one, link, gamma, ITEM_BYTES) for one in sized]
+            if sharing:
+                times_shared[name] = [shared_s(one, found, ITEM_BYTES) for one in sized]
+    return Comparison(
+        operation=operation,
+        cluster=found.name,
+        num_ranks=num_ranks,
+        num_bytes=num_bytes,
+        rows=tuple(sorted(rows, key=lambda row: row.alone_s if row.shared_s is None else row.shared_s)),
+        best_alone=_crossovers(times_alone),
+        best_shared=_crossovers(times_shared),
+    )
+
+
+def _over_levels(operation: str, cluster: Cluster) -> list[tuple[str, Boxes | None]]:
+    """The all-reduces along the cluster's levels, where it has several."""
+    fan_outs = [level.fan_out for level in cluster.levels if level.fan_out > 1]
+    if operation != "all_reduce" or len(fan_outs) < 2:
+        return []
+    return [(f"{inside}+{across}", nested(fan_outs)) for inside in INSIDE for across in ACROSS]
+
+
+def _in_bytes(found: Count) -> Count:
+    parts = {key: getattr(found, key) * ITEM_BYTES for key in ("moved", "busiest", "peak", "added")}
+    return msgspec.structs.replace(found, **parts)
+
+
+def _crossovers(found: Mapping[str, list[float]]) -> tuple[Best, ...]:
+    """Which is the fastest from where on, of seconds at every size of ``SIZES``; straight lines between them."""
+    best: list[Best] = []
+    if not found:
+        return ()
+    for index, (low, high) in enumerate(pairwise(SIZES)):
+        at = {name: (times[index], times[index + 1]) for name, times in found.items()}
+        part = 0.0
+        while part < 1:
+            now = min(at, key=lambda name: (_at(at[name], part), at[name][1]))
+            if not best or best[-1].algorithm != now:
+                best.append(Best(round(low + part * (high - low)) if best else 0, now))
+            # The next that becomes faster than the fastest of now.
+            meets = {name: _meeting(at[now], times) for name, times in at.items() if name != now}
+            part = min((meet for meet in meets.values() if meet > part + 1e-9), default=1.0)
+    return tuple(best)
+
+
+def _at(times: tuple[float, float], part: float) -> float:
+    return times[0] + part * (times[1] - times[0])
+
+
+def _meeting(one: tuple[float, float], other: tuple[float, float]) -> float:
+    """Where two lines between 0 and 1 meet; 1 if they do not, or only where the first becomes the faster."""
+    start, end = other[0] - one[0], other[1] - one[1]
+    return start / (start - end) if start > 0 > end else 1.0

@@ -1,0 +1,265 @@
+"""Collectives by operation and name, for any number of ranks and elements."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+from meshwright.errors import ScheduleError
+from meshwright.schedules.collectives import group
+from meshwright.schedules.collectives.group import Half, Owned, Whole
+from meshwright.schedules.collectives.hierarchy import Boxes, all_reduce_in_levels, leaves
+from meshwright.schedules.collectives.steps import Move, Part, Rounds, Span, State, Steps, cut, made, message, sized
+
+ALL_REDUCE: Mapping[str, Whole] = {
+    "star": group.all_reduce_star,
+    "naive": group.all_reduce_naive,
+    "partitioned": group.in_halves(group.scatter_partitioned, group.gather_partitioned),
+    "shares": group.in_halves(group.scatter_star, group.gather_star),
+    "ring": group.in_halves(group.scatter_ring, group.gather_ring),
+    "tree": group.all_reduce_tree,
+    "double-tree": group.all_reduce_double_tree,
+    "butterfly": group.all_reduce_butterfly,
+    "rabenseifner": group.all_reduce_rabenseifner,
+}
+"""All-reduces in place. ``shares``: a star for each rank's share, at once."""
+
+HALVES: Mapping[str, tuple[Half, Half]] = {
+    "star": (group.scatter_star, group.gather_star),
+    "partitioned": (group.scatter_partitioned, group.gather_partitioned),
+    "ring": (group.scatter_ring, group.gather_ring),
+    "halving": (group.scatter_halving, group.gather_doubling),
+}
+"""Reduce-scatters, and the all-gathers that are the same backwards."""
+
+TO_ONE: Mapping[str, Whole] = {
+    "star": group.reduce_star,
+    "tree": group.reduce_tree,
+    "halving": lambda ranks, span: (
+        group.scatter_halving(ranks, group.owns(span, len(ranks)))
+        + group.gather_tree(ranks, group.owns(span, len(ranks)))
+    ),
+}
+"""Reduces to the first rank; backwards they are broadcasts."""
+
+GATHERS: Mapping[str, Callable[[Sequence[int], Owned], Rounds]] = {
+    "star": group.gather_to_first,
+    "tree": group.gather_tree,
+}
+"""Gathers at the first rank; backwards they are scatters."""
+
+IN_TURN = ("one-by-one", "contention-free")
+"""All-reduces that keep what they send while they add up what comes: they need a memory of two vectors."""
+
+ALGORITHMS: Mapping[str, tuple[str, ...]] = {
+    "all_reduce": (*ALL_REDUCE, *IN_TURN),
+    "reduce_scatter": tuple(HALVES),
+    "all_gather": tuple(HALVES),
+    "reduce": tuple(TO_ONE),
+    "broadcast": tuple(TO_ONE),
+    "gather": tuple(GATHERS),
+    "scatter": tuple(GATHERS),
+    "all_to_all": ("naive", "partitioned"),
+    "barrier": ("central", "dissemination"),
+}
+
+
+def all_reduce(
+    algorithm: str, num_ranks: int, length: int, *, boxes: Boxes | None = None, server: bool = False
+) -> Steps:
+    """Every rank ends with the sum of all vectors of ``length`` elements.
+
+    ``algorithm`` is a name of ``ALGORITHMS``, or INSIDE+ACROSS (``ring+rabenseifner``) with ``boxes``: how the ranks
+    nest (``hierarchy.py``). ``server``: the star's centre is one more rank, which brings nothing.
+
+    Raises:
+        ScheduleError: there is no such algorithm, or a number is negative.
+    """
+    _check("all_reduce", algorithm if boxes is None else "ring", num_ranks, length)
+    ranks, whole = range(num_ranks), (0, length)
+    if boxes is not None:
+        if (held := len(leaves(boxes))) != num_ranks:
+            raise ScheduleError(
+                f"{num_ranks} ranks, of which the boxes hold {held}", where="boxes", remedy="name every rank once"
+            )
+        rounds = all_reduce_in_levels(algorithm, boxes, length)
+    elif algorithm in IN_TURN:
+        return _in_turn(algorithm, num_ranks, length)
+    else:
+        centre = [num_ranks, *ranks] if server and algorithm == "star" else ranks
+        rounds = ALL_REDUCE[algorithm](centre, whole)
+    num_nodes = num_ranks + (server and algorithm == "star")
+    before: list[tuple[Span, ...]] = [(whole,)] * num_ranks + [()] * (num_nodes - num_ranks)
+    terms = tuple((rank, 0) for rank in ranks)
+    after = ((Part(whole, terms),),) * num_ranks + ((),) * (num_nodes - num_ranks)
+    return made("all_reduce", algorithm, length, rounds, (tuple(before), after, length))
+
+
+def _in_turn(algorithm: str, size: int, length: int) -> Steps:
+    """Everyone sends to everyone, a message at a time: of all of them, or of each."""
+    whole, out = (0, length), (length, 2 * length)
+    start = [Move(rank, rank, 0, length, length) for rank in range(size) if length]
+    sent = [
+        [message(i, (i + turn) % size, [whole], adds=True, shift=length) for i in range(size)]
+        for turn in range(1, size)
+    ]
+    if algorithm == "one-by-one":
+        by_sender = [sent[turn][i] for i in range(size) for turn in range(size - 1)]
+        rounds = [start, *by_sender]
+    else:
+        rounds = [start, *([one for moves in turn for one in moves] for turn in sent)]
+    part = Part(out, tuple((rank, 0) for rank in range(size)))
+    return made("all_reduce", algorithm, length, rounds, (((whole,),) * size, ((part,),) * size, 2 * length))
+
+
+def reduce_scatter(algorithm: str, counts: Sequence[int]) -> Steps:
+    """Rank i ends with elements i of the sum: ``counts[i]`` of them, at their place in the vector."""
+    spans = _parts("reduce_scatter", algorithm, counts)
+    size, length = len(counts), sum(counts)
+    rounds = HALVES[algorithm][0](range(size), [[span] for span in spans])
+    after = tuple((Part(span, tuple((rank, span[0]) for rank in range(size))),) for span in spans)
+    return made("reduce_scatter", algorithm, length, rounds, ((((0, length),),) * size, after, length))
+
+
+def all_gather(algorithm: str, counts: Sequence[int]) -> Steps:
+    """Every rank ends with all parts; rank i brings ``counts[i]`` elements, at their place in the vector."""
+    spans = _parts("all_gather", algorithm, counts)
+    rounds = HALVES[algorithm][1](range(len(counts)), [[span] for span in spans])
+    after = (tuple(Part(span, ((rank, span[0]),)) for rank, span in enumerate(spans)),) * len(counts)
+    return made("all_gather", algorithm, sum(counts), rounds, (tuple((span,) for span in spans), after, sum(counts)))
+
+
+def reduce(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
+    """``root`` ends with the sum of all vectors; what the others end with is not defined."""
+    ranks = _from(root, "reduce", algorithm, num_ranks, length)
+    rounds, whole = TO_ONE[algorithm](ranks, (0, length)), (0, length)
+    sums = (Part(whole, tuple((rank, 0) for rank in range(num_ranks))),)
+    after = tuple(sums if rank == root else () for rank in range(num_ranks))
+    return made("reduce", algorithm, length, rounds, (((whole,),) * num_ranks, after, length))
+
+
+def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
+    """All end with what ``root`` has."""
+    ranks = _from(root, "broadcast", algorithm, num_ranks, length)
+    whole = (0, length)
+    if algorithm == "halving":  # van de Geijn: scatter down a tree, then collect
+        owned = group.owns(whole, num_ranks)
+        rounds = group.backwards(group.gather_tree(ranks, owned)) + group.gather_doubling(ranks, owned)
+    else:
+        rounds = group.backwards(TO_ONE[algorithm](ranks, whole))
+    before = tuple((whole,) if rank == root else () for rank in range(num_ranks))
+    after = ((Part(whole, ((root, 0),)),),) * num_ranks
+    return made("broadcast", algorithm, length, rounds, (before, after, length))
+
+
+def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
+    """``root`` ends with all parts; rank i brings ``counts[i]`` elements, at their place in the vector."""
+    spans = _parts("gather", algorithm, counts)
+    ranks = _from(root, "gather", algorithm, len(counts), sum(counts))
+    rounds = GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks])
+    parts = tuple(Part(span, ((rank, span[0]),)) for rank, span in enumerate(spans))
+    after = tuple(parts if rank == root else () for rank in range(len(counts)))
+    return made("gather", algorithm, sum(counts), rounds, (tuple((span,) for span in spans), after, sum(counts)))
+
+
+def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
+    """Rank i ends with its ``counts[i]`` elements of what ``root`` has, at their place in the vector."""
+    spans = _parts("scatter", algorithm, counts)
+    ranks = _from(root, "scatter", algorithm, len(counts), sum(counts))
+    rounds = group.backwards(GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks]))
+    before = tuple(((0, sum(counts)),) if rank == root else () for rank in range(len(counts)))
+    after = tuple((Part(span, ((root, span[0]),)),) for span in spans)
+    return made("scatter", algorithm, sum(counts), rounds, (before, after, sum(counts)))
+
+
+def all_to_all(algorithm: str, counts: Sequence[Sequence[int]]) -> Steps:
+    """Rank i sends ``counts[i][j]`` elements to rank j; each ends with what came to it, by sender.
+
+    What a rank sends lies at the start of its memory, by receiver; what came lies behind the longest of these.
+    """
+    size = len(counts)
+    _check("all_to_all", algorithm, size, min((value for row in counts for value in row), default=0))
+    if any(len(row) != size for row in counts):
+        raise ScheduleError("a row has another length", where="counts", remedy="give as many counts as ranks, each")
+    sent = [list(accumulate(row, initial=0)) for row in counts]
+    base = max((row[-1] for row in sent), default=0)
+    came = [list(accumulate((counts[i][j] for i in range(size)), initial=base)) for j in range(size)]
+
+    def of(i: int, j: int) -> list[Move]:
+        return [Move(i, j, sent[i][j], came[j][i], counts[i][j])] if counts[i][j] else []
+
+    rounds: Rounds = [[one for i in range(size) for one in of(i, (i + turn) % size)] for turn in range(size)]
+    if algorithm == "naive":
+        rounds = [*rounds[:1], [one for moves in rounds[1:] for one in moves]]
+    before = tuple(((0, row[-1]),) for row in sent)
+    after = tuple(
+        tuple(Part((came[j][i], came[j][i + 1]), ((i, sent[i][j]),)) for i in range(size) if counts[i][j])
+        for j in range(size)
+    )
+    space = max((row[-1] for row in came), default=0)
+    return made("all_to_all", algorithm, sum(map(sum, counts)), rounds, (before, after, space))
+
+
+def barrier(algorithm: str, num_ranks: int) -> Steps:
+    """Nobody ends before everybody has begun. Messages are empty."""
+    _check("barrier", algorithm, num_ranks, 0)
+    rounds: Rounds = []
+    if algorithm == "central":
+        rounds = [
+            [Move(rank, 0, 0, 0, 0) for rank in range(1, num_ranks)],
+            [Move(0, rank, 0, 0, 0) for rank in range(1, num_ranks)],
+        ]
+    else:  # after round k everyone has heard of the 2^(k+1) - 1 before it (Hensgen, Finkel, Manber 1988)
+        distance = 1
+        while distance < num_ranks:
+            rounds.append([Move(rank, (rank + distance) % num_ranks, 0, 0, 0) for rank in range(num_ranks)])
+            distance *= 2
+    state: State = (((),) * num_ranks, ((),) * num_ranks, 0)
+    return made("barrier", algorithm, 0, rounds, state)
+
+
+def build(operation: str, algorithm: str, num_ranks: int, length: int, *, boxes: Boxes | None = None) -> Steps:
+    """Any of them, of equal parts and from rank 0, over a vector of ``length`` elements (a rank's own, for an
+    all-to-all)."""
+    counts = [end - begin for begin, end in cut((0, length), num_ranks)] if num_ranks > 0 else []
+    if operation == "all_reduce":
+        return all_reduce(algorithm, num_ranks, length, boxes=boxes)
+    makers: dict[str, Callable[[], Steps]] = {
+        "reduce_scatter": lambda: reduce_scatter(algorithm, counts),
+        "all_gather": lambda: all_gather(algorithm, counts),
+        "reduce": lambda: reduce(algorithm, num_ranks, length),
+        "broadcast": lambda: broadcast(algorithm, num_ranks, length),
+        "gather": lambda: gather(algorithm, counts),
+        "scatter": lambda: scatter(algorithm, counts),
+        "all_to_all": lambda: all_to_all(algorithm, [counts] * num_ranks),
+        "barrier": lambda: barrier(algorithm, num_ranks),
+    }
+    _check(operation, algorithm, num_ranks, length)
+    return makers[operation]()
+
+
+def _parts(operation: str, algorithm: str, counts: Sequence[int]) -> tuple[Span, ...]:
+    _check(operation, algorithm, len(counts), min(counts, default=0))
+    return sized(counts)
+
+
+def _from(root: int, operation: str, algorithm: str, num_ranks: int, length: int) -> list[int]:
+    """The ranks, from the root on."""
+    _check(operation, algorithm, num_ranks, length)
+    if not 0 <= root < num_ranks:
+        raise ScheduleError(f"there is no rank {root}", where="root", remedy=f"the ranks are 0 to {num_ranks - 1}")
+    return [(root + i) % num_ranks for i in range(num_ranks)]
+
+
+def _check(operation: str, algorithm: str, num_ranks: int, length: int) -> None:
+    if operation not in ALGORITHMS:
+        raise ScheduleError(
+            f"there is no collective {operation!r}", where="operation", remedy=f"one of {', '.join(ALGORITHMS)}"
+        )
+    if algorithm not in ALGORITHMS[operation]:
+        raise ScheduleError(
+            f"there is no algorithm {algorithm!r}",
+            where=operation,
+            remedy=f"one of {', '.join(ALGORITHMS[operation])}",
+        )
+    for what, value, least in (("ranks", num_ranks, 1), ("elements", length, 0)):
+        if value < least:
+            raise ScheduleError(f"{value} {what}", where=operation, remedy=f"give {least} or more")

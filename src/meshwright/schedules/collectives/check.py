@@ -1,0 +1,227 @@
+"""Whether steps do what they say: run by symbols, so that every term is seen, for vectors of any length."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import msgspec
+
+from meshwright.errors import ScheduleError
+from meshwright.schedules.collectives.steps import Action, Copy, Part, Program, Receive, Send, Span, Steps, programs
+
+_Key = tuple[int, int]
+"""A term: the rank that brought it, and how much further on it began there."""
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """``same``: all ranks that end with a sum have added its terms in the same order, so that in floating point too
+    they end with the same bits."""
+
+    same: bool
+
+
+def check(steps: Steps, given: Sequence[Program] | None = None) -> Checked:
+    """Run the steps (or, ``given``, what each rank does instead) as ranks would: each for itself, with messages in the
+    order in which they were sent.
+
+    Raises:
+        ScheduleError: a rank waits for ever, takes another length than was sent, or is sent what it does not take; it
+            reads what nobody brought; it ends with another sum than it should, with a term missing or twice; after a
+            barrier it has not heard of somebody.
+    """
+    run = _Run(steps, given if given is not None else programs(steps))
+    run.all()
+    ordered: dict[Part, set[tuple[int, ...]]] = {}
+    for rank, parts in enumerate(steps.after):
+        for part in parts:
+            wanted = Counter((source, begin - part.span[0]) for source, begin in part.terms)
+            orders = list[tuple[Span, int]]()
+            for span, value in run.memories[rank].read(part.span):
+                if run.sums.terms[value] != wanted:
+                    raise ScheduleError(
+                        f"elements {span[0]} to {span[1]} end as {_sum(run.sums.terms[value])}, not {_sum(wanted)}",
+                        where=f"{steps.operation} {steps.algorithm}, rank {rank}",
+                        remedy="each contribution must arrive exactly once",
+                    )
+                orders.append(((span[0] - part.span[0], span[1] - part.span[0]), run.sums.moved(value, -part.span[0])))
+            ordered.setdefault(part, set()).add(_finest(orders))
+    if steps.operation == "barrier":
+        for rank, heard in enumerate(run.heard):
+            if missing := set(range(steps.num_ranks)) - heard:
+                raise ScheduleError(
+                    f"it ends without having heard of rank {min(missing)}",
+                    where=f"barrier {steps.algorithm}, rank {rank}",
+                    remedy="everybody must be heard of",
+                )
+    return Checked(all(len(found) == 1 for found in ordered.values()))
+
+
+class _Sums:
+    """Sums, each known by a number: equal numbers were added in the same order (a + b is b + a, also when rounded)."""
+
+    def __init__(self) -> None:
+        self.terms: list[Counter[_Key]] = [Counter()]
+        self._numbers: dict[tuple[int, int] | _Key | tuple[str, _Key], int] = {}
+        self._made_of: list[tuple[int, int] | _Key] = [(0, 0)]
+
+    def term(self, key: _Key) -> int:
+        return self._number(("term", key), Counter([key]), key)
+
+    def add(self, one: int, other: int) -> int:
+        if not one or not other:
+            return one or other
+        key = (min(one, other), max(one, other))
+        return self._number(key, self.terms[one] + self.terms[other], key)
+
+    def moved(self, value: int, further: int) -> int:
+        """The same sum, lying so much further on."""
+        if not further or not value:
+            return value
+        terms = self.terms[value]
+        if terms.total() == 1:
+            ((rank, offset),) = terms
+            return self.term((rank, offset - further))
+        one, other = self._made_of[value]
+        return self.add(self.moved(one, further), self.moved(other, further))
+
+    def _number(self, key: tuple[str, _Key] | _Key, terms: Counter[_Key], made_of: _Key) -> int:
+        if key not in self._numbers:
+            self._numbers[key] = len(self.terms)
+            self.terms.append(terms)
+            self._made_of.append(made_of)
+        return self._numbers[key]
+
+
+class _Memory:
+    """What lies where: spans in order, with the number of the sum in each; 0 is nothing."""
+
+    def __init__(self, space: int) -> None:
+        self.spans: list[tuple[Span, int]] = [((0, space), 0)] if space else []
+
+    def read(self, span: Span) -> list[tuple[Span, int]]:
+        if span[0] == span[1]:
+            return []
+        return [
+            ((max(begin, span[0]), min(end, span[1])), value)
+            for (begin, end), value in self.spans
+            if begin < span[1] and end > span[0]
+        ]
+
+    def write(self, parts: Sequence[tuple[Span, int]]) -> None:
+        """Neighbouring spans, in order."""
+        if not parts:
+            return
+        begin, end = parts[0][0][0], parts[-1][0][1]
+        left = [((one[0], min(one[1], begin)), value) for one, value in self.spans if one[0] < begin]
+        right = [((max(one[0], end), one[1]), value) for one, value in self.spans if one[1] > end]
+        self.spans = _joined([*left, *parts, *right])
+
+
+def _joined(parts: Sequence[tuple[Span, int]]) -> list[tuple[Span, int]]:
+    found: list[tuple[Span, int]] = []
+    for span, value in parts:
+        if found and found[-1][1] == value:
+            found[-1] = ((found[-1][0][0], span[1]), value)
+        else:
+            found.append((span, value))
+    return found
+
+
+class _Run:
+    def __init__(self, steps: Steps, each: Sequence[Program]) -> None:
+        self.steps, self.sums = steps, _Sums()
+        self.memories = [_Memory(steps.space) for _ in each]
+        self.heard = [{rank} for rank in range(len(each))]
+        for rank, spans in enumerate(steps.before):
+            for span in spans:
+                self.memories[rank].write([(span, self.sums.term((rank, 0)))] if span[0] < span[1] else [])
+        self._todo = [deque(action for actions in program for action in actions) for program in each]
+        self._under_way: dict[tuple[int, int], deque[tuple[list[tuple[Span, int]], int, set[int]]]] = {}
+
+    def all(self) -> None:
+        while any(self._todo):
+            moved = [self._go_on(rank) for rank in range(len(self._todo))]
+            if not any(moved):
+                waiting = {rank: todo[0] for rank, todo in enumerate(self._todo) if todo}
+                rank = min(waiting)
+                raise ScheduleError(
+                    "; ".join(
+                        f"rank {one} waits for rank {action.peer}"
+                        for one, action in waiting.items()
+                        if isinstance(action, Receive)
+                    ),
+                    where=self._place(rank),
+                    remedy="every receive needs its send, sent before the sender waits for this rank",
+                )
+        for (source, target), queue in self._under_way.items():
+            if queue:
+                raise ScheduleError(
+                    f"it sends rank {target} {queue[0][1]} elements, which that rank does not take",
+                    where=self._place(source),
+                    remedy="every send needs its receive",
+                )
+
+    def _go_on(self, rank: int) -> bool:
+        """Do what can be done; whether anything could."""
+        todo, moved = self._todo[rank], False
+        while todo and self._done(rank, todo[0]):
+            todo.popleft()
+            moved = True
+        return moved
+
+    def _done(self, rank: int, action: Action) -> bool:
+        if isinstance(action, Send):
+            queue = self._under_way.setdefault((rank, action.peer), deque())
+            queue.append((self._read(rank, action.begin, action.length), action.length, set(self.heard[rank])))
+        elif isinstance(action, Copy):
+            self._take(rank, self._read(rank, action.begin, action.length), action.into, action.adds)
+        else:
+            queue = self._under_way.setdefault((action.peer, rank), deque())
+            if not queue:
+                return False
+            parts, length, heard = queue.popleft()
+            if length != action.length:
+                raise ScheduleError(
+                    f"it takes {action.length} elements of rank {action.peer}, which sends {length}",
+                    where=self._place(rank),
+                    remedy="both must name the same elements",
+                )
+            self.heard[rank] |= heard
+            self._take(rank, parts, action.begin, action.adds)
+        return True
+
+    def _read(self, rank: int, begin: int, length: int) -> list[tuple[Span, int]]:
+        """What lies there, counted from its first element."""
+        found = self.memories[rank].read((begin, begin + length))
+        for span, value in found:
+            if not value:
+                raise ScheduleError(
+                    f"it reads elements {span[0]} to {span[1]}, where nothing is", where=self._place(rank),
+                    remedy="they must have come from somewhere before",
+                )  # fmt: skip
+        return [((one[0] - begin, one[1] - begin), self.sums.moved(value, -begin)) for one, value in found]
+
+    def _take(self, rank: int, parts: list[tuple[Span, int]], into: int, adds: bool) -> None:
+        laid = [((one[0] + into, one[1] + into), self.sums.moved(value, into)) for one, value in parts]
+        if adds:
+            laid = [
+                (there, self.sums.add(value, held))
+                for span, value in laid
+                for there, held in self.memories[rank].read(span)
+            ]
+        self.memories[rank].write(laid)
+
+    def _place(self, rank: int) -> str:
+        return f"{self.steps.operation} {self.steps.algorithm}, rank {rank}"
+
+
+def _finest(orders: list[tuple[Span, int]]) -> tuple[int, ...]:
+    """Comparable between ranks: neighbouring spans of one value count as one."""
+    return tuple(number for span, value in _joined(orders) for number in (*span, value))
+
+
+def _sum(terms: Counter[_Key]) -> str:
+    """``x0 + 2 x1 + x2[+4]``: what rank 0, 1, 2 brought; the last from 4 elements further on."""
+    words = []
+    for (rank, offset), times in sorted(terms.items()):
+        words.append(f"{f'{times} ' if times > 1 else ''}x{rank}{f'[{offset:+d}]' if offset else ''}")
+    return " + ".join(words) or "nothing"

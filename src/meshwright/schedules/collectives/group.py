@@ -1,0 +1,261 @@
+"""What collectives are made of: rounds among some ranks, on some elements, in place. Each rank owns part of them.
+
+``ranks`` may be any; ``owned[i]`` is what ``ranks[i]`` owns: where its sum shall lie after a reduce-scatter, where its
+part lies before an all-gather. Reduce-scatters add, all-gathers copy; each all-gather is its reduce-scatter backwards.
+"""
+
+from collections.abc import Callable, Sequence
+
+from meshwright.schedules.collectives.steps import Move, Rounds, Span, cut, message
+
+Owned = Sequence[Sequence[Span]]
+Half = Callable[[Sequence[int], Owned], Rounds]
+Whole = Callable[[Sequence[int], Span], Rounds]
+
+
+def backwards(rounds: Rounds) -> Rounds:
+    """The same rounds in reverse, from the targets to the sources, that copy instead of adding."""
+    return [[Move(one.target, one.source, one.into, one.begin, one.length) for one in sent] for sent in rounds[::-1]]
+
+
+def owns(span: Span, parts: int) -> list[list[Span]]:
+    """Equal pieces, one for each."""
+    return [[piece] for piece in cut(span, parts)]
+
+
+# --- everyone adds up, or collects -----------------------------------------------------------------------------------
+
+
+def scatter_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """Sums go around: what rank i sends in turn t is what the rank t + 1 before it owns."""
+    size = len(ranks)
+    return [
+        [
+            one
+            for i in range(size)
+            for one in message(ranks[i], ranks[(i + 1) % size], owned[(i - 1 - turn) % size], adds=True)
+        ]
+        for turn in range(size - 1)
+    ]
+
+
+def gather_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """Parts go around."""
+    size = len(ranks)
+    return [
+        [one for i in range(size) for one in message(ranks[i], ranks[(i + 1) % size], owned[(i - turn) % size])]
+        for turn in range(size - 1)
+    ]
+
+
+def scatter_star(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """Everyone sends to each owner at once: as many stars as ranks, each with its own centre."""
+    size = len(ranks)
+    away = range(1, size)
+    return [
+        [
+            one
+            for turn in away
+            for i in range(size)
+            for one in message(ranks[i], ranks[(i + turn) % size], owned[(i + turn) % size], adds=True)
+        ]
+    ]
+
+
+def gather_star(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """Everyone sends what it owns to all at once."""
+    return backwards(scatter_star(ranks, owned))
+
+
+def scatter_partitioned(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """In turn t everyone sends to the rank t further on what that rank owns: nobody takes two messages at once."""
+    size = len(ranks)
+    return [
+        [
+            one
+            for i in range(size)
+            for one in message(ranks[i], ranks[(i + turn) % size], owned[(i + turn) % size], adds=True)
+        ]
+        for turn in range(1, size)
+    ]
+
+
+def gather_partitioned(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """In turn t everyone sends what it owns to the rank t further on."""
+    return backwards(scatter_partitioned(ranks, owned))[::-1]
+
+
+def scatter_halving(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """Recursive halving: with the rank across, each gives away the half that it does not own.
+
+    Of a number of ranks that is no power of two, those beyond first give all they have to the rank that stands for
+    them, and get their part from it in the end (Rabenseifner 2004).
+    """
+    size, core = len(ranks), _power(len(ranks))
+    total = [span for spans in owned for span in spans]
+    mine = [[*owned[i], *(owned[i + core] if i + core < size else ())] for i in range(core)]
+    rounds = [[one for i in range(core, size) for one in message(ranks[i], ranks[i - core], total, adds=True)]]
+    distance = core // 2
+    while distance:
+        sent = []
+        for i in range(core):
+            other = i ^ distance
+            first = other // distance * distance
+            given = [span for j in range(first, first + distance) for span in mine[j]]
+            sent += message(ranks[i], ranks[other], given, adds=True)
+        rounds.append(sent)
+        distance //= 2
+    last = [one for i in range(core, size) for one in message(ranks[i - core], ranks[i], owned[i])]
+    return [sent for sent in [*rounds, last] if sent]
+
+
+def gather_doubling(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """Recursive doubling: with the rank across, each exchanges what it has by then."""
+    return backwards(scatter_halving(ranks, owned))
+
+
+# --- to and from one of them -----------------------------------------------------------------------------------------
+
+
+def reduce_star(ranks: Sequence[int], span: Span) -> Rounds:
+    """All send to the first, which adds up."""
+    return [[one for rank in ranks[1:] for one in message(rank, ranks[0], [span], adds=True)]]
+
+
+def reduce_tree(ranks: Sequence[int], span: Span) -> Rounds:
+    """Up a binomial tree to the first: in each round, half of those who are left send their sums and are done."""
+    rounds, distance = [], 1
+    while distance < len(ranks):
+        pairs = [(i + distance, i) for i in range(0, len(ranks) - distance, 2 * distance)]
+        rounds.append([one for i, j in pairs for one in message(ranks[i], ranks[j], [span], adds=True)])
+        distance *= 2
+    return rounds
+
+
+def gather_tree(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """Up a binomial tree to the first, each with what it has from below; the scatter is this backwards."""
+    rounds, distance = [], 1
+    while distance < len(ranks):
+        sent = []
+        for i in range(distance, len(ranks), 2 * distance):
+            below = [span for spans in owned[i : i + distance] for span in spans]
+            sent += message(ranks[i], ranks[i - distance], below)
+        rounds.append(sent)
+        distance *= 2
+    return rounds
+
+
+def gather_to_first(ranks: Sequence[int], owned: Owned) -> Rounds:
+    """All send what they own to the first at once."""
+    return [[one for rank, spans in zip(ranks[1:], owned[1:], strict=True) for one in message(rank, ranks[0], spans)]]
+
+
+# --- all-reduces -----------------------------------------------------------------------------------------------------
+
+
+def all_reduce_star(ranks: Sequence[int], span: Span) -> Rounds:
+    """The first is the parameter server: all send to it, and it sends to all."""
+    up = reduce_star(ranks, span)
+    return up + backwards(up)
+
+
+def all_reduce_naive(ranks: Sequence[int], span: Span) -> Rounds:
+    """Everyone sends all it has to everyone at once."""
+    return [[one for i in ranks for j in ranks if i != j for one in message(i, j, [span], adds=True)]]
+
+
+def all_reduce_tree(ranks: Sequence[int], span: Span) -> Rounds:
+    """Up a binomial tree and down again."""
+    up = reduce_tree(ranks, span)
+    return up + backwards(up)
+
+
+def all_reduce_butterfly(ranks: Sequence[int], span: Span) -> Rounds:
+    """Recursive doubling: in each round everyone exchanges its sum with the rank across.
+
+    Of a number of ranks that is no power of two, those beyond first give what they have to the rank that stands for
+    them, and get the sum from it in the end.
+    """
+    size, core = len(ranks), _power(len(ranks))
+    fold = [[one for i in range(core, size) for one in message(ranks[i], ranks[i - core], [span], adds=True)]]
+    rounds, distance = [], 1
+    while distance < core:
+        rounds.append([one for i in range(core) for one in message(ranks[i], ranks[i ^ distance], [span], adds=True)])
+        distance *= 2
+    return fold + rounds + backwards(fold)
+
+
+def in_halves(scatter: Half, gather: Half) -> Whole:
+    """An all-reduce of a reduce-scatter and an all-gather."""
+
+    def all_reduce(ranks: Sequence[int], span: Span) -> Rounds:
+        owned = owns(span, len(ranks))
+        return scatter(ranks, owned) + gather(ranks, owned)
+
+    return all_reduce
+
+
+def all_reduce_rabenseifner(ranks: Sequence[int], span: Span) -> Rounds:
+    """Recursive halving, then recursive doubling (Thakur, Rabenseifner, Gropp 2005, section 4.4)."""
+    size, core = len(ranks), _power(len(ranks))
+    fold = [[one for i in range(core, size) for one in message(ranks[i], ranks[i - core], [span], adds=True)]]
+    halves = scatter_halving(ranks[:core], owns(span, core))
+    return fold + halves + backwards(halves) + backwards(fold)
+
+
+def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) -> Rounds:
+    """Half of the elements up and down one binary tree, half another, whose inner ranks are the first one's leaves.
+
+    Each half goes in ``pieces``, one behind the other, so that a rank passes one on while the next comes (Sanders,
+    Speck, Träff 2009). With an odd number of ranks the second tree is the first shifted by one.
+    """
+    size = len(ranks)
+    mirror = [size - 1 - i for i in range(size)] if size % 2 == 0 else [(i + 1) % size for i in range(size)]
+    trees = [list(ranks), [ranks[i] for i in mirror]]
+    return beside_pieces(trees, [cut(half, pieces) for half in cut(span, 2)])
+
+
+def beside_pieces(trees: Sequence[Sequence[int]], halves: Sequence[Sequence[Span]]) -> Rounds:
+    """Each tree's pieces, as soon as what they wait for is there."""
+    size = len(trees[0])
+    parent = {i: _parent(i, size) for i in range(1, size)}
+    order = _leaves_first(parent, size)
+    found: dict[int, list[Move]] = {}
+    for ranks, spans in zip(trees, halves, strict=True):
+        sent_up: dict[int, int] = {}  # by rank of the tree: the round in which it sent its last piece
+        got_down: dict[int, int] = {}
+        for span in spans:
+            there: dict[int, int] = {}  # the round after which it has the sum of what is below it
+            for i in order:
+                if i == 0:
+                    continue
+                turn = max(there.get(i, 0), sent_up.get(i, 0))
+                found.setdefault(turn, []).extend(message(ranks[i], ranks[parent[i]], [span], adds=True))
+                sent_up[i] = turn + 1
+                there[parent[i]] = max(there.get(parent[i], 0), turn + 1)
+            for i in reversed(order):
+                if i == 0:
+                    continue
+                turn = max(there[parent[i]], got_down.get(i, 0))
+                found.setdefault(turn, []).extend(message(ranks[parent[i]], ranks[i], [span]))
+                got_down[i] = there[i] = turn + 1
+    return [found[turn] for turn in sorted(found)]
+
+
+def _parent(i: int, size: int) -> int:
+    """In a binary tree over 0, 1, ... whose odd members are leaves and whose root is 0."""
+    bit = i & -i
+    above = (i ^ bit) | (bit << 1)
+    return above if above < size else i ^ bit
+
+
+def _leaves_first(parent: dict[int, int], size: int) -> list[int]:
+    def depth(i: int) -> int:
+        return 0 if i == 0 else 1 + depth(parent[i])
+
+    return sorted(range(size), key=depth, reverse=True)
+
+
+def _power(size: int) -> int:
+    """The largest power of two that is not above ``size``."""
+    return 1 << (size.bit_length() - 1)

@@ -1,0 +1,58 @@
+"""Steps of a collective as text: who sends what to whom, round by round."""
+
+from collections.abc import Sequence
+
+from meshwright.schedules.collectives.steps import Span, Steps
+
+WIDTH = 120
+"""Columns of a picture; what is wider is not wrapped, but says how many ranks are left out."""
+
+
+def rounds(steps: Steps) -> str:
+    """One row a round, one column a rank, with what the rank sends in that round.
+
+    ``b>2+``: it sends piece b to rank 2, which adds it to its own; ``b>2``: which keeps it instead. The pieces are the
+    largest that no message cuts, named a, b, ... in the order of the vector.
+    """
+    messages = [one for moves in steps.rounds for one in moves]
+    borders = sorted({border for one in messages for border in (one.begin, one.begin + one.length)})
+    names = {begin: _name(index) for index, begin in enumerate(borders)}
+    ends = dict(zip(borders[1:], borders, strict=False))
+    rows = []
+    for moves in steps.rounds:
+        cells = [""] * steps.num_ranks
+        for one in moves:
+            last = ends.get(one.begin + one.length, one.begin)
+            piece = _piece((one.begin, last), names) if one.length else ""
+            cells[one.source] += f" {piece}>{one.target}{'+' if one.adds else ''}"
+        rows.append([cell.strip() or "." for cell in cells])
+    return _table([f"rank {rank}" for rank in range(steps.num_ranks)], rows)
+
+
+def _piece(first_and_last: Span, names: dict[int, str]) -> str:
+    first, last = (names[begin] for begin in first_and_last)
+    return first if first == last else f"{first}-{last}"
+
+
+def _name(index: int) -> str:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return letters[index] if index < len(letters) else _name(index // len(letters) - 1) + letters[index % len(letters)]
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(title), *(len(row[index]) for row in rows), 0) for index, title in enumerate(titles)]
+    margin = len("round") + 2
+    shown, used = 0, margin
+    while shown < len(titles) and used + widths[shown] + 2 <= WIDTH:
+        used += widths[shown] + 2
+        shown += 1
+    shown = max(shown, 1)
+    numbers = ["round", *map(str, range(1, len(rows) + 1))]
+    lines = [
+        number.rjust(len("round")).ljust(margin)
+        + "  ".join(cell.ljust(width) for cell, width in zip(row[:shown], widths, strict=False))
+        for number, row in zip(numbers, (titles, *rows), strict=True)
+    ]
+    if shown < len(titles):
+        lines.append(f"and {len(titles) - shown} more ranks")
+    return "\n".join(line.rstrip() for line in lines) + "\n"

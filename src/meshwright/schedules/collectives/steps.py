@@ -1,0 +1,191 @@
+"""Collectives as lists of steps: who sends which elements to whom in each round, and who adds them up. Pure data."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, zip_longest
+
+import msgspec
+
+Span = tuple[int, int]
+"""(begin, end) of elements."""
+
+
+class Move(msgspec.Struct, frozen=True, gc=False):
+    """``length`` elements at ``begin`` of ``source``'s memory go to ``into`` of ``target``'s.
+
+    ``adds``: the target adds them to what it has there, else they replace it. A move to oneself is a copy.
+    """
+
+    source: int
+    target: int
+    begin: int
+    into: int
+    length: int
+    adds: bool = False
+
+
+Rounds = list[list[Move]]
+"""What is sent at the same time, round by round: a rank sends what it had before the round, then takes what comes to
+it, in the order of the list. A round that copies within ranks sends nothing."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What a rank shall have at ``span``: the sum over ``terms``: for each, the rank that had it and where."""
+
+    span: Span
+    terms: tuple[tuple[int, int], ...]
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective, step by step. Every rank has a memory of ``space`` elements.
+
+    ``before`` is what each rank brings, where it lies; ``after`` what each shall have. Both name all ranks that take
+    part, so also a server that brings nothing. ``length`` is the whole vector, in elements.
+    """
+
+    operation: str
+    algorithm: str
+    length: int
+    space: int
+    before: tuple[tuple[Span, ...], ...]
+    after: tuple[tuple[Part, ...], ...]
+    rounds: tuple[tuple[Move, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.before)
+
+
+class Count(msgspec.Struct, frozen=True):
+    """What steps cost, in elements: ``moved`` over all messages; ``busiest``, what goes into (or, if more, out of) the
+    busiest rank of each round, added up; ``peak``, the most that goes into or out of one rank in one round; ``fan_in``,
+    the most messages that one rank takes in one round; ``added``, the most additions that one rank makes."""
+
+    rounds: int
+    messages: int
+    moved: int
+    busiest: int
+    peak: int
+    fan_in: int
+    added: int
+
+
+def count(steps: Steps) -> Count:
+    """What the steps cost, by counting."""
+    rounds = [sent for moves in steps.rounds if (sent := [one for one in moves if one.source != one.target])]
+    peaks, fans, added = [0], [0], Counter[int]()
+    for sent in rounds:
+        into, out_of, fan = Counter[int](), Counter[int](), Counter[int]()
+        for one in sent:
+            into[one.target] += one.length
+            out_of[one.source] += one.length
+            fan[one.target] += 1
+            added[one.target] += one.length * one.adds
+        peaks.append(max(*into.values(), *out_of.values()))
+        fans.append(max(fan.values()))
+    return Count(
+        rounds=len(rounds),
+        messages=sum(map(len, rounds)),
+        moved=sum(one.length for sent in rounds for one in sent),
+        busiest=sum(peaks),
+        peak=max(peaks),
+        fan_in=max(fans),
+        added=max(added.values(), default=0),
+    )
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
+    """Send ``length`` elements at ``begin`` to rank ``peer``."""
+
+    peer: int
+    begin: int
+    length: int
+
+
+class Receive(msgspec.Struct, frozen=True, gc=False):
+    """Take ``length`` elements of rank ``peer`` to ``begin``, in place of what is there or added to it."""
+
+    peer: int
+    begin: int
+    length: int
+    adds: bool
+
+
+class Copy(msgspec.Struct, frozen=True, gc=False):
+    """Copy within the memory."""
+
+    begin: int
+    into: int
+    length: int
+    adds: bool
+
+
+Action = Send | Receive | Copy
+Program = tuple[tuple[Action, ...], ...]
+"""What one rank does, round by round: all its sends, then all its receives; rounds without it are left out."""
+
+
+def programs(steps: Steps) -> tuple[Program, ...]:
+    """The rounds, as each rank sees them."""
+    found: list[list[tuple[Action, ...]]] = [[] for _ in range(steps.num_ranks)]
+    for moves in steps.rounds:
+        sends: dict[int, list[Action]] = {}
+        takes: dict[int, list[Action]] = {}
+        for one in moves:
+            if one.source == one.target:
+                takes.setdefault(one.source, []).append(Copy(one.begin, one.into, one.length, one.adds))
+                continue
+            sends.setdefault(one.source, []).append(Send(one.target, one.begin, one.length))
+            takes.setdefault(one.target, []).append(Receive(one.source, one.into, one.length, one.adds))
+        for rank in sends.keys() | takes.keys():
+            found[rank].append((*sends.get(rank, ()), *takes.get(rank, ())))
+    return tuple(map(tuple, found))
+
+
+# --- to build with ---------------------------------------------------------------------------------------------------
+
+
+def cut(span: Span, parts: int) -> tuple[Span, ...]:
+    """``parts`` neighbouring pieces whose lengths differ by one at most; some are empty where there is too little."""
+    begin, length = span[0], span[1] - span[0]
+    return tuple(pairwise(begin + length * index // parts for index in range(parts + 1)))
+
+
+def sized(counts: Sequence[int], begin: int = 0) -> tuple[Span, ...]:
+    """Neighbouring pieces of these lengths."""
+    spans = []
+    for size in counts:
+        spans.append((begin, begin + size))
+        begin += size
+    return tuple(spans)
+
+
+def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = False, shift: int = 0) -> list[Move]:
+    """The moves of these elements, which the target has ``shift`` further on; none for what is empty."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if begin == end:
+            continue
+        if merged and merged[-1][1] == begin:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    return [Move(source, target, begin, begin + shift, end - begin, adds) for begin, end in merged]
+
+
+def beside(lists: Iterable[Rounds]) -> Rounds:
+    """Lists of rounds of which the first ones happen at the same time, and so on."""
+    return [[one for moves in side for one in moves] for side in zip_longest(*lists, fillvalue=())]
+
+
+def made(operation: str, algorithm: str, length: int, rounds: Rounds, state: "State") -> Steps:
+    """Steps of these rounds, without those in which nothing is left to do."""
+    before, after, space = state
+    kept = tuple(tuple(moves) for moves in rounds if moves)
+    return Steps(
+        operation=operation, algorithm=algorithm, length=length, space=space, before=before, after=after, rounds=kept
+    )
+
+
+State = tuple[tuple[tuple[Span, ...], ...], tuple[tuple[Part, ...], ...], int]
+"""What ranks bring and shall have, and the elements of a memory."""

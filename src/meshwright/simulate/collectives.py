@@ -1,0 +1,121 @@
+"""What the steps of a collective take: on links of their own, or on the shared links of a cluster's levels."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.mesh import Mesh
+from meshwright.schedules.collectives.steps import Action, Copy, Receive, Send, Steps, programs
+from meshwright.simulate.network import Fabric, Links
+
+Link = Callable[[int, int], tuple[str, float, float]]
+"""What joins two ranks: the name of the ports that it takes, α in seconds, β in seconds per byte."""
+
+
+def gamma_s_per_byte(cluster: Cluster) -> float:
+    """To add a byte to another: two are read, one is written, at the memory's rate."""
+    return 3 / cluster.device.memory_bandwidth_bytes_per_s
+
+
+def links_of(cluster: Cluster) -> Link:
+    """The innermost level that joins two ranks; a rank has a port of its own into every level."""
+
+    @cache
+    def link(source: int, target: int) -> tuple[str, float, float]:
+        level = cluster.level_of(source, target)
+        return level.name, level.alpha_s, level.beta_s_per_byte
+
+    return link
+
+
+def alone_s(steps: Steps, link: Link, gamma_s_per_byte: float, item_bytes: int = 1) -> float:
+    """Seconds until the last rank is done, where a rank sends one message and takes one message at a time, and nobody
+    else is in the way: what closed forms say (``cost/alpha_beta.py``).
+
+    A message of n bytes takes α + nβ, and its target nγ more to add it; messages of a round go in their order.
+    """
+    ready = [0.0] * steps.num_ranks
+    sends: dict[tuple[str, int], float] = {}
+    takes: dict[tuple[str, int], float] = {}
+    for moves in steps.rounds:
+        after = list(ready)
+        for one in moves:
+            num_bytes = one.length * item_bytes
+            if one.source == one.target:
+                continue  # a copy, which the formulas leave out
+            port, alpha_s, beta_s_per_byte = link(one.source, one.target)
+            out, into = (port, one.source), (port, one.target)
+            begin = max(ready[one.source], ready[one.target], sends.get(out, 0.0), takes.get(into, 0.0))
+            sent = begin + alpha_s + num_bytes * beta_s_per_byte
+            done = sent + num_bytes * gamma_s_per_byte * one.adds
+            sends[out], takes[into] = sent, done
+            after[one.source], after[one.target] = max(after[one.source], sent), max(after[one.target], done)
+        ready = after
+    return max(ready)
+
+
+def shared_s(steps: Steps, cluster: Cluster, item_bytes: int = 1) -> float:
+    """Seconds until the last rank is done, where all messages under way share the links of the cluster's levels.
+
+    A rank starts all messages of a round at once, adds what has come in the order of its program, and goes on when its
+    own have left and those to it have come.
+
+    Raises:
+        ClusterError: the cluster has unlike units, or fewer devices than the steps have ranks.
+    """
+    return _Play(steps, cluster, item_bytes).seconds()
+
+
+class _Play:
+    def __init__(self, steps: Steps, cluster: Cluster, item_bytes: int) -> None:
+        self._links = Links(Fabric(cluster, Mesh.of(all=steps.num_ranks)))
+        self._item_bytes, self._gamma = item_bytes, gamma_s_per_byte(cluster)
+        self._programs = [deque(program) for program in programs(steps)]
+        self._todo: list[deque[Action]] = [deque() for _ in self._programs]  # of this round
+        self._leaving = [0] * len(self._programs)
+        self._now = [0.0] * len(self._programs)
+        self._came: dict[tuple[int, int], deque[float]] = {}
+
+    def seconds(self) -> float:
+        for rank in range(len(self._programs)):
+            self._go_on(rank, 0.0)
+        while (ended := self._links.advance()) is not None:
+            for finish in ended[1]:
+                finish(ended[0])
+        assert not any(self._programs), "steps that wait for ever are refused by schedules.collectives.check"
+        return max(self._now)
+
+    def _go_on(self, rank: int, time_s: float) -> None:
+        """Do what can be done by then."""
+        while True:
+            todo = self._todo[rank]
+            while todo and not isinstance(todo[0], Receive):
+                todo.popleft()
+            while todo and isinstance(todo[0], Receive):
+                came = self._came.get((todo[0].peer, rank))
+                if not came:
+                    return
+                action = todo.popleft()
+                assert isinstance(action, Receive)
+                added = action.length * self._item_bytes * self._gamma * action.adds
+                self._now[rank] = max(self._now[rank], came.popleft()) + added
+            if self._leaving[rank] or not self._programs[rank]:
+                return
+            self._now[rank] = max(self._now[rank], time_s)
+            actions = self._programs[rank].popleft()
+            self._todo[rank] = deque(one for one in actions if not isinstance(one, Send | Copy))
+            for one in actions:
+                if isinstance(one, Send):
+                    self._leaving[rank] += 1
+                    flows = self._links.message(one.length * self._item_bytes, rank, one.peer)
+                    self._links.start(self._arrival(rank, one.peer), self._now[rank], flows)
+
+    def _arrival(self, source: int, target: int) -> Callable[[float], None]:
+        def finish(time_s: float) -> None:
+            self._came.setdefault((source, target), deque()).append(time_s)
+            self._leaving[source] -= 1
+            self._go_on(target, time_s)
+            self._go_on(source, time_s)
+
+        return finish
