@@ -1,21 +1,19 @@
-"""The kernels of the collective operators: torch.distributed's own, or our exchange, started without waiting."""
+"""The kernels of the collective operators: torch.distributed's own, or ours, started without waiting."""
 
 import time
-from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.library import Library
 
-from meshwright.comm.groups import exchange, process_group
+from meshwright.comm.groups import collectives, process_group
 from meshwright.comm.record import blocking, current
 from meshwright.comm.transport.base import Work
+from meshwright.schedules.collectives.choice import NATIVE, chosen
 
 LIBRARY = Library("meshwright_comm", "IMPL")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _WORK = "_meshwright_work"
 """The attribute of a tensor in flight that holds what to wait for, and what is noted of it."""
 
@@ -30,14 +28,9 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str) -> Tens
     if not value.is_contiguous():
         value = value.contiguous()
     ranks, begun = process_group(group), time.perf_counter()
-    if algorithm == "exchange":
-        flat, reduce = value.view(-1), _REDUCE[op]
-
-        def add(theirs: Tensor, begin: int) -> None:
-            mine = flat[begin : begin + theirs.numel()]
-            reduce(mine, theirs, out=mine)
-
-        return _in_flight(value, exchange(ranks).start(value, add), "all_reduce", group, begun)
+    name = chosen(algorithm, "all_reduce", value.nbytes)
+    if name != NATIVE:
+        return _in_flight(value, collectives(ranks).all_reduce(value, op, name, group), "all_reduce", group, begun)
     return _in_flight(value, dist.all_reduce(value, _OPS[op], ranks, async_op=True), "all_reduce", group, begun)
 
 
@@ -47,14 +40,9 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str) -> Te
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
     ranks = process_group(group)
-    if algorithm == "exchange":
-        result[ranks.rank()].copy_(value)
-        into = result[1 - ranks.rank()].view(-1)
-
-        def keep(theirs: Tensor, begin: int) -> None:
-            into[begin : begin + theirs.numel()].copy_(theirs)
-
-        return _in_flight(result, exchange(ranks).start(value, keep), "all_gather", group, begun)
+    name = chosen(algorithm, "all_gather", result.nbytes)
+    if name != NATIVE:
+        return _in_flight(result, collectives(ranks).all_gather(value, result, name, group), "all_gather", group, begun)
     flat = result.view(size * value.numel())
     work = dist.all_gather_single(flat, value.view(-1), ranks, async_op=True)
     return _in_flight(result, work, "all_gather", group, begun)
@@ -66,14 +54,10 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     value = value.contiguous()
     result = value.new_empty(value.shape[1:])
     ranks = process_group(group)
-    if algorithm == "exchange":
-        mine, flat, reduce = value[ranks.rank()].view(-1), result.view(-1), _REDUCE[op]
-
-        def add(theirs: Tensor, begin: int) -> None:
-            end = begin + theirs.numel()
-            reduce(mine[begin:end], theirs, out=flat[begin:end])
-
-        work: Work | None = exchange(ranks).start(value[1 - ranks.rank()], add)
+    name = chosen(algorithm, "reduce_scatter", value.nbytes)
+    work: Work | None
+    if name != NATIVE:
+        work = collectives(ranks).reduce_scatter(value, result, op, name, group)
     else:
         work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks, async_op=True)
     return _in_flight(result, work, "reduce_scatter", group, begun)

@@ -1,14 +1,14 @@
 """What carries bytes between two ranks."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Finish = Callable[[Tensor, int], object]
-"""Does what is left to do with a part of what the peer sent: the part, flat, and where in the whole it begins."""
+MESSAGE_BYTES = 512 * 1024
+"""The most that one message of a lane holds: what one rank writes, the other finds in the cache that they share."""
 
 
 class Work(Protocol):
@@ -17,14 +17,66 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-class Exchange(Protocol):
-    """Two ranks swap equally large tensors: one round, each byte once each way."""
+class Lane(Protocol):
+    """Messages of up to ``MESSAGE_BYTES`` between two ranks, both ways, each way in the order in which they were put.
 
-    def start(self, mine: Tensor, finish: Finish) -> Work:
-        """Send ``mine`` (contiguous) without waiting; waiting calls ``finish`` on all that the peer has sent, in parts.
+    A message has a tag, and both sides must name the same one: so ranks that do different things find out.
+    """
 
-        ``mine`` may be overwritten once ``finish`` is called. Both ranks start the same exchanges in the same order.
+    @property
+    def expects(self) -> bool:
+        """Whether messages must be expected before they are taken."""
+        ...
+
+    def room(self) -> bool:
+        """Whether a message would be put without waiting."""
+        ...
+
+    def put(self, part: Tensor, tag: int) -> None:
+        """Lay a flat, contiguous tensor where the peer finds it; then it may be overwritten. Waits for room."""
+        ...
+
+    def expect(self, num: int, like: Tensor) -> None:
+        """Say that a message of ``num`` elements, as those of ``like``, will be taken, after those that were expected
+        before. Only where the lane ``expects``."""
+        ...
+
+    def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
+        """Wait for the next message, if it must be, expected; it is valid until ``release``.
+
+        Raises:
+            LostRankError: the peer has ended, or has put nothing within the timeout.
+            RankError: the message has another size or tag.
         """
+        ...
+
+    def release(self) -> None:
+        """Give back the room of the message that was taken."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that was put has left, where it needs this rank for that."""
+        ...
+
+    def tell(self, words: bytes) -> None:
+        """Say what this rank begins to do, for the errors of the other."""
+        ...
+
+    def finished(self, number: int) -> None:
+        """Say that this rank needs the other no more for the collectives up to that number."""
+        ...
+
+    def give_up(self, words: bytes) -> None:
+        """Say that this rank has failed, and in what."""
+        ...
+
+    def trouble(self, number: int) -> str:
+        """Why collective ``number`` cannot be finished because of the other rank: it has ended before, or has given up;
+        nothing where it may be."""
+        ...
+
+    def told(self) -> str:
+        """A line on what the other said of itself, and whether it has ended; nothing where that is not known."""
         ...
 
 
