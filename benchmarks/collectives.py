@@ -20,6 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
             other.copy_(value)
             torch.add(value, other, out=value)
 
-        sides: dict[str, Callable[[], object]] = {OURS: tried[name], GLOO: lambda value=value: dist.all_reduce(value)}
+        sides: dict[str, Callable[[], object]] = {OURS: tried[name], GLOO: partial(dist.all_reduce, value)}
         if (mpi := _mpi(value)) is not None:
             sides[MPI] = mpi
         sums = {}

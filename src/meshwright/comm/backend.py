@@ -30,7 +30,7 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str) -> Tens
     ranks, begun = process_group(group), time.perf_counter()
     name = chosen(algorithm, "all_reduce", value.nbytes)
     if name != NATIVE:
-        return _in_flight(value, collectives(ranks).all_reduce(value, op, name, group), "all_reduce", group, begun)
+        return _in_flight(value, collectives(ranks).all_reduce(value, op, name), "all_reduce", group, begun)
     return _in_flight(value, dist.all_reduce(value, _OPS[op], ranks, async_op=True), "all_reduce", group, begun)
 
 
@@ -42,7 +42,7 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str) -> Te
     ranks = process_group(group)
     name = chosen(algorithm, "all_gather", result.nbytes)
     if name != NATIVE:
-        return _in_flight(result, collectives(ranks).all_gather(value, result, name, group), "all_gather", group, begun)
+        return _in_flight(result, collectives(ranks).all_gather(value, result, name), "all_gather", group, begun)
     flat = result.view(size * value.numel())
     work = dist.all_gather_single(flat, value.view(-1), ranks, async_op=True)
     return _in_flight(result, work, "all_gather", group, begun)
@@ -57,7 +57,7 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     name = chosen(algorithm, "reduce_scatter", value.nbytes)
     work: Work | None
     if name != NATIVE:
-        work = collectives(ranks).reduce_scatter(value, result, op, name, group)
+        work = collectives(ranks).reduce_scatter(value, result, op, name)
     else:
         work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks, async_op=True)
     return _in_flight(result, work, "reduce_scatter", group, begun)

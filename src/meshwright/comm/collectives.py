@@ -31,6 +31,8 @@ class Collectives:
 
     def __init__(self, rank: int, num_ranks: int, lanes: Mapping[int, Lane], name: str = "") -> None:
         self.rank, self.num_ranks, self._lanes, self._name = rank, num_ranks, lanes, name or f"rank {rank}"
+        self.label = ""
+        """What the collectives are of, where the caller does not say: the axis."""
         self._expects = any(lane.expects for lane in lanes.values())
         self._said: tuple[object, str] = ("", "")
         for lane in lanes.values():
@@ -218,7 +220,7 @@ class _Run:
     ) -> None:
         self._owner, self._found, self._memory = owner, found, memory
         self._reduce, self.number, self._what, self._label, self._finish = reduce, number, what, label, finish
-        self._early = 0
+        self._early, self._length = 0, memory.numel() if isinstance(memory, Tensor) else -1
         self.tag = (number << 32) | what[1]
         self.done = False
 
@@ -228,7 +230,8 @@ class _Run:
         return self.done or (self._early == len(self._found.ahead) and not self._found.rest_puts)
 
     def text(self) -> str:
-        label = f" ({self._label})" if self._label else ""
+        label = self._label or self._owner.label
+        label = f" ({label})" if label else ""
         return f"#{self.number} {self._what[0]}{label}"
 
     def begin(self, lanes: Mapping[int, Lane]) -> None:
@@ -265,15 +268,21 @@ class _Run:
         self.done = True
         self._memory = self._finish = None  # type: ignore[assignment]
 
+    def _part(self, begin: int, end: int) -> Tensor:
+        memory = self._memory
+        if begin == 0 and end == self._length and isinstance(memory, Tensor):
+            return memory  # a view of it would take longer than to send a short one
+        return memory[begin:end]
+
     def _do(self, lanes: Mapping[int, Lane], kind: int, peer: int, begin: int, end: int) -> None:
         lane, memory = lanes[peer], self._memory
         if kind == PUT:
-            lane.put(memory[begin:end], self.tag)
+            lane.put(self._part(begin, end), self.tag)
         elif kind == EXPECT:
             lane.expect(end - begin, memory.like if isinstance(memory, _Written) else memory)
         else:
             theirs = lane.take(end - begin, memory.dtype, self.tag)
-            mine = memory.into(begin, end) if isinstance(memory, _Written) else memory[begin:end]
+            mine = memory.into(begin, end) if isinstance(memory, _Written) else self._part(begin, end)
             if kind == ADD:
                 self._reduce(mine, theirs, out=mine)
             else:

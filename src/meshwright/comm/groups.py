@@ -55,7 +55,7 @@ def axis_groups(
             continue
         algorithm = (algorithms or {}).get(axis.name, "native")
         if algorithm != "native":
-            collectives(group)
+            collectives(group).label = f"axis {axis.name}"
         index = mesh.coordinates(rank - first_rank)[axis.name]
         result[axis.name] = AxisGroup(group.group_name, axis.size, index, algorithm)
     return result

@@ -15,7 +15,7 @@ class PointToPoint:
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._group, self._peer = group, peer
-        self._name = dist.get_global_rank(group, peer)
+        self.name = dist.get_global_rank(group, peer)
 
     def send(self, tensor: Tensor) -> Work:
         """Start to send."""
@@ -23,7 +23,7 @@ class PointToPoint:
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Start to receive."""
-        return _Transfer(self._group.recv([into], self._peer, 0), into, due=(self._name, label or "a message"))
+        return _Transfer(self._group.recv([into], self._peer, 0), into, due=(self.name, label or "a message"))
 
 
 class Wire:
@@ -45,8 +45,18 @@ class Wire:
     def put(self, part: Tensor, tag: int) -> None:
         """Send a copy."""
         if not self.room():
-            self._leaving.popleft().wait()
+            self._depart()
         self._leaving.append(self._channel.send(part.clone() if part.numel() else _nothing(part)))
+
+    def _depart(self) -> None:
+        try:
+            self._leaving.popleft().wait()
+        except RuntimeError as error:
+            raise LostRankError(
+                f"it takes nothing: {str(error).strip().splitlines()[0]}",
+                where=f"rank {self._channel.name}",
+                remedy="look for its own error",
+            ) from error
 
     def expect(self, num: int, like: Tensor) -> None:
         """Start to receive: a message that finds nobody waiting takes another way round."""
@@ -66,7 +76,7 @@ class Wire:
     def settle(self) -> None:
         """Wait for what is on its way: a message whose sender has ended does not arrive."""
         while self._leaving:
-            self._leaving.popleft().wait()
+            self._depart()
 
     def tell(self, words: bytes) -> None:
         """Nothing: nobody would hear of it."""

@@ -75,7 +75,8 @@ class _Segment:
         self.sleeping = ctypes.c_uint32.from_buffer(self.memory, _SLEEPING)
         self.finished = ctypes.c_uint64.from_buffer(self.memory, _FINISHED)
         self.failed = ctypes.c_uint32.from_buffer(self.memory, _FAILED)
-        self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
+        with torch.inference_mode(False):  # else it could not be written to where gradients are wanted
+            self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def view(self, slot: int, num: int, dtype: torch.dtype) -> Tensor:
