@@ -2,6 +2,7 @@
 
 import time
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.library import Library

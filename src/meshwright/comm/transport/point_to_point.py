@@ -11,19 +11,19 @@ from meshwright.errors import LostRankError
 
 
 class PointToPoint:
-    """A channel with the rank ``peer`` of a group."""
+    """A channel with the rank ``peer`` of a group; messages of other tags go their own way."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, group: dist.ProcessGroup, peer: int, tag: int = 0) -> None:
+        self._group, self._peer, self._tag = group, peer, tag
         self.name = dist.get_global_rank(group, peer)
 
     def send(self, tensor: Tensor) -> Work:
         """Start to send."""
-        return _Transfer(self._group.send([tensor], self._peer, 0), tensor)
+        return _Transfer(self._group.send([tensor], self._peer, self._tag), tensor)
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Start to receive."""
-        return _Transfer(self._group.recv([into], self._peer, 0), into, due=(self.name, label or "a message"))
+        return _Transfer(self._group.recv([into], self._peer, self._tag), into, due=(self.name, label or "a message"))
 
 
 class Wire:
@@ -34,7 +34,7 @@ class Wire:
     expects = True
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._channel = PointToPoint(group, peer)
+        self._channel = PointToPoint(group, peer, tag=1)  # apart from other messages of the group
         self._leaving: deque[Work] = deque()
         self._coming: deque[tuple[Tensor, Work]] = deque()
 
