@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' example calls
 from docs.operator_rules import operators_page
 from meshwright.bench.lint import RULES
 from meshwright.cli import app
-from meshwright.ir.result import Finding, Machine, Peak, Point, Result, Series, Settings
+from meshwright.ir.result import BatchPoint, Finding, Machine, Peak, Point, Result, Series, Settings
 from meshwright.ir.run import Run
 from meshwright.prediction import COLUMNS, OPTIONAL, Validation, family_names, recompute, validate, worked_names
 
@@ -163,7 +163,7 @@ def result_page() -> str:
         "",
         GENERATED.format(source="src/meshwright/ir/result.py and src/meshwright/bench/lint.py"),
         "",
-        "`meshwright bench scaling` and `utilization` print a result file with `--json`, and the files in",
+        "`meshwright bench scaling`, `utilization` and `batch-size` print a result file with `--json`, and those in",
         "[benchmarks/results](../../benchmarks/results) are some. `meshwright bench lint RESULT.json` refuses those",
         "that mislead, and names the rule, the key and the remedy. What a file does not say cannot be found: a lint",
         "keeps one from forgetting, not from lying.",
@@ -188,7 +188,12 @@ def result_page() -> str:
     ]
     parts: list[tuple[str, Any]] = [("settings.NAME: Settings", Settings), ("machine: Machine", Machine)]
     parts += [(f'findings[]: kind "{one.__struct_config__.tag}"', one) for one in get_args(Finding)]
-    parts += [("series: Series", Series), ("points[]: Point", Point), ("peak: Peak", Peak)]
+    parts += [
+        ("series: Series", Series),
+        ("points[]: Point", Point),
+        ("points[]: BatchPoint", BatchPoint),
+        ("peak: Peak", Peak),
+    ]
     for title, struct in parts:
         lines += ["", f"### {title}", "", plain(inspect.getdoc(struct) or ""), "", *table(struct)]
     return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from meshwright import models
+from meshwright import models, optim
 from meshwright.errors import DataError, FileFormatError
 from meshwright.ir.run import (
     STANDARD_LIBRARY,
@@ -85,7 +85,8 @@ def hyperparameters(run: Run) -> dict[str, Any]:
 
 def optimizer(run: Run) -> Callable[[Any], torch.optim.Optimizer]:
     """The optimizer of ``[optimizer]``, as ``parallelize`` takes it."""
-    kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, type(run.optimizer).__name__)
+    name = type(run.optimizer).__name__
+    kind: Callable[..., torch.optim.Optimizer] = getattr(optim if name in optim.__all__ else torch.optim, name)
     return lambda parameters: kind(parameters, **hyperparameters(run))
 
 

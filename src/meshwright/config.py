@@ -9,7 +9,7 @@ from msgspec import inspect
 
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
-from meshwright.ir.run import FactoryModel, GPTModel, Run, TextData
+from meshwright.ir.run import FactoryModel, GPTModel, LearningRate, Run, TextData
 
 REFERENCES: dict[str, dict[str, Any]] = {
     "gpt": {"model": {"name": "gpt"}, "data": {"kind": "text", "batch_size": 8, "sequence_length": 128}},
@@ -131,6 +131,7 @@ def _check(run: Run, raw: dict[str, Any], where: str) -> None:
         )
     if run.sample is not None and not isinstance(run.data, TextData):
         raise FileFormatError("only a model of text can write", where=f"{where}: sample", remedy="leave [sample] out")
+    _check_schedule(run.schedule, f"{where}: schedule")
     if isinstance(run.model, FactoryModel):
         for key, text in (("factory", run.model.factory), ("loss", run.model.loss)):
             known = key == "loss" and text in ("language_model", "classification")
@@ -160,6 +161,29 @@ def _check(run: Run, raw: dict[str, Any], where: str) -> None:
                 where=f"{where}: model.vocabulary",
                 remedy="give at least 256",
             )
+
+
+def _check_schedule(schedule: LearningRate, where: str) -> None:
+    scaled = schedule.scaling != "none"
+    if scaled != bool(schedule.base_batch_size):
+        raise FileFormatError(
+            "is missing" if scaled else f"is {schedule.base_batch_size}, but nothing is scaled",
+            where=f"{where}.base_batch_size",
+            remedy="give the batch that optimizer.lr was found for" if scaled else 'give scaling = "linear", or "sqrt"',
+        )
+    if schedule.warmup_from == "base" and not (scaled and schedule.warmup_steps):
+        raise FileFormatError(
+            "'base' means nothing without warmup_steps and scaling",
+            where=f"{where}.warmup_from",
+            remedy="give both, or leave it out",
+        )
+    begins = [begin for begin, _ in schedule.batch_sizes]
+    if begins != sorted(set(begins)):
+        raise FileFormatError(
+            f"the steps {begins} do not rise",
+            where=f"{where}.batch_sizes",
+            remedy="write [[step, batch], ...] in order",
+        )
 
 
 def changes(path: Path, run: Run) -> list[str]:

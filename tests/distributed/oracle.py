@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 import meshwright as mw
 from meshwright.models import GPT, MLP, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
 from meshwright.models.losses import IGNORED
+from meshwright.optim import LAMB, LARC, LARS
 
 TOLERANCE = 1e-9
 """|a - b| <= TOLERANCE * max(1, max|b|), in float64."""
@@ -221,6 +222,17 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
 }
+MORE_OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "plain SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "Nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "AdaGrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+    "RMSProp": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+    "LARS": lambda parameters: LARS(parameters, lr=10.0, weight_decay=0.01),
+    "LARC": lambda parameters: LARC(parameters, lr=0.1, weight_decay=0.01, nesterov=True),
+    "LAMB": lambda parameters: LAMB(parameters, lr=1e-2, weight_decay=0.01),
+}
+"""Compared on one model, not in every combination."""
 CLIPPING: Mapping[str, float | None] = {"whole": None, "clipped": MAX_GRAD_NORM}
 LABELS: Mapping[str, bool] = {"full": False, "ragged": True}
 

@@ -18,6 +18,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
+from meshwright.optim import LAMB, LARS
 from meshwright.runtime import checkpoint, shards
 from meshwright.runtime.data import Loader, TensorLoader
 from tests.distributed.oracle import TOLERANCE, largest_error
@@ -38,6 +39,8 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.5, centered=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
     "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+    "LARS": lambda parameters: LARS(parameters, lr=10.0),
+    "LAMB": lambda parameters: LAMB(parameters, lr=1e-2),
 }
 
 
@@ -261,6 +264,8 @@ SAVED_AND_LOADED = [
     ("dp2", "RMSprop", ["tp2"]),
     ("tp2", "AdamW", ["one rank", "dp2"]),
     ("dp2 x tp2", "SGD", ["tp2", "one rank"]),
+    ("tp2", "LAMB", ["one rank"]),
+    ("one rank", "LARS", ["tp2"]),
 ]
 
 

@@ -237,7 +237,8 @@ def test_queries_and_keys_are_letters_of_their_own_though_both_are_the_sequence(
     assert attention.rule.pattern == "b h s !f, b h !s1 !f, b h !s1 !f1 -> b h s !f1, b h s"
     assert attention.classes["s"] == attention.classes["s1"] == "s"
     assert attention.rule.splittable("s")
-    assert list(attention.rule.decompositions) == ["s1"]
+    assert list(attention.rule.decompositions) == ["s1", "st"]
+    assert attention.rule.members("st") == ("s", "s1"), "the ring splits both"
 
 
 def test_a_batch_that_meets_itself_is_split_on_one_side() -> None:

@@ -156,7 +156,13 @@ def shell_lines(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if shell_lines(page)], ids=lambda page: page.name)
 def test_commands_on_a_page_exist(page: Path) -> None:
     known = commands()
-    dotted = {f"--{name}" for name, _, _ in keys()}
+    dotted = {
+        "--model.name",
+        "--data.kind",
+        "--optimizer.name",
+        "--schedule.name",
+        *(f"--{name}" for name, _, _ in keys()),
+    }
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in shell_lines(page):
         program, *words = shlex.split(line, comments=True) or [""]

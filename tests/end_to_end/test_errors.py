@@ -407,6 +407,9 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path: Path) -> None
     assert "Traceback" not in output
     assert output.endswith("meshwright: stopped\n")
     assert re.search(r"checkpoints/step-\d+ is saved: --train.directory \S+ goes on from there\n", output)
+    deadline = time.monotonic() + 10  # what watches over the launcher ends just after it
+    while living(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not living(process.pid)
     # The rank may have been in the middle of writing a later one.
     last = max((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json")).parent

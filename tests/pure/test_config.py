@@ -190,6 +190,52 @@ def test_a_learning_rate_warms_up_and_goes_down() -> None:
     assert LearningRate(warmup_steps=1).factor(500, 10) == 1.0
 
 
+def test_a_learning_rate_follows_the_batch() -> None:
+    """Goyal et al. 2017, section 2: k times the batch, k times the rate, warmed up from the rate of one k-th."""
+    linear = LearningRate(scaling="linear", base_batch_size=8, warmup_steps=4, warmup_from="base")
+    assert [linear.factor(step, 100, 32) for step in range(6)] == [1.0, 1.75, 2.5, 3.25, 4.0, 4.0]
+    assert [linear.factor(step, 100, 8) for step in range(6)] == [1.0] * 6
+    sqrt = LearningRate(scaling="sqrt", base_batch_size=8, name="linear", final=0.0)
+    assert [sqrt.factor(step, 3, 32) for step in range(3)] == [2.0, 1.0, 0.0]
+    from_zero = LearningRate(scaling="sqrt", base_batch_size=8, warmup_steps=1)
+    assert [from_zero.factor(step, 9, 2) for step in range(3)] == [0.25, 0.5, 0.5]
+
+
+def test_a_batch_grows_as_the_schedule_says_and_its_rate_with_it() -> None:
+    run = of_tables(
+        {
+            "data": {"kind": "random", "batch_size": 12},
+            "schedule": {"batch_sizes": [[2, 24], [3, 48]], "scaling": "linear", "base_batch_size": 12},
+            "train": {"steps": 5},
+        }
+    )
+    assert run.batch_sizes() == [12, 12, 24, 48, 48]
+    assert run.lr_factors() == [1.0, 1.0, 2.0, 4.0, 4.0]
+    assert run.num_ranks(16) == 12, "every batch divides over the ranks"
+    assert (
+        of_tables({"data": {"kind": "random", "batch_size": 12}, "schedule": {"batch_sizes": [[1, 6]]}}).num_ranks(9)
+        == 6
+    )
+
+
+def of_tables(raw: dict[str, Any]) -> Run:
+    return config.make({"model": {"name": "mlp"}, **raw}, where="run")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ({"scaling": "linear"}, r"run: schedule\.base_batch_size: is missing\n  -> give the batch that optimizer\.lr"),
+        ({"base_batch_size": 8}, r"schedule\.base_batch_size: is 8, but nothing is scaled\n  -> give scaling"),
+        ({"warmup_from": "base", "warmup_steps": 5}, r"schedule\.warmup_from: 'base' means nothing without"),
+        ({"batch_sizes": [[5, 8], [5, 16]]}, r"schedule\.batch_sizes: the steps \[5, 5\] do not rise"),
+    ],
+)
+def test_a_schedule_that_says_nothing_is_refused(schedule: dict[str, Any], message: str) -> None:
+    with pytest.raises(FileFormatError, match=message):
+        of_tables({"data": {"kind": "random"}, "schedule": schedule})
+
+
 @pytest.mark.parametrize(
     ("options", "cores", "ranks"),
     [

@@ -23,7 +23,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger, make_ledger
 from meshwright.ir.plan import Plan
-from meshwright.ir.run import SGD, Adam, AdamW, Optimizer, Run, TextData
+from meshwright.ir.run import LAMB, LARC, LARS, SGD, Adam, AdamW, Optimizer, Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.planner.auto import plan_auto
 from meshwright.planner.foretell import Foretold, foretell
@@ -113,7 +113,7 @@ def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, P
 
 
 def optimizer_cost(optimizer: Optimizer) -> OptimizerCost:
-    """What an ``[optimizer]`` keeps and moves. RMSprop and Adagrad count as SGD with momentum: one state each."""
+    """What an ``[optimizer]`` keeps and moves. RMSprop and Adagrad count as SGD with momentum, LARC as LARS."""
     match optimizer:
         case SGD(momentum=0.0):
             return cost.SGD
@@ -121,6 +121,10 @@ def optimizer_cost(optimizer: Optimizer) -> OptimizerCost:
             return cost.ADAM
         case AdamW():
             return cost.ADAMW
+        case LARS() | LARC():
+            return cost.LARS
+        case LAMB():
+            return cost.LAMB
         case _:
             return cost.MOMENTUM
 
@@ -187,7 +191,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         strict=run.layout.strict,
     )
     held_bytes = _held_besides(trainer, device)
-    foretold = _foretold(run, trainer, device) if rank == 0 else None
+    foretold = _foretold(run, trainer, device) if rank == 0 and not run.schedule.batch_sizes else None
     progress.end()
     items, unit = source.items_per_step
     loop = Loop(
@@ -206,6 +210,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         ),
         Options(**{name: getattr(run.train, name) for name in Options.__struct_fields__}),
         directory,
+        batch_sizes=run.batch_sizes() if run.schedule.batch_sizes else None,
         bytes_are_tokens=isinstance(run.data, TextData),
         progress=progress,
     )
@@ -214,8 +219,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     progress.end()
     first = trainer.step_number
     from_rank_0(lambda: _note_run(run, trainer, directory, found))
-    factors = [run.schedule.factor(step, run.train.steps) for step in range(run.train.steps)]
-    loop.run(resumed_schedule(trainer, build.hyperparameters(run), factors))
+    loop.run(resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()))
     ledger = _ledger(run, trainer, loop.traces, foretold, held_bytes, device)
     text = ""
     if run.sample is not None and run.sample.length:

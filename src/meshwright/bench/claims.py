@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from meshwright.ir.result import (
     Accuracy,
+    BatchSizes,
     Check,
     Comparison,
     Duration,
@@ -103,7 +104,7 @@ def best_peer(result: Result) -> Found:
 def same_run(result: Result) -> Found:
     """A machine is not the same on another day, and another machine is not it at all."""
     for index, finding in result.keyed():
-        several = list(series_of(finding, index)) if isinstance(finding, Comparison | Scaling) else []
+        several = list(series_of(finding, index)) if isinstance(finding, BatchSizes | Comparison | Scaling) else []
         for key, series in several:
             first = several[0][1]
             if not series.run:
@@ -117,11 +118,14 @@ def same_run(result: Result) -> Found:
 
 
 def alike(result: Result) -> Found:
-    """What is compared differs in one thing only; points of a scaling may also differ in ranks and sizes."""
+    """What is compared differs in one thing only; points of a scaling may also differ in ranks and sizes, those of
+    batch sizes in sizes."""
     for index, finding in result.keyed():
-        if not isinstance(finding, Comparison | Scaling):
+        if not isinstance(finding, BatchSizes | Comparison | Scaling):
             continue
-        names = ("dtype", "threads") if isinstance(finding, Scaling) else ("dtype", "threads", "ranks", "sizes")
+        names = ["dtype", "threads"]
+        names += ["ranks"] if not isinstance(finding, Scaling) else []
+        names += ["sizes"] if isinstance(finding, Comparison) else []
         several = [(key, one) for key, one in series_of(finding, index) if one.settings in result.settings]
         for key, series in several:
             mine, first = result.settings_of(series), result.settings_of(several[0][1])
@@ -154,6 +158,8 @@ def ratio(result: Result) -> Found:
             yield from _follows(f"{key}.error", 1 + finding.error, right, "one more is predicted_s / value_s, and")
         elif isinstance(finding, Scaling):
             yield from _speedups(result, key, finding)
+        elif isinstance(finding, BatchSizes):
+            yield from _to_goal(key, finding)
 
 
 def _speedups(result: Result, key: str, finding: Scaling) -> Found:
@@ -166,6 +172,17 @@ def _speedups(result: Result, key: str, finding: Scaling) -> Found:
         yield from _follows(f"{key}.points[{k}].speedup", one.speedup, speedup, "by work / value_s")
         efficiency = one.speedup * _ranks(result, first) / max(1, _ranks(result, one))
         yield from _follows(f"{key}.points[{k}].efficiency", one.efficiency, efficiency, "as speedup over ranks")
+
+
+def _to_goal(key: str, finding: BatchSizes) -> Found:
+    for k, one in enumerate(finding.points):
+        at, count = f"{key}.points[{k}]", one.steps_to_target
+        median = statistics.median(one.steps) if one.steps and all(one.steps) else 0.0
+        if round(median) != count:
+            problem = f"{count}, but the median of {list(one.steps)} (0: not reached) is {median:g}"
+            yield f"{at}.steps_to_target", problem, "give the median, or 0 where a seed did not reach the goal"
+        yield from _follows(f"{at}.samples_to_target", one.samples_to_target, count * one.batch, "by steps and batch")
+        yield from _follows(f"{at}.target_s", one.target_s, count * one.series.value_s, "by steps and value_s")
 
 
 def _follows(key: str, given: float, right: float, how: str) -> Found:

@@ -85,7 +85,7 @@ def scaling(
         for turn in range(turns):
             for count in [*counts[turn % len(counts) :], *counts[: turn % len(counts)]]:
                 arguments = (runs[count], repetitions, steps, threads)
-                with _scratch() as directory:
+                with scratch() as directory:
                     found[count].append(api.run_ranks(measure, *arguments, num_ranks=count, directory=directory))
                 progress.advance()
     finally:
@@ -98,7 +98,7 @@ def scaling(
         machine=this_machine(accelerators),
         versions=versions(),
         timed=TIMED.format(
-            model=_name(run),
+            model=name_of_model(run),
             optimizer=type(run.optimizer).__name__,
             dtype=run.train.dtype,
             turns="once" if turns == 1 else f"{turns} times, by turns",
@@ -107,7 +107,7 @@ def scaling(
             repetitions=repetitions,
             steps=steps,
         ),
-        settings={name_of(count): _settings(runs[count], count, threads) for count in counts},
+        settings={name_of(count): settings_of(runs[count], count, threads) for count in counts},
         findings=findings(kind, {count: runs[count].data.batch_size for count in counts}, found, steps),
     )
 
@@ -129,7 +129,7 @@ def grown(run: Run, kind: str, factor: int, grow: str = "") -> Run:
     key = grow or ("layers" if isinstance(run.model, GPTModel) else "")
     if not key:
         raise FileFormatError(
-            f"nothing says what grows in a model {_name(run)!r}", where="--grow",
+            f"nothing says what grows in a model {name_of_model(run)!r}", where="--grow",
             remedy="name a whole number of [model], such as arguments.depth of a factory",
         )  # fmt: skip
     table, _, name = key.rpartition(".")
@@ -145,7 +145,7 @@ def grown(run: Run, kind: str, factor: int, grow: str = "") -> Run:
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch() -> Iterator[Path]:
     """A directory for the ranks' output; it stays after their errors, which name it."""
     directory = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
     try:
@@ -305,7 +305,7 @@ def findings(
     return scaled, beside
 
 
-def _settings(run: Run, count: int, threads: int) -> Settings:
+def settings_of(run: Run, count: int, threads: int) -> Settings:
     layout = run.layout.sizes().resolved(count)
     sections = {"model": run.model, "data": run.data}
     sizes: dict[str, Scalar] = {
@@ -317,5 +317,5 @@ def _settings(run: Run, count: int, threads: int) -> Settings:
     return Settings(dtype=run.train.dtype, ranks=count, threads=threads, sizes=sizes)
 
 
-def _name(run: Run) -> str:
+def name_of_model(run: Run) -> str:
     return run.model.factory if isinstance(run.model, FactoryModel) else str(run.model.__struct_config__.tag)

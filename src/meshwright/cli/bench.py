@@ -9,12 +9,12 @@ import typer
 from rich.table import Table
 
 from meshwright import config
-from meshwright.cli import display
+from meshwright.cli import batch_size, display
 from meshwright.cli.plan import run_of
 from meshwright.cli.train import EXTRA
 from meshwright.errors import LayoutError
 from meshwright.ir import files
-from meshwright.ir.result import Comparison, Result, Scaling, Utilization
+from meshwright.ir.result import BatchSizes, Comparison, Result, Scaling, Utilization
 
 if TYPE_CHECKING:
     from meshwright.bench.lint import Refusal
@@ -119,6 +119,48 @@ def utilization(
     _deliver(result, as_json, output)
 
 
+def measure_batch_sizes(
+    context: typer.Context,
+    target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
+    sizes: str = typer.Option(..., help="Rising sizes of the global batch, such as 8,16,32."),
+    loss: float = typer.Option(..., "--target", help="The held-out loss at which training ends, such as 2.7."),
+    rules: str = typer.Option("none,linear,sqrt", help="How the learning rate follows the batch."),
+    seeds: int = typer.Option(1, min=1, help="How many initial values and data orders to train with."),
+    evaluate_every: int = typer.Option(10, min=1, help="Steps of the smallest size between two evaluations."),
+    ranks: int = typer.Option(1, min=1, help="Ranks that work together."),
+    repetitions: int = typer.Option(5, min=5, help="Measurements of a step of each size."),
+    steps: int = typer.Option(3, min=1, help="Training steps of a measurement."),
+    threads: int = typer.Option(1, min=1, help=THREADS),
+    as_json: bool = JSON,
+    output: Path | None = OUTPUT,
+) -> None:
+    """Train to a target loss at several batch sizes: steps, samples and time, and the knee, by learning-rate rule."""
+    arguments = list(context.args)
+    if target.startswith("--"):  # an option of the run, and no target was given
+        target, arguments = "", [target, *arguments]
+    run = batch_size.small_or(target, arguments)
+    from meshwright.bench.batch_size import batch_size as measure
+
+    command = ["meshwright", "bench", "batch-size", *([target] if target else []), "--sizes", sizes]
+    command += ["--target", f"{loss:g}", "--rules", rules]
+    numbers = {
+        "seeds": seeds, "evaluate_every": evaluate_every, "ranks": ranks, "repetitions": repetitions, "steps": steps,
+        "threads": threads,
+    }  # fmt: skip
+    for name, value in numbers.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    bars = display.Bars(display.console())
+    try:
+        result = measure(
+            run, batch_size.sizes_of(sizes), loss, rules=rules.split(","), command=shlex.join([*command, *arguments]),
+            progress=bars, **numbers,
+        )  # fmt: skip
+    finally:
+        bars.end()
+        display.restore_cursor()
+    _deliver(result, as_json, output)
+
+
 def lint(
     result_files: list[Path] = typer.Argument(None, metavar="RESULT.json", help="Result files."),
     rules: bool = typer.Option(False, "--rules", help="List the rules, and stop."),
@@ -189,6 +231,9 @@ def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
         if isinstance(finding, Scaling):
             terminal.print(f"\n{finding.target}; speed-up over {finding.base}\n")
             terminal.print(_points(result, finding))
+        elif isinstance(finding, BatchSizes):
+            terminal.print(f"\n{finding.target}; {finding.measured}\n")
+            terminal.print(batch_size.table(finding))
         elif isinstance(finding, Comparison):
             sides = ", ".join(f"{name} {series.value_s * 1e3:.4g} ms" for name, series in finding.series.items())
             terminal.print(f"\n{finding.target}: {finding.measured}; {sides}")
@@ -242,14 +287,15 @@ def _help(context: typer.Context) -> None:
 
 
 def add_to(app: typer.Typer) -> None:
-    """Make it a command with three of its own."""
+    """Make it a command with four of its own."""
     group = typer.Typer(
         name="bench",
-        help="Measure scaling and utilization on this machine, and refuse results that mislead.",
+        help="Measure scaling, utilization and batch sizes on this machine, and refuse results that mislead.",
         rich_markup_mode="rich",
     )
     group.callback(invoke_without_command=True)(_help)
     group.command(context_settings=EXTRA, epilog=SCALING_EPILOG)(scaling)
     group.command(epilog=UTILIZATION_EPILOG)(utilization)
+    group.command("batch-size", context_settings=EXTRA, epilog=batch_size.EPILOG)(measure_batch_sizes)
     group.command(epilog=LINT_EPILOG)(lint)
     app.add_typer(group)

@@ -20,5 +20,10 @@ ADAMW = OptimizerCost(2, 21, 8)
 """Decay, both moments, the root with its correction, and the update (Loshchilov, Hutter 2019; as torch.optim runs it,
 a parameter at a time)."""
 ADAM = OptimizerCost(2, 19, 7)
+LARS = OptimizerCost(1, 13, 6)
+"""Both norms, the decayed gradient, its scaling, v = a v + s in two passes counted as one, w -= v; the sums over ranks
+are not counted."""
+LAMB = OptimizerCost(2, 24, 11)
+"""As Adam, with both norms and the scaling of the update; the sums over ranks are not counted."""
 
 OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adam": ADAM, "adamw": ADAMW}

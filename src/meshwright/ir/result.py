@@ -204,7 +204,44 @@ class Prediction(_Finding, frozen=True, kw_only=True, tag="prediction"):
     """The largest error either way that passes."""
 
 
-Finding = Comparison | Scaling | Utilization | Accuracy | Check | Duration | Prediction
+class BatchPoint(_Part, frozen=True, kw_only=True):
+    """One batch size under one rule for the learning rate."""
+
+    series: Series
+    """Seconds a step."""
+    batch: Count = 0
+    """Samples in the global batch."""
+    rule: str = ""
+    """How the learning rate follows the batch: ``none``, ``linear`` or ``sqrt``."""
+    lr: float = 0.0
+    """The highest learning rate."""
+    steps: tuple[Count, ...] = ()
+    """Until the goal was reached, of each seed; 0: it was not."""
+    losses: tuple[float, ...] = ()
+    """Of each seed, the last that was evaluated (0: it ended before the first)."""
+    steps_to_target: Count = 0
+    """The median of ``steps``; 0 where a seed did not reach the goal."""
+    samples_to_target: Count = 0
+    """``steps_to_target`` times ``batch``."""
+    target_s: float = 0.0
+    """``steps_to_target`` times ``value_s`` of the series."""
+
+
+class BatchSizes(_Finding, frozen=True, kw_only=True, tag="batch-size"):
+    """Steps and time to a goal by batch size."""
+
+    metric: str = ""
+    """What is to become low: ``held-out loss``."""
+    goal: float = 0.0
+    """It is reached where the metric is at most this."""
+    points: tuple[BatchPoint, ...] = ()
+    """By rising batch size."""
+    knees: dict[str, float] = {}
+    """By rule, the batch at which the fit S_min + E_min / batch to the steps has twice the least steps: E_min / S_min
+    (McCandlish et al. 2018, arXiv:1812.06162); a rule is missing where that is not between 0 and infinity."""
+
+
+Finding = BatchSizes | Comparison | Scaling | Utilization | Accuracy | Check | Duration | Prediction
 
 
 class Result(_Part, frozen=True, kw_only=True):
@@ -248,5 +285,7 @@ def series_of(finding: Finding, key: str) -> Iterator[tuple[str, Series]]:
         yield from ((f"{key}.series.{name}", one) for name, one in finding.series.items())
     elif isinstance(finding, Scaling):
         yield from ((f"{key}.points[{k}].series", point.series) for k, point in enumerate(finding.points))
+    elif isinstance(finding, BatchSizes):
+        yield from ((f"{key}.points[{k}].series", one.series) for k, one in enumerate(finding.points))
     elif isinstance(finding, Utilization | Duration | Prediction):
         yield f"{key}.series", finding.series

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
+from meshwright.ir.learning_rate import Scaling, scaled_by
 from meshwright.ir.plan import Plan
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -184,7 +185,8 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 class _Optimizer(_Section, frozen=True, kw_only=True, tag_field="name"):
     lr: Rate = 1e-3
-    """Learning rate (the highest, where a schedule changes it)."""
+    """Learning rate: the highest, where a schedule lowers it; that of ``schedule.base_batch_size``, where it is
+    scaled."""
     weight_decay: Rate = 0.0
     """Weight decay."""
 
@@ -244,29 +246,90 @@ class Adagrad(_Optimizer, frozen=True, kw_only=True, tag="adagrad"):
     """Added to the denominator."""
 
 
-Optimizer = SGD | Adam | AdamW | RMSprop | Adagrad
+class _LayerWise(_Optimizer, frozen=True, kw_only=True):
+    adapt_vectors: bool = True
+    """Whether parameters of fewer than two dims (biases, gains of norms) are scaled too; else they take the plain
+    step."""
+
+
+class LARS(_LayerWise, frozen=True, kw_only=True, tag="lars"):
+    """``meshwright.optim.LARS`` (You, Gitman, Ginsburg 2017): momentum SGD, scaled by the norms of each tensor."""
+
+    lr: Rate = 1.0
+    """Learning rate, which a tensor's own ratio of about ``trust_coefficient`` multiplies."""
+    momentum: Rate = 0.9
+    """Momentum."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+    trust_coefficient: Rate = 0.001
+    """A tensor's step relative to its norm, at a learning rate of 1."""
+
+
+class LARC(_LayerWise, frozen=True, kw_only=True, tag="larc"):
+    """``meshwright.optim.LARC``: momentum SGD, where each tensor's learning rate is at most the one of LARS."""
+
+    lr: Rate = 0.1
+    """Learning rate: the most that any tensor learns by."""
+    momentum: Rate = 0.9
+    """Momentum."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+    trust_coefficient: Rate = 0.02
+    """The most that a tensor's step is, relative to its norm."""
+
+
+class LAMB(_LayerWise, frozen=True, kw_only=True, tag="lamb"):
+    """``meshwright.optim.LAMB`` (You et al. 2020): Adam, scaled by the norms of each tensor."""
+
+    weight_decay: Rate = 0.01
+    """Weight decay, apart from the gradient."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Rate = 1e-6
+    """Added to the denominator."""
+
+
+Optimizer = SGD | Adam | AdamW | RMSprop | Adagrad | LARS | LARC | LAMB
 
 
 class LearningRate(_Section, frozen=True, kw_only=True):
-    """How the learning rate goes: a linear warm-up, then down to ``final`` times the highest."""
+    """How the learning rate goes: a linear warm-up, then down to ``final`` times the highest; and how it follows the
+    batch."""
 
     name: Literal["none", "linear", "cosine"] = "none"
     """The way down: ``none`` stays at the highest."""
     warmup_steps: Count = 0
     """Steps until the highest."""
+    warmup_from: Literal["zero", "base"] = "zero"
+    """Where the warm-up begins: near 0, or at the learning rate before it is scaled (Goyal et al. 2017, section
+    2.2)."""
     final: Fraction = 0.1
     """The last learning rate, as a part of the highest."""
+    scaling: Scaling = "none"
+    """``linear`` multiplies ``optimizer.lr`` by the batch over ``base_batch_size``, ``sqrt`` by the root of that."""
+    base_batch_size: Count = 0
+    """The batch that ``optimizer.lr`` is for; required where it is scaled."""
+    batch_sizes: tuple[tuple[Positive, Positive], ...] = ()
+    """Pairs of a step and the global batch from then on, in place of ``data.batch_size``: ``[[500, 32], [800, 64]]``
+    (Smith et al. 2018, arXiv:1711.00489)."""
 
-    def factor(self, step: int, steps: int) -> float:
-        """What the learning rate is multiplied by at ``step`` (from 0) of ``steps``."""
+    def factor(self, step: int, steps: int, batch_size: int = 0) -> float:
+        """What the learning rate is multiplied by at ``step`` (from 0) of ``steps``, for a batch of ``batch_size``."""
+        highest = scaled_by(self.scaling, batch_size, self.base_batch_size) if self.scaling != "none" else 1.0
+        if step < self.warmup_steps and self.warmup_from == "base":
+            return 1 + (highest - 1) * step / self.warmup_steps
         if step < self.warmup_steps:
-            return (step + 1) / (self.warmup_steps + 1)
+            return highest * (step + 1) / (self.warmup_steps + 1)
         done = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
         if self.name == "linear":
-            return 1 - (1 - self.final) * done
+            return highest * (1 - (1 - self.final) * done)
         if self.name == "cosine":
-            return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
-        return 1.0
+            return highest * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done)))
+        return highest
+
+    def batch_size(self, step: int, first: int) -> int:
+        """Samples in the global batch of ``step`` (from 0), where a run begins with ``first``."""
+        return next((size for begin, size in reversed(self.batch_sizes) if step >= begin), first)
 
 
 class Train(_Section, frozen=True, kw_only=True):
@@ -335,7 +398,17 @@ class Run(_Section, frozen=True, kw_only=True):
         fixed = math.prod(size for size in sizes if size > 0)
         if min(sizes) > 0:
             return fixed
+        divides = math.gcd(self.data.batch_size, *(size for _, size in self.schedule.batch_sizes))
         for parts in range(num_cores // fixed, 1, -1):
-            if self.layout.dp > 0 or self.data.batch_size % (parts * self.layout.microbatches) == 0:
+            if self.layout.dp > 0 or divides % (parts * self.layout.microbatches) == 0:
                 return parts * fixed
         return fixed
+
+    def batch_sizes(self) -> list[int]:
+        """Samples in the global batch of each step."""
+        return [self.schedule.batch_size(step, self.data.batch_size) for step in range(self.train.steps)]
+
+    def lr_factors(self) -> list[float]:
+        """What the optimizer's learning rate is multiplied by in each step."""
+        steps = self.train.steps
+        return [self.schedule.factor(step, steps, size) for step, size in enumerate(self.batch_sizes())]

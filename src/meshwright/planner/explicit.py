@@ -17,7 +17,7 @@ from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.stages import Cut, cut
 from meshwright.planner.cut import choose_cut, follow_cut
 from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials, recomputed
-from meshwright.planner.factors import Factors
+from meshwright.planner.factors import Factors, repeated_heads
 from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import module_notes, unsplit_notes
 from meshwright.planner.tensor_rule import TensorRule
@@ -280,8 +280,9 @@ class _Planner:
     def _split_sequence(self, axis: str) -> None:
         """Every operator with a sequence splits it; of attention the queries, so that it gathers keys and values."""
         sequences = self.factors.sequences()
+        whole = repeated_heads(self.graph) if self.layout.context == "gather" else set()
         for operator in self.graph.operators:
-            if axis not in self.strategies[operator.name] and not operator.prologue:
+            if axis not in self.strategies[operator.name] and not operator.prologue and operator.name not in whole:
                 letter = self.factors.letter_of(operator, sequences, axis)
                 if self.layout.context == "ring" and operator.target.startswith("meshwright.attention") and letter:
                     rings = operator.rule.joint if operator.rule is not None else {}

@@ -55,3 +55,36 @@ class Factors:
 def _is_tokens(graph: Graph, name: str) -> bool:
     tensor = graph.tensors[name]
     return len(tensor.shape) == 2 and tensor.dtype.startswith("int")
+
+
+_VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.expand.", "aten.clone.", "aten.unsqueeze.")
+
+
+def repeated_heads(graph: Graph) -> set[str]:
+    """The operators that repeat keys and values for the query heads that share them, and those that add up their
+    gradients: what is gathered before the one and scattered after the other is that much smaller."""
+    producers, consumers = graph.producers(), graph.consumers()
+    found: set[str] = set()
+    for operator in graph.operators:
+        if operator.target.startswith("meshwright.attention."):
+            for name in operator.inputs[1:3]:
+                chain, here = [], name
+                while here in producers and producers[here].target.startswith(_VIEWS):
+                    chain.append(producers[here].name)
+                    here = producers[here].inputs[0]
+                    if graph.tensors[here].num_elements < graph.tensors[name].num_elements:
+                        found.update(chain)
+                        break
+        elif operator.target.startswith("meshwright.attention_backward."):
+            for name in operator.outputs[1:3]:
+                chain, here = [], name
+                while len(consumers.get(here, ())) == 1:
+                    reader = consumers[here][0][0]
+                    if not reader.target.startswith((*_VIEWS, "aten.sum.")):
+                        break
+                    chain.append(reader.name)
+                    here = reader.outputs[0]
+                    if graph.tensors[here].num_elements < graph.tensors[name].num_elements:
+                        found.update(chain)
+                        break
+    return found

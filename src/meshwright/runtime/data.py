@@ -128,6 +128,25 @@ class Loader(ABC):
         """Says in words what the data is, with a hash of its content (computed once)."""
         return self._describe()
 
+    def resize(self, batch_size: int) -> None:
+        """Hand out batches of this size from now on, going on at the same sample.
+
+        Raises:
+            DataError: there are not so many samples, or the shards do not divide it; nothing has changed then.
+        """
+        if batch_size < 1 or batch_size > self.num_samples:
+            raise DataError(
+                f"a batch of {batch_size} samples, of a data set of {self.num_samples}",
+                where=self._where,
+                remedy=f"give a batch of 1 to {self.num_samples}",
+            )
+        before, self.batch_size = self.batch_size, batch_size
+        try:
+            self._check_divides(batch_size)
+        except DataError:
+            self.batch_size = before
+            raise
+
     def rewind(self, epoch: int = 0) -> None:
         """Go to the first batch of an epoch."""
         self._epoch, self._position, self._resumed = epoch, 0, False

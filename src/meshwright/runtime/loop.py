@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from meshwright.comm.groups import from_rank_0
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, LayoutError
 from meshwright.ir.trace import Trace
 from meshwright.runtime.data import Loader
 from meshwright.runtime.failures import Status, lost_peer
@@ -81,6 +81,7 @@ class Loop:
     Args:
         loader: of this rank's part of each global batch.
         held_out: the same of the data that is not trained on, one epoch a loop; None: there are none.
+        batch_sizes: samples in the global batch of each step; None: always those of ``loader``.
         bytes_are_tokens: whether the loss is per byte, so that bits per byte can be told.
 
     ``traces`` are of this rank's last steps (``TRACED`` of them, where the run has made so many).
@@ -95,6 +96,7 @@ class Loop:
         options: Options,
         directory: Path,
         *,
+        batch_sizes: Sequence[int] | None = None,
         bytes_are_tokens: bool,
         progress: Progress,
     ) -> None:
@@ -105,6 +107,9 @@ class Loop:
         self.bytes_are_tokens = bytes_are_tokens
         self.evaluations: list[HeldOut] = []
         self.traces: list[Trace] = []
+        self.batch_sizes = batch_sizes
+        for size in dict.fromkeys(batch_sizes or ()):
+            _check_batch(size, trainer, loader)
 
     def resume(self) -> Path | None:
         """Load the latest checkpoint, and say so; None where there is none."""
@@ -130,6 +135,8 @@ class Loop:
         try:
             while trainer.step_number < steps:
                 self.status.set(f"at step {trainer.step_number + 1}")
+                if self.batch_sizes is not None:
+                    self._resize(self.batch_sizes[trainer.step_number])
                 lr = float(schedule.get_last_lr()[0])
                 trainer.step(next(batches), local=True)
                 if trainer.step_number > steps - TRACED and trainer.step_number > first:  # the first one is slower
@@ -181,6 +188,15 @@ class Loop:
             log.info("held out, after step %d: %s", step, found)
         return found
 
+    def _resize(self, size: int) -> None:
+        """Take batches of so many samples from now on."""
+        if size != self.loader.batch_size:
+            self._tell()
+            self.meter.grow(size / self.loader.batch_size)
+            if self.trainer.rank == 0:
+                log.info("the batch is %d samples from step %d on", size, self.trainer.step_number + 1)
+            self.loader.resize(size)
+
     def _after(self, step: int) -> None:
         """What is due after a step."""
         due, last = self.options, step == self.options.steps
@@ -202,6 +218,25 @@ class Loop:
         line = self.meter.read()
         if line and self.trainer.rank == 0:
             log.info("%s", line)
+
+
+def _check_batch(size: int, trainer: Trainer, loader: Loader) -> None:
+    """That a batch of this size can be loaded and run, said before the first step.
+
+    Raises:
+        DataError: the data or the ranks' parts of a batch do not allow it.
+        LayoutError: it does not divide over the ranks and micro-batches.
+    """
+    parts = trainer.data_shard[1] * trainer.plan.microbatches
+    if size % parts:
+        raise LayoutError(
+            f"a batch of {size} does not divide over {parts} parts (ranks and micro-batches)",
+            where="schedule.batch_sizes",
+            remedy=f"give multiples of {parts}",
+        )
+    before = loader.batch_size
+    loader.resize(size)
+    loader.resize(before)
 
 
 def resumed_schedule(

@@ -96,6 +96,12 @@ class Meter:
         self._pending.append(({"step": step, "step_s": now - self._last, "lr": lr}, dict(metrics)))
         self._last = now
 
+    def grow(self, factor: float) -> None:
+        """Steps work through ``factor`` times as much from now on; nothing is foretold of them."""
+        self.items_per_step = round(self.items_per_step * factor)
+        self.flops_per_step *= factor
+        self.predicted_step_s = 0.0
+
     def read(self) -> str:
         """Write the rows of the steps since the last call, and return the log line of the last one ("": none)."""
         if not self._pending:

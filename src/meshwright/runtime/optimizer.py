@@ -1,14 +1,17 @@
 """The user's optimizer: made over this rank's parameters, and refused where it could not train them as on one rank."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.comm.groups import sum_over
 from meshwright.errors import OptimizerError
+from meshwright.ir.placement import Shard
+from meshwright.optim.whole import NeedsShardSums, ShardSum
 from meshwright.runtime.state import LocalParameters
 
 log = logging.getLogger("meshwright")
@@ -72,10 +75,41 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters) -> Op
             where="optimizer",
             remedy=_REMEDY,
         )
-    _check_whole(made, parameters)
+    if isinstance(made, NeedsShardSums):
+        if any(map(parameters.is_sharded, parameters)):
+            made.sum_shards_with(shard_sum(parameters))
+    else:
+        _check_whole(made, parameters)
     for group in made.param_groups if idle else ():
         group.update({key: [] for key in ("params", "param_names") if key in group})
     return made
+
+
+def shard_sum(parameters: LocalParameters) -> ShardSum:
+    """What sums over the ranks that hold the parts of parameters: an all-reduce an axis for all that are split alike.
+
+    Ranks that share a split parameter hold the same parameters, in the same order.
+    """
+    axes_of = {
+        id(parameters[name]): tuple(
+            axis for axis, placement in parameters.placements(name).items() if isinstance(placement, Shard)
+        )
+        for name in parameters
+    }
+
+    def summed(of: Sequence[Tensor], values: Tensor) -> Tensor:
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for column, one in enumerate(of):
+            alike.setdefault(axes_of[id(one)], []).append(column)
+        result = values.clone()
+        for axes, columns in alike.items():
+            part = values[:, columns]
+            for axis in axes:
+                part = sum_over(part, parameters.groups[axis])
+            result[:, columns] = part
+        return result
+
+    return summed
 
 
 def _check_whole(optimizer: Optimizer, parameters: LocalParameters) -> None:

@@ -1,0 +1,337 @@
+"""How many steps, and how much time, training takes to a target loss at each batch size, by learning-rate rule."""
+
+import math
+import statistics
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
+
+import msgspec
+import torch
+
+from meshwright import api, build
+from meshwright.bench.machine import this_machine, versions
+from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.bench.scaling import NUM_BATCHES, name_of_model, scratch, settings_of
+from meshwright.errors import DataError, FileFormatError, LaunchError, LayoutError, NonFiniteLossError
+from meshwright.ir.learning_rate import scaled_by
+from meshwright.ir.result import BatchPoint, BatchSizes, Result, Series
+from meshwright.ir.run import Run
+from meshwright.runtime import launch
+from meshwright.runtime.data import Loader
+from meshwright.runtime.loop import Progress, Silent, resumed_schedule
+from meshwright.runtime.trainer import Trainer
+
+RULES = ("none", "linear", "sqrt")
+METRIC = "held-out loss"
+LEAST_FOR_KNEE = 3
+WORST_FIT = 0.25
+"""How far, relatively, steps may be from a fit that is said to have a knee."""
+TIMED = (
+    "Steps: {model} is trained with {optimizer} in {dtype} on {ranks} until the loss of all held-out data, evaluated "
+    "about every {every} samples, is at most the target, for {seeds}; after {most} steps it is not reached. "
+    "Seconds: after that, a training step of each batch size with a learning rate of 0, from when all ranks have met "
+    "until the slowest is done, by turns, {repetitions} times over {steps} steps after {warmup} of warm-up. Time to "
+    "the target is their product: evaluations are not in it."
+)
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """Trainings that differ in their seed only."""
+
+    rule: str
+    runs: tuple[Run, ...]
+
+    @property
+    def batch(self) -> int:
+        return self.runs[0].data.batch_size
+
+
+class Counted(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks found: for each case steps to the target by seed (0: not reached) and the last held-out losses;
+    seconds a step of each repetition by batch size."""
+
+    steps: list[tuple[int, ...]]
+    losses: list[tuple[float, ...]]
+    seconds: dict[int, list[float]]
+
+
+def batch_size(
+    run: Run,
+    sizes: Sequence[int],
+    target: float,
+    *,
+    rules: Sequence[str] = RULES,
+    seeds: int = 1,
+    evaluate_every: int = 10,
+    ranks: int = 1,
+    repetitions: int = 5,
+    steps: int = 3,
+    threads: int = 1,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Result:
+    """Train ``run`` at each batch size until its held-out loss is at most ``target``.
+
+    Args:
+        run: its learning rate and its ``schedule.warmup_steps`` are those of the smallest size; at k times that size
+            the rules scale the rate by k (linear) or √k (sqrt), and the warm-up takes as many samples. It makes at most
+            ``train.steps`` steps at every size.
+        sizes: rising numbers of samples in the global batch.
+        target: the loss, in its own unit (nats of a language model).
+        rules: of ``none``, ``linear`` and ``sqrt``.
+        seeds: how many initial values and data orders each is trained with.
+        evaluate_every: steps of the smallest size between two evaluations.
+        repetitions, steps: of the measurement of a step's time.
+
+    The source of the knee is S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
+    arXiv:1812.06162; of the measurement, C. Shallue et al., "Measuring the Effects of Data Parallelism on Neural
+    Network Training", JMLR 20, 2019, arXiv:1811.03600.
+
+    Raises:
+        LayoutError: sizes are no such, or do not divide over the ranks.
+        FileFormatError: a rule is not known, the target is no number, or the run has a schedule that stands in the way.
+        DataError: nothing is held out, or there are fewer samples than in a batch.
+        LaunchError: this process is a rank itself.
+    """
+    progress = progress or Silent()
+    if launch.launched():
+        raise LaunchError("it starts its ranks itself", where="bench batch-size", remedy="call it without torchrun")
+    _check(run, sizes, target, rules)
+    cases = cases_of(run, sizes, rules, seeds)
+    by_size = {case.batch: case.runs[0] for case in cases}
+    progress.begin("planning", len(by_size))
+    for one in by_size.values():
+        api.plan_run(one, ranks)
+        progress.advance()
+    before = torch.get_num_threads()
+    progress.begin(f"training {len(cases)} x {seeds} times to a loss of {target:g}")
+    try:
+        with scratch() as directory:
+            found = api.run_ranks(
+                measure,
+                cases,
+                target,
+                evaluate_every,
+                repetitions,
+                steps,
+                threads,
+                num_ranks=ranks,
+                directory=directory,
+            )
+    finally:
+        progress.end()
+        torch.set_num_threads(before)
+    accelerators = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    return Result(
+        name="batch-size",
+        command=command,
+        machine=this_machine(accelerators),
+        versions=versions(),
+        timed=TIMED.format(
+            model=name_of_model(run), optimizer=type(run.optimizer).__name__, dtype=run.train.dtype,
+            ranks="one rank" if ranks == 1 else f"{ranks} ranks", every=evaluate_every * sizes[0],
+            seeds="one seed" if seeds == 1 else f"{seeds} seeds", most=run.train.steps, repetitions=repetitions,
+            steps=steps, warmup=WARMUP_STEPS,
+        ),
+        settings={name_of(size): settings_of(one, ranks, threads) for size, one in by_size.items()},
+        findings=(finding(cases, found, target, steps),),
+    )  # fmt: skip
+
+
+def cases_of(run: Run, sizes: Sequence[int], rules: Sequence[str], seeds: int) -> tuple[Case, ...]:
+    """Every size under every rule; the smallest, which all rules leave as it is, once."""
+    replace, base, cases = msgspec.structs.replace, sizes[0], []
+    for size in sizes:
+        for rule in rules if size != base else rules[:1]:
+            schedule = replace(
+                run.schedule, scaling=rule, base_batch_size=base,
+                warmup_steps=math.ceil(run.schedule.warmup_steps * base / size),
+            )  # fmt: skip
+            sized = replace(run, data=replace(run.data, batch_size=size), schedule=schedule)
+            trains = [replace(run.train, seed=run.train.seed + k) for k in range(seeds)]
+            cases.append(Case(rule=rule, runs=tuple(replace(sized, train=train) for train in trains)))
+    return tuple(cases)
+
+
+def _check(run: Run, sizes: Sequence[int], target: float, rules: Sequence[str]) -> None:
+    if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise LayoutError(
+            f"{list(sizes)} are not at least two rising batch sizes", where="--sizes", remedy="write 8,16,32"
+        )
+    unknown = [rule for rule in rules if rule not in RULES]
+    if unknown or not rules:
+        raise FileFormatError(
+            f"unknown rule {unknown[0]!r}" if unknown else "no rule is given", where="--rules",
+            remedy=f"write {','.join(RULES)}, or some of them",
+        )  # fmt: skip
+    if not math.isfinite(target):
+        raise FileFormatError(f"{target} is no loss", where="--target", remedy="give a number, such as 2.5")
+    schedule = run.schedule
+    for key, given in (("name", schedule.name != "none"), ("scaling", schedule.scaling != "none"),
+                       ("batch_sizes", bool(schedule.batch_sizes))):  # fmt: skip
+        if given:
+            raise FileFormatError(
+                f"it is {getattr(schedule, key)!r}: how long it takes would depend on it", where=f"schedule.{key}",
+                remedy="leave it out; warmup_steps may stay",
+            )  # fmt: skip
+    if run.layout.file:
+        raise LayoutError("a plan is for one batch size", where="layout.plan", remedy="give sizes, such as dp = -1")
+    if not run.data.held_out:
+        raise DataError("nothing is held out", where="data.held_out", remedy="hold some out, such as 0.05")
+
+
+# --- on every rank ---------------------------------------------------------------------------------------------------
+
+
+def measure(
+    cases: Sequence[Case], target: float, evaluate_every: int, repetitions: int, steps: int, threads: int
+) -> Counted:
+    """Train every case to the target, then time a step of each batch size."""
+    torch.set_num_threads(threads)
+    base = cases[0].batch
+    counted = [
+        [_to_target(run, base, target, max(1, round(evaluate_every * base / case.batch))) for run in case.runs]
+        for case in cases
+    ]
+    sides = {str(case.batch): _timed_step(case.runs[0], base) for case in cases}
+    seconds = alternate(sides, rounds=repetitions, steps=steps)
+    return Counted(
+        steps=[tuple(count for count, _ in several) for several in counted],
+        losses=[tuple(loss for _, loss in several) for several in counted],
+        seconds={int(size): values for size, values in seconds.items()},
+    )
+
+
+def _to_target(run: Run, base: int, target: float, every: int) -> tuple[int, float]:
+    """Steps until the held-out loss is at most ``target`` (0: never), and that loss."""
+    trainer, loader, held_out = _prepared(run, base)
+    schedule, batches, loss = resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()), iter(loader), 0.0
+    try:
+        for step in range(1, run.train.steps + 1):
+            trainer.step(next(batches), local=True)
+            schedule.step()
+            if step % every == 0:
+                loss = _mean_loss(trainer, held_out)
+                if loss <= target:
+                    return step, loss
+    except NonFiniteLossError:  # what too high a learning rate does is a result
+        return 0, loss
+    return 0, loss
+
+
+def _timed_step(run: Run, base: int) -> Callable[[], object]:
+    """A step that leaves the model where it is, so that it stays finite at whatever learning rate."""
+    trainer, loader, _ = _prepared(run, base)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    batches = cycle(list(islice(loader, NUM_BATCHES)))
+    return lambda: trainer.step(next(batches), local=True)
+
+
+def _prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
+    """A trainer with its data. What is held out, and how it is evaluated, does not depend on the batch size."""
+    source = build.Source(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=base)))
+    whole = source.training()
+    whole.resize(run.data.batch_size)
+    trainer = api.parallelize(
+        build.model(run), build.loss_function(run), next(iter(whole)), plan=run.layout.chosen(), seed=run.train.seed,
+        optimizer=build.optimizer(run), max_grad_norm=run.train.max_grad_norm or None,
+        cluster=run.layout.cluster or None,
+    )  # fmt: skip
+    loader, held_out = source.training(trainer.data_shard), source.held_out(trainer.data_shard)
+    loader.resize(run.data.batch_size)
+    assert held_out is not None
+    return trainer, loader, held_out
+
+
+def _mean_loss(trainer: Trainer, held_out: Loader) -> float:
+    total, samples = 0.0, 0
+    held_out.rewind()
+    for batch in held_out:
+        count = len(next(iter(batch.values())))
+        total += float(trainer.evaluate(batch, local=True)) * count
+        samples += count
+    return total / samples
+
+
+# --- what was found --------------------------------------------------------------------------------------------------
+
+
+def name_of(size: int) -> str:
+    """What the settings of a batch size are called."""
+    return f"batch {size}"
+
+
+def finding(cases: Sequence[Case], found: Counted, target: float, steps: int) -> BatchSizes:
+    """Steps, samples and time of every case, and the knee of every rule."""
+    run, base = uuid.uuid4().hex[:12], cases[0].batch
+    series = {
+        size: Series.of(seconds, steps=steps, settings=name_of(size), run=run)
+        for size, seconds in found.seconds.items()
+    }
+    rules = list(dict.fromkeys(case.rule for case in cases))
+    points = []
+    for case, counts, losses in zip(cases, found.steps, found.losses, strict=True):
+        median = round(statistics.median(counts)) if all(counts) else 0
+        first = case.runs[0]
+        points += [
+            BatchPoint(
+                series=series[case.batch], batch=case.batch, rule=rule, lr=_highest_lr(first),
+                steps=counts, losses=losses, steps_to_target=median, samples_to_target=median * case.batch,
+                target_s=median * series[case.batch].value_s,
+            )
+            for rule in (rules if case.batch == base else [case.rule])
+        ]  # fmt: skip
+    knees = {
+        rule: knee({one.batch: one.steps_to_target for one in points if one.rule == rule and one.steps_to_target})
+        for rule in rules
+    }
+    reached = [one for one in points if one.steps_to_target]
+    best = min(reached, key=lambda one: one.target_s, default=None)
+    told = [f"{rule}: {_in_words(value)}" for rule, value in knees.items()]
+    if best is not None:
+        told.append(f"least time at batch {best.batch} ({best.rule}): {best.target_s:.3g} s")
+    return BatchSizes(
+        target=f"steps and time to a {METRIC} of {target:g}", verdict="reported", measured="; ".join(told),
+        metric=METRIC, goal=target, points=tuple(points),
+        knees={rule: value for rule, value in knees.items() if value is not None and math.isfinite(value)},
+    )  # fmt: skip
+
+
+def knee(steps: Mapping[int, int]) -> float | None:
+    """The critical batch size by steps to a target: there, twice the least steps and twice the least samples are taken.
+
+    Fits S(B) = S_min + E_min / B, which is (S / S_min - 1)(E / E_min - 1) = 1 with E = B S (McCandlish et al. 2018),
+    to relative errors; the knee is E_min / S_min.
+
+    Returns:
+        Infinity where steps still fall as 1 / B, 0 where they do not fall; None of fewer than three batch sizes, and
+        where the fit is further than ``WORST_FIT`` from a number of steps.
+    """
+    if len(steps) < LEAST_FOR_KNEE:
+        return None
+    rows = [(1 / count, 1 / (size * count)) for size, count in steps.items()]  # of S_min and E_min, with 1 beside them
+    aa, ab, bb = (math.fsum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a1, b1 = (math.fsum(row[i] for row in rows) for i in (0, 1))
+    least_steps, least_samples = a1 * bb - b1 * ab, b1 * aa - a1 * ab  # both times the same positive determinant
+    determinant = aa * bb - ab * ab
+    if any(abs(least_steps * x + least_samples * y - determinant) > WORST_FIT * determinant for x, y in rows):
+        return None
+    tiny = 1e-9 * abs(a1 * bb)
+    if least_samples <= 0:
+        return 0.0
+    return least_samples / least_steps if least_steps > tiny else math.inf
+
+
+def _highest_lr(run: Run) -> float:
+    schedule = run.schedule
+    return run.optimizer.lr * scaled_by(schedule.scaling, run.data.batch_size, schedule.base_batch_size)
+
+
+def _in_words(value: float | None) -> str:
+    if value is None:
+        return f"no knee: fewer than {LEAST_FOR_KNEE} sizes reached the target, or steps do not follow S + E / batch"
+    if value == math.inf:
+        return "the knee is beyond the largest size: steps fall as the batch grows"
+    return f"the knee is at a batch of {value:.3g}" if value else "the knee is below the smallest size"

@@ -1,0 +1,119 @@
+"""Optimizers under every sharding: three steps of each equal one process, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.capture.builder import capture
+from meshwright.optim import LAMB
+from meshwright.planner.explicit import adapt_plan
+from meshwright.runtime.trainer import Trainer
+from tests.distributed import oracle
+from tests.distributed.oracle import Comparison
+from tests.distributed.pool import Ranks
+
+LAYOUTS = {**oracle.LAYOUTS, "pp2": mw.Layout(pp=2, microbatches=2), "tp2 x pp2": mw.Layout(tp=2, pp=2, microbatches=2)}
+OPTIMIZERS = {**oracle.OPTIMIZERS, **oracle.MORE_OPTIMIZERS}
+LAYER_WISE = ("LARS", "LARC", "LAMB")
+
+
+def subject() -> oracle.Subject:
+    """A GPT whose tied embedding is split over tp and held by the first and the last stage."""
+    torch.manual_seed(7)
+    made = oracle.gpt(True)
+    return oracle.Subject(made.model, made.loss_fn, made.batches[:3])
+
+
+def train_with_each(
+    layout: mw.Layout, optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] | None = None
+) -> dict[str, Comparison]:
+    """All optimizers on one captured graph: making it is most of the time."""
+    first = subject()
+    captured = capture(first.model, first.loss_fn, first.batches[0])
+    plan = mw.plan(captured.graph, devices=layout.num_ranks, layout=layout)
+
+    def parallelize(model: nn.Module, loss_fn: oracle.LossFunction, _: object, **options: Any) -> Trainer:
+        options = {**options, "seed": 0, "device": torch.device("cpu"), "replan": adapt_plan}
+        del options["plan"]
+        return Trainer(model, loss_fn, captured, plan, **options)
+
+    before = {name: value.clone() for name, value in first.model.state_dict().items()}
+    found = {}
+    for name, optimizer in (optimizers or OPTIMIZERS).items():
+        run, trainer = oracle.in_parallel(subject(), layout, optimizer, parallelize=parallelize)
+        expected = oracle.in_one_process(subject(), OPTIMIZERS[name])
+        found[name] = oracle.compared(before, expected, run, trainer)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_optimizer_equals_one_process(ranks: Ranks, layout: str) -> None:
+    results = ranks(LAYOUTS[layout].num_ranks, train_with_each, LAYOUTS[layout])
+    for rank, found in enumerate(results):
+        assert set(found) == set(OPTIMIZERS)
+        for name, one in found.items():
+            assert one.error <= oracle.TOLERANCE, f"{name}, rank {rank}: {one}"
+            assert one.values == results[0][name].values, "every rank reports the same loss"
+            assert one.moved > 1e-3, f"{name} trained the parameters"
+            assert bool(one.num_split) == ("tp2" in layout)
+
+
+def deaf(make: Callable[..., Any]) -> Callable[[Any], torch.optim.Optimizer]:
+    """The optimizer, which does not hear how to sum over shards."""
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        optimizer.sum_shards_with = lambda _: None
+        return optimizer
+
+    return made
+
+
+def train_on_norms_of_parts(layout: mw.Layout) -> dict[str, Comparison]:
+    return train_with_each(layout, {name: deaf(OPTIMIZERS[name]) for name in LAYER_WISE})
+
+
+def test_norms_of_parts_would_train_otherwise(ranks: Ranks) -> None:
+    """What the comparison above would find if norms were not summed: a thousand times its tolerance, and more."""
+    found = ranks(2, train_on_norms_of_parts, LAYOUTS["tp2"])[0]
+    assert {name: one.error > 1e-6 for name, one in found.items()} == dict.fromkeys(LAYER_WISE, True)
+
+
+def layers_in_groups(parameters: Any) -> torch.optim.Optimizer:
+    """Biases and gains without decay and without adaptation, which splits the sums over two groups."""
+    matrices = [value for _, value in parameters if value.dim() > 1]
+    vectors = [value for _, value in parameters if value.dim() <= 1]
+    return LAMB([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "adapt_vectors": False}], lr=0.01)
+
+
+def train_clipped_and_frozen(layout: mw.Layout) -> list[float]:
+    """With groups, clipping, and parameters that are frozen on the way."""
+    mine, plain = subject(), subject()
+    trainer = mw.parallelize(
+        mine.model, mine.loss_fn, mine.batches[0], plan=layout, optimizer=layers_in_groups, max_grad_norm=0.1
+    )
+    optimizer = layers_in_groups(list(plain.model.named_parameters()))
+    errors = []
+    for step, batch in enumerate(mine.batches):
+        if step == 2:
+            for model in (mine.model, plain.model):
+                model.get_parameter("blocks.0.mlp.up.weight").requires_grad_(False)
+        loss = trainer.step(batch)
+        optimizer.zero_grad()
+        expected, _ = plain.loss_fn(plain.model, batch)
+        expected.backward()
+        nn.utils.clip_grad_norm_([value for value in plain.model.parameters() if value.grad is not None], 0.1)
+        optimizer.step()
+        errors.append(oracle.error_of(loss, expected.detach()))
+    return [*errors, oracle.largest_error(trainer.full_state_dict(all_ranks=True), plain.model.state_dict())]
+
+
+def test_layers_in_groups_clipped_and_frozen(ranks: Ranks) -> None:
+    for errors in ranks(4, train_clipped_and_frozen, LAYOUTS["dp2 x tp2"]):
+        assert max(errors) <= oracle.TOLERANCE, errors
