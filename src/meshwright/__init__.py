@@ -12,16 +12,17 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from meshwright.api import calibrate, capture, parallelize, plan, simulate, verify
+    from meshwright.api import auto_parallelize, calibrate, capture, parallelize, plan, simulate, verify
     from meshwright.runtime.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "Trainer", "calibrate", "capture", "parallelize",
-    "plan", "simulate", "verify",
+    "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "Trainer", "auto_parallelize", "calibrate",
+    "capture", "parallelize", "plan", "simulate", "verify",
 ]  # fmt: skip
 
 _TORCH_SIDE = {
+    "auto_parallelize": "meshwright.api",
     "calibrate": "meshwright.api",
     "capture": "meshwright.api",
     "parallelize": "meshwright.api",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,6 +75,58 @@ def test_tensors_without_initial_values_are_named() -> None:
         model = nn.Sequential(Forgetful())
     with pytest.raises(CaptureError, match=r"tensor 0\.positions: Forgetful is on the meta device, and its init"):
         materialize(model, CPU, 0)
+
+
+class Counting(nn.Linear):
+    """Notes how many elements of the model have memory whenever one such layer is initialised."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if not self.weight.is_meta:
+            COUNTS.append(sum(value.numel() for value in MODEL[0].parameters() if not value.is_meta))
+
+
+COUNTS: list[int] = []
+MODEL: list[nn.Module] = []
+
+
+class Rescaling(nn.Sequential):
+    """Changes its layers' weights once they have been drawn, as some models do in their own initialisation."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            for layer in self:
+                cast(nn.Linear, layer).weight.mul_(0.5)
+
+
+def counting(kind: type[nn.Sequential]) -> nn.Module:
+    with mw.auto_parallelize():
+        model = kind(*(Counting(8, 8) for _ in range(5)))
+    MODEL[:], COUNTS[:] = [model], []
+    return model
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Rescaling])
+def test_blocks_are_taken_as_soon_as_they_have_values(kind: type[nn.Sequential]) -> None:
+    whole = counting(kind)
+    materialize(whole, CPU, 0)
+    assert max(COUNTS) == 5 * 72
+    taken: dict[str, Tensor] = {}
+    model = counting(kind)
+    materialize(model, CPU, 0, lambda name, value: taken.setdefault(name, value.detach().clone()) is not None)
+    if kind is nn.Sequential:
+        assert max(COUNTS) == 72, "one layer"
+        assert all(value.is_meta for value in model.parameters())
+    else:  # what was taken is not what the model begins with
+        taken = dict(model.named_parameters())
+    for name, value in whole.named_parameters():
+        assert torch.equal(taken[name], value), name
+
+
+def test_one_parameter_may_stay_whole() -> None:
+    model = counting(nn.Sequential)
+    materialize(model, CPU, 0, lambda name, value: name != "2.bias")
+    assert [name for name, value in model.named_parameters() if not value.is_meta] == ["2.bias"]
 
 
 def twice(first: mw.Layout, second: mw.Layout) -> tuple[str, dict[str, Tensor]]:

@@ -1,6 +1,8 @@
 """Trainers of unmodified models, and their comparison with one process."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,21 @@ from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
+
+
+@contextmanager
+def auto_parallelize() -> Iterator[None]:
+    """Modules made inside hold no memory until :func:`parallelize` gives every rank its part of them, block by block.
+
+        with mw.auto_parallelize():
+            model = MyModel()
+        trainer = mw.parallelize(model, loss_fn, batch, optimizer=...)
+
+    Every rank draws the initial values that the modules' own ``reset_parameters`` and ``_init_weights`` give, each
+    seeded by ``seed`` and the module's path, whatever the layout.
+    """
+    with torch.device("meta"):
+        yield
 
 
 def parallelize(

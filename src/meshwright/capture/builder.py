@@ -13,14 +13,15 @@ from torch import Tensor, fx, nn
 from meshwright.capture import refusals
 from meshwright.capture.batch import take_apart
 from meshwright.capture.factors import Atom, BoundRule, bind, dim_atoms, leaves, rendered, unify
-from meshwright.capture.functionalize import is_getitem
+from meshwright.capture.functionalize import functionalized, is_getitem
+from meshwright.capture.recorder import Rewrites
 from meshwright.capture.tracer import LossFunction, Traced, trace
 from meshwright.errors import CaptureError
 from meshwright.ir import graph as ir
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 from meshwright.ops.random import RULES as RANDOM
-from meshwright.ops.table import operator_rule, rule_of
+from meshwright.ops.table import CANONICAL, VISIBLE, operator_rule, rule_of
 from meshwright.ops.view import VIEWS
 
 ours = torch.ops.meshwright
@@ -60,9 +61,10 @@ def capture(
 ) -> Capture:
     """Capture one training step (or evaluation) of ``model`` on a global batch as a graph.
 
-    The step is traced twice, at the batch's size and at twice that: the two must have equal nodes, and the dims
+    The step is traced twice, at the batch's size and at twice that: the two must run equal operators, and the dims
     that differ are the batch. At a size of 1 PyTorch leaves out operators (an expand to 1, for one): what the batch is
-    is then seen at 2 and at 4.
+    is then seen at 2 and at 4. Where operators work in place, the step is traced once more without rewrites (which
+    may copy what another operator changes), and becomes functional and canonical afterwards.
 
     Raises:
         CaptureError: the step cannot be traced, or its operators depend on the batch size.
@@ -70,13 +72,38 @@ def capture(
     """
     size = take_apart(batch).size
 
-    def at(batch_size: int) -> Traced:
-        return trace(model, loss_fn, batch, training=training, batch_size=batch_size)
+    def at(batch_size: int, rewrites: Rewrites) -> Traced:
+        return trace(model, loss_fn, batch, training=training, batch_size=batch_size, rewrites=rewrites)
 
-    traced = at(size)
-    pair = {2: at(2), 4: at(4)} if size == 1 else {size: traced, 2 * size: at(2 * size)}
+    rewrites: Rewrites = CANONICAL
+    traced = at(size, rewrites)
+    if traced.mutates:
+        traced = at(size, rewrites := VISIBLE)
+    sizes = (2, 4) if size == 1 else (size, 2 * size)
+    pair = {batch_size: traced if batch_size == size else at(batch_size, rewrites) for batch_size in sizes}
     refusals.other_random_numbers([one.drawn for one in (traced, *pair.values())])
-    return _Builder(model, traced, pair, size, rules or {}).build(training)
+    _compare(pair)
+    return _Builder(model, functionalized(traced), pair, size, rules or {}).build(training)
+
+
+def _compare(pair: Mapping[int, Traced]) -> None:
+    """The traces at two sizes must run equal operators."""
+    (size, smaller), (double, larger) = pair.items()
+    one, two = ([node for node in traced.graph.nodes if node.op != "output"] for traced in (smaller, larger))
+    for first, second in zip(one, two, strict=False):
+        if first.op != second.op or (first.op == "call_function" and first.target != second.target):
+            custom = first.meta.get("custom", {})
+            raise CaptureError(
+                f"the step runs other operators at batch size {double} than at {size}: "
+                f"{second.target} instead of {first.target}",
+                where=f"module {custom.get('module') or '(model)'}, {custom.get('source', '')}",
+                remedy="make the model's control flow independent of the batch size",
+            )
+    if len(one) != len(two):
+        raise CaptureError(
+            f"the step has {len(one)} operators at batch size {size} and {len(two)} at {double}",
+            where="model", remedy="make the model's control flow independent of the batch size",
+        )  # fmt: skip
 
 
 class _Builder:
@@ -90,7 +117,7 @@ class _Builder:
 
     def build(self, training: bool) -> Capture:
         self._name_placeholders()
-        self._compare()
+        self._find_batch()
         operations = self._operations()
         for operation in operations:
             self._join(operation)
@@ -102,32 +129,16 @@ class _Builder:
         names = [*traced.parameters, *traced.buffers, *traced.inputs]
         for node, name in zip(traced.placeholders, names, strict=True):
             self.names[node] = name
-        for node in traced.module.graph.nodes:
+        for node in traced.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = f"constant.{node.target}"
                 node.meta["val"] = traced.constants[node.target]
         for node in self.names:
             self.atoms[node] = [[Atom(int(size))] for size in node.meta["val"].shape]
 
-    def _compare(self) -> None:
-        """The traces at two sizes must be equal but for these; the inputs' dims that differ are the batch."""
-        (size, smaller), (double, larger) = self.pair.items()
-        one = [node for node in smaller.module.graph.nodes if node.op != "output"]
-        two = [node for node in larger.module.graph.nodes if node.op != "output"]
-        for first, second in zip(one, two, strict=False):
-            if first.op != second.op or (first.op == "call_function" and first.target != second.target):
-                custom = first.meta.get("custom", {})
-                raise CaptureError(
-                    f"the step runs other operators at batch size {double} than at {size}: "
-                    f"{second.target} instead of {first.target}",
-                    where=f"module {custom.get('module') or '(model)'}, {custom.get('source', '')}",
-                    remedy="make the model's control flow independent of the batch size",
-                )
-        if len(one) != len(two):
-            raise CaptureError(
-                f"the step has {len(one)} operators at batch size {size} and {len(two)} at {double}",
-                where="model", remedy="make the model's control flow independent of the batch size",
-            )  # fmt: skip
+    def _find_batch(self) -> None:
+        """The dims of inputs that differ between the two sizes are the batch."""
+        smaller, larger = self.pair.values()
         for node, first, second in zip(
             self.traced.placeholders, smaller.placeholders, larger.placeholders, strict=True
         ):
@@ -139,7 +150,7 @@ class _Builder:
     def _operations(self) -> list[_Operation]:
         result = []
         counts: Counter[str] = Counter()
-        for node in self.traced.module.graph.nodes:
+        for node in self.traced.graph.nodes:
             if node.op != "call_function" or is_getitem(node):
                 continue
             value = node.meta["val"]
@@ -184,7 +195,7 @@ class _Builder:
                 self.atoms[output] = dim_atoms(bound, operand, True, index)
 
     def _gradients(self) -> list[tuple[str, fx.Node | None]]:
-        output = next(node for node in self.traced.module.graph.nodes if node.op == "output")
+        output = next(node for node in self.traced.graph.nodes if node.op == "output")
         flat = list(output.args[0])
         start = 1 + len(self.traced.metrics)
         return list(zip(self.traced.differentiable, flat[start:], strict=False))
@@ -329,7 +340,7 @@ class _Builder:
         self, tensors: dict[str, ir.Tensor], operators: tuple[ir.Operator, ...], classes: dict[str, ir.FactorClass]
     ) -> ir.Graph:
         traced = self.traced
-        output = next(node for node in traced.module.graph.nodes if node.op == "output")
+        output = next(node for node in traced.graph.nodes if node.op == "output")
         flat = list(output.args[0])
         metrics = {name: self.names[node] for name, node in zip(traced.metrics, flat[1:], strict=False)}
         updates = flat[1 + len(traced.metrics) + len(traced.differentiable) :]

@@ -1,13 +1,15 @@
-"""The second pass: no mutation, canonical operators, nothing that computes nothing."""
+"""After tracing: no mutation, and no operator that computes nothing."""
 
 import operator
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from meshwright.capture import refusals
+from meshwright.capture.recorder import Recorder
+from meshwright.capture.tracer import Traced
 from meshwright.ops.loss import SUM
 from meshwright.ops.table import CANONICAL
 
@@ -17,31 +19,53 @@ IDENTITY = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_c
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default})
 
 
-def functionalized(first: fx.GraphModule, leaves: Sequence[Tensor]) -> tuple[fx.GraphModule, set[int]]:
-    """The same graph without in-place operators, and the positions of the inputs that these would have changed.
+def functionalized(traced: Traced) -> Traced:
+    """The same step without in-place operators, and without operators that compute nothing.
 
-    What such an input becomes must be among the outputs; constants stay attributes.
+    Raises:
+        CaptureError: the step changes a parameter in place.
     """
-    flat = _flatten(first)
-    module = make_fx(
-        torch.func.functionalize(lambda *values: flat(*values)), decomposition_table=cast(Any, dict(CANONICAL))
-    )(*leaves)
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    copied = {node.args[0] for node in module.graph.nodes if node.target is aten.copy_.default}
-    changed = {index for index, node in enumerate(inputs) if node in copied}
-    _simplify(module)
-    return module, changed
+    if traced.mutates:
+        traced = _replayed(traced)
+        copied = {node.args[0] for node in traced.graph.nodes if node.target is aten.copy_.default}
+        pairs = zip(traced.parameters, traced.placeholders, strict=False)
+        refusals.changed_parameters([name for name, node in pairs if node in copied])
+    _simplify(traced.graph)
+    with traced.mode:
+        for node in traced.graph.nodes:
+            node.meta["val"] = fx.node.map_aggregate(node.meta.get("val"), _without_gradient)
+    return traced
 
 
-def _flatten(first: fx.GraphModule) -> Any:
-    """The first pass with a flat signature and its outputs as a flat list; metadata follows each node."""
-    first.graph.set_codegen(fx.graph.CodeGen())
-    interpreter = fx.Interpreter(first)
-    return lambda *values: interpreter.run(*values, enable_io_processing=False)
+def _replayed(step: Traced) -> Traced:
+    """The nodes run again, each at its place, on tensors that turn changes in place into new tensors."""
+    here: dict[str, Any] = {}
+    results = cast(list[fx.Node | None], step.graph.output_node().args[0])
+
+    def replay(*values: Tensor) -> list[Tensor | None]:
+        nonlocal here
+        given = iter(values)
+        known: dict[fx.Node, Any] = {}
+        for node in step.graph.nodes:
+            if node.op == "placeholder":
+                known[node] = next(given)
+            elif node.op == "get_attr":
+                known[node] = step.constants[node.target]
+            elif node.op == "call_function":
+                here = node.meta["custom"]
+                args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), known.__getitem__))
+                known[node] = cast(Any, node.target)(*args, **kwargs)
+        return [None if node is None else known[node] for node in results]
+
+    inputs = [node.meta["val"] for node in step.placeholders]
+    recorder = Recorder(inputs, lambda: here, CANONICAL)
+    with step.mode, recorder:
+        outputs = torch.func.functionalize(replay)(*inputs)
+    recorder.returns(outputs)
+    return replace(step, graph=recorder.graph, constants=recorder.constants, mutates=False)
 
 
-def _simplify(module: fx.GraphModule) -> None:
-    graph = module.graph
+def _simplify(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -58,7 +82,6 @@ def _simplify(module: fx.GraphModule) -> None:
             _join_cross_entropy(graph, node)
     graph.eliminate_dead_code()
     graph.lint()
-    module.recompile()
 
 
 def _join_cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
@@ -95,3 +118,7 @@ def _is_identity(node: fx.Node) -> bool:
 def is_getitem(node: fx.Node) -> bool:
     """Whether the node takes one output of an operator with several."""
     return node.op == "call_function" and node.target is operator.getitem
+
+
+def _without_gradient(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import traceback as fx_traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 _PACKAGE = PurePath(__file__).parent.parent
@@ -22,7 +21,7 @@ def user_line(filename: str, line: int | None) -> str | None:
 
 
 class Provenance:
-    """Writes the place of the code that runs into ``current_meta["custom"]``, from which every node copies it."""
+    """Knows the place of the code that runs, which every recorded node notes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules(remove_duplicate=True)}
@@ -30,6 +29,14 @@ class Provenance:
         self._starts: list[int] = [0]
         self._owners: list[str] = [""]
         self.source = ""
+        self._backward: dict[str, Any] = {}
+
+    def here(self) -> dict[str, Any]:
+        """The module and its source line, or in backward what the forward operator says; and its sequence number."""
+        if self._backward:
+            return self._backward
+        number = torch.autograd._get_sequence_nr() - 1
+        return {"module": self.module, "source": self.source, "sequence": number}
 
     @property
     def module(self) -> str:
@@ -39,7 +46,6 @@ class Provenance:
     def _move(self) -> None:
         self._starts.append(torch.autograd._get_sequence_nr())
         self._owners.append(self.module)
-        fx_traceback.current_meta["custom"] = {"module": self.module, "source": self.source}
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._stack.append(self._paths.get(id(module), self.module))
@@ -59,9 +65,6 @@ class Provenance:
                 self.source = line
                 break
             frame = frame.f_back
-        custom = fx_traceback.current_meta.get("custom")
-        if custom is not None:
-            custom["source"] = self.source
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -84,12 +87,11 @@ class Provenance:
             seen.add(node)
             number = node._sequence_nr()
             owner = self._owners[max(0, bisect.bisect_right(self._starts, number) - 1)]
-            node.register_prehook(_announce(owner, number))
+            node.register_prehook(self._announce(owner, number))
             pending.extend(child for child, _ in node.next_functions)
 
+    def _announce(self, owner: str, number: int) -> Any:
+        def hook(gradients: Any) -> None:
+            self._backward = {"module": owner, "sequence": number, "backward": True}
 
-def _announce(owner: str, number: int) -> Any:
-    def hook(gradients: Any) -> None:
-        fx_traceback.current_meta["custom"] = {"module": owner, "sequence": number, "backward": True}
-
-    return hook
+        return hook

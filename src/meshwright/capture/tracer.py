@@ -2,38 +2,35 @@
 
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from meshwright.capture import refusals
 from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.experts import one_operator
-from meshwright.capture.functionalize import functionalized
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
+from meshwright.capture.recorder import Recorder, Rewrites
 from meshwright.errors import CaptureError
+from meshwright.ops.table import CANONICAL
 
 LossFunction = Callable[[nn.Module, Any], Any]
 OUR_METRICS = ("loss", "grad_norm")
 """What a trainer itself reports."""
-aten = torch.ops.aten
 
 
 @dataclass
 class Traced:
-    """A functional graph of ATen operators with the names of its inputs and outputs."""
+    """A graph of ATen operators with the names of its inputs and outputs; ``mutates``: some work in place."""
 
-    module: fx.GraphModule
+    graph: fx.Graph
+    mutates: bool
     parameters: list[str]
     buffers: list[str]
     inputs: list[str]
@@ -47,7 +44,7 @@ class Traced:
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        return list(self.graph.find_nodes(op="placeholder"))
 
 
 class _Step(nn.Module):
@@ -76,7 +73,13 @@ class _Watch(TorchFunctionMode):
 
 
 def trace(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, *, training: bool = True, batch_size: int | None = None
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    training: bool = True,
+    batch_size: int | None = None,
+    rewrites: Rewrites = CANONICAL,
 ) -> Traced:
     """Trace ``loss_fn(model, batch)`` and, when ``training``, the gradients of every parameter that needs one.
 
@@ -105,7 +108,7 @@ def trace(
     provenance = Provenance(model)
     metrics: list[str] = []
 
-    def run(values: list[Tensor], states: list[Tensor], inputs: list[Tensor]) -> Any:
+    def run(values: list[Tensor], states: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
         weights = {
             name: value.detach().requires_grad_(name in wanted) for name, value in zip(parameters, values, strict=True)
         }
@@ -126,47 +129,36 @@ def trace(
             provenance.follow_backward(loss)
             gradients = torch.autograd.grad(loss, [weights[name] for name in wanted], allow_unused=True)
         updates = refusals.updated(dict(zip(buffers, states, strict=True)), after)
-        return loss.detach(), [value.detach() for value in extra.values()], list(gradients), updates
+        return [loss.detach(), *(value.detach() for value in extra.values()), *gradients, *updates]
 
     draws = refusals.Draws()
     modes = [(part, part.training) for part in model.modules()]
-    arguments = (
+    values = [
         [fake(value) for value in parameters.values()],
         [fake(value) for value in buffers.values()],
         [fake(value, resize=True) for value in leaves.tensors.values()],
-    )
+    ]
+    recorder = Recorder([tensor for group in values for tensor in group], provenance.here, rewrites)
+    cached_casts = torch.is_autocast_cache_enabled()
     try:
         if model.training != training:  # modules that the user has set apart from the model stay as they are
             model.train(training)
-        with ExitStack() as stack:
-            stack.enter_context(mode)
-            stack.enter_context(nothing_recomputed())
-            stack.enter_context(one_operator())
-            stack.enter_context(fx_traceback.preserve_node_meta())
-            first = make_fx(
-                run,
-                decomposition_table={aten.native_batch_norm.default: _visible_batch_norm},
-                _error_on_data_dependent_ops=True,
-            )(*arguments)
-            for node in first.graph.nodes:
-                custom = dict(node.meta.get("custom") or {})
-                if "sequence" not in custom and "seq_nr" in node.meta:
-                    custom["sequence"] = node.meta["seq_nr"]
-                node.meta["custom"] = custom
-            module, changed = functionalized(first, pytree.tree_leaves(arguments))
+        torch.set_autocast_cache_enabled(False)
+        with mode, nothing_recomputed(), one_operator(), recorder:
+            results = run(*values)
+        recorder.returns(results)
     except CaptureError:
         raise
     except Exception as error:
         raise _not_traceable(error, provenance) from error
     finally:
-        fx_traceback.current_meta.pop("custom", None)
+        torch.set_autocast_cache_enabled(cached_casts)
         for part, was_training in modes:
             part.training = was_training
-    constants = {node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    refusals.own_values(constants, {**parameters, **buffers})
-    refusals.changed_parameters([name for index, name in enumerate(parameters) if index in changed])
+    refusals.own_values(recorder.constants, {**parameters, **buffers})
     return Traced(
-        module=module,
+        recorder.graph,
+        recorder.mutates,
         parameters=list(parameters),
         buffers=list(buffers),
         inputs=list(leaves.tensors),
@@ -175,7 +167,7 @@ def trace(
         differentiable=wanted,
         tied=tied_names(model),
         mode=mode,
-        constants=constants,
+        constants=recorder.constants,
         drawn=draws.counted(),
     )
 
@@ -190,15 +182,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         else:
             first[id(value)] = name
     return tied
-
-
-def _visible_batch_norm(
-    input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    """native_batch_norm mutates its running statistics, though its schema denies it; this form admits it."""
-    if training and mean is not None:
-        return aten._native_batch_norm_legit.default(input, weight, bias, mean, variance, training, momentum, eps)
-    return NotImplemented
 
 
 def _loss_and_metrics(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -116,7 +116,7 @@ class Lowering:
                 placements = inputs[name] = self._batch_placements(name)
             node = self.graph.placeholder(f"value_{index}")
             self._record(source, name, node, placements)
-        for source in traced.module.graph.nodes:
+        for source in traced.graph.nodes:
             if source.op == "get_attr":
                 node = self.graph.create_node("get_attr", source.target)
                 self._record(source, f"constant.{source.target}", node, {})

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ class Call:
     kwargs: Mapping[str, Any]
     outputs: tuple[torch.Tensor, ...]
 
-    @property
+    @cached_property
     def tensors(self) -> list[torch.Tensor]:
         """The tensor inputs, in order of appearance."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.Tensor)]

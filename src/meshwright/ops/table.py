@@ -38,7 +38,9 @@ CANONICAL: Mapping[Target, Callable[..., Any]] = {
     for file in (convolution, creation, loss, matmul, normalization, pointwise, reduction, softmax, view)
     for target, function in file.CANONICAL.items()
 }
-"""Rewrites made at capture, as a make_fx decomposition table."""
+"""Rewrites made at capture: what is called instead of an operator, or NotImplemented where it stays."""
+VISIBLE = {target: CANONICAL[target] for target in normalization.CANONICAL}
+"""Of these, those that show a change in place which the operator hides."""
 
 
 def operator_rule(target: Target, own: Mapping[Target, OperatorRule] | None = None) -> OperatorRule | None:

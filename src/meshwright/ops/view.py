@@ -258,6 +258,8 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 def view(self: Tensor, size: list[int]) -> Tensor:
     """Canonical view: of a copy, where the strides do not allow a view. They are not those of the user's step where
     an operator that worked in place has become one that does not."""
+    if self.is_contiguous():
+        return NotImplemented
     with _disable_current_modes():
         strided = torch.empty_strided(self.shape, self.stride(), device="meta")
         try:

@@ -1,22 +1,33 @@
 """Initial values of models on the meta device, module by module: every rank draws the same."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import CaptureError, LayoutError
 from meshwright.runtime.rng import named_seed
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+Keep = Callable[[str, nn.Parameter], bool]
+"""Takes what a rank needs of a parameter that has its values; False: the parameter stays whole."""
 
 
 class SplitParameter(nn.Parameter):
     """A meta tensor in the caller's module, in place of a parameter of which every rank has its part."""
 
 
-def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
+def materialize(model: nn.Module, device: torch.device, seed: int, keep: Keep | None = None) -> None:
     """Give values to what is on the meta device: by each module's ``reset_parameters``, then by the ``_init_weights``
     of the model that it belongs to (Hugging Face's way), children first, each seeded by its path. What has values
     keeps them.
+
+    With ``keep`` the whole model need not fit: as soon as a block has its values (an item of a list of modules, or a
+    module without children), ``keep`` takes of its parameters what it wants, and they are on the meta device again.
+    Parameters that had values, or that modules share, stay whole; and all do where a module above changes those of
+    its blocks.
 
     Raises:
         CaptureError: nothing initialises a module's tensors.
@@ -31,29 +42,94 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
             )
     ties = _ties(model)
     kept = [value for value in (*model.parameters(), *model.buffers()) if not value.is_meta]
-    allocated = {path: _allocate(module, device) for path, module in model.named_modules()}
-    touched = {above for path, names in allocated.items() if names for above in _with_parents(path)}
-    if not touched:
+    missing = {path: _missing(module) for path, module in model.named_modules()}
+    if not any(missing.values()):
         return
     before = [value.clone() for value in kept]
-    for path, module in reversed(list(model.named_modules())):
-        if path in touched:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(named_seed(seed, path))
-                _initialize(model, path, module, allocated[path])
+    shared = {(id(module), name) for tie in ties for module, name in tie}
+    try:
+        _fill(model, device, seed, missing, shared, keep)
+    except _LaterChange:
+        _fill(model, device, seed, missing, shared, None)
     with torch.no_grad():
         for value, given in zip(kept, before, strict=True):
             value.copy_(given)
-    for path, names in allocated.items():
-        module = model.get_submodule(path)
-        for name in names:
-            if _is_unset(getattr(module, name)):
-                raise CaptureError(
-                    f"{type(module).__name__} is on the meta device, and its initialisation leaves it without values",
-                    where=f"tensor {f'{path}.{name}' if path else name}",
-                    remedy="set it in the module's reset_parameters, or build the model on a real device",
-                )
     _tie(ties)
+
+
+def _fill(
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    missing: dict[str, list[str]],
+    shared: set[tuple[int, str]],
+    keep: Keep | None,
+) -> None:
+    touched = {above for path, names in missing.items() if names for above in _with_parents(path)}
+    blocks = _blocks(model) if keep is not None else set()
+    gone: list[tuple[nn.Module, str]] = []
+    with torch.no_grad(), _NoChangeOnMeta():
+        for path, module in reversed(list(model.named_modules())):
+            if path not in touched:
+                continue
+            _allocate(module, missing[path], device)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(named_seed(seed, path))
+                _initialize(model, path, module, missing[path])
+            if keep is None or path not in blocks:
+                continue
+            for inner, part in module.named_modules(prefix=path):
+                _check_set(inner, part, missing.get(inner, []))
+                for name in missing.get(inner, []):
+                    value = getattr(part, name)
+                    whole = not isinstance(value, nn.Parameter) or (id(part), name) in shared
+                    if not whole and keep(f"{inner}.{name}" if inner else name, value):
+                        part._parameters[name] = nn.Parameter(value.to("meta"), value.requires_grad)
+                        gone.append((part, name))
+    if any(not getattr(module, name).is_meta for module, name in gone):
+        raise _LaterChange
+    taken = {(id(module), name) for module, name in gone}
+    for path, module in model.named_modules():
+        _check_set(path, module, [name for name in missing[path] if (id(module), name) not in taken])
+
+
+class _LaterChange(Exception):  # noqa: N818 - a signal between two functions, no error
+    """A module's initialisation changes parameters below it that are gone already."""
+
+
+class _NoChangeOnMeta(TorchDispatchMode):
+    """Sees whether an initialisation writes to a tensor that has no memory: it would be lost."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._schema.is_mutable and isinstance(args[0], Tensor) and args[0].is_meta:
+            raise _LaterChange
+        return function(*args, **(kwargs or {}))
+
+
+def _blocks(model: nn.Module) -> set[str]:
+    """The outermost items of lists of modules, and outside of these the modules without children."""
+    found: set[str] = set()
+
+    def visit(path: str, module: nn.Module, listed: bool) -> None:
+        children = dict(module.named_children())
+        if listed or not children:
+            found.add(path)
+            return
+        for name, child in children.items():
+            visit(f"{path}.{name}" if path else name, child, isinstance(module, LISTS))
+
+    visit("", model, False)
+    return found
+
+
+def _check_set(path: str, module: nn.Module, names: list[str]) -> None:
+    for name in names:
+        if _is_unset(getattr(module, name)):
+            raise CaptureError(
+                f"{type(module).__name__} is on the meta device, and its initialisation leaves it without values",
+                where=f"tensor {f'{path}.{name}' if path else name}",
+                remedy="set it in the module's reset_parameters, or build the model on a real device",
+            )
 
 
 def _initialize(model: nn.Module, path: str, module: nn.Module, own: list[str]) -> None:
@@ -78,20 +154,22 @@ def _with_parents(path: str) -> list[str]:
     return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
 
 
-def _allocate(module: nn.Module, device: torch.device) -> list[str]:
-    """Memory for the module's own meta tensors, marked as not set; returns their names."""
-    found = []
+def _missing(module: nn.Module) -> list[str]:
+    """The module's own tensors on the meta device."""
+    own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    return [name for tensors in own for name, value in tensors.items() if value is not None and value.is_meta]
+
+
+def _allocate(module: nn.Module, names: list[str], device: torch.device) -> None:
+    """Memory for these tensors, marked as not set."""
     places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for tensors in places:
         for name, value in list(tensors.items()):
-            if value is None or not value.is_meta:
-                continue
-            made = torch.full_like(value, _unset(value.dtype), device=device)
-            if isinstance(value, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=value.requires_grad)
-            tensors[name] = made
-            found.append(name)
-    return found
+            if name in names and value.is_meta:
+                made = torch.full_like(value, _unset(value.dtype), device=device)
+                if isinstance(value, nn.Parameter):
+                    made = nn.Parameter(made, requires_grad=value.requires_grad)
+                tensors[name] = made
 
 
 def _unset(dtype: torch.dtype) -> Any:

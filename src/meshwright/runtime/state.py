@@ -42,20 +42,19 @@ class LocalParameters:
         self._parameters: dict[str, nn.Parameter] = {}
         self._given: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
-        materialize(model, device, seed)
+        parts: dict[str, nn.Parameter] = {}
+        materialize(model, device, seed, lambda name, value: self._take(name, value, parts))
         owned = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         if groups:
             with torch.no_grad():
-                broadcast_tensors([*owned.values(), *buffers.values()])
+                broadcast_tensors([*(one for one in owned.values() if not one.is_meta), *buffers.values()])
         for name in graph.parameters:
             parameter = owned[name]
-            if not self.holds(name):
+            if parameter.is_meta or self._take(name, parameter, parts):
                 self._given[name] = _on_meta(parameter)
-            elif self.is_sharded(name):
-                part = local_part(parameter.detach(), self._placements[name], groups).clone().contiguous().to(device)
-                self._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-                self._given[name] = _on_meta(parameter)
+                if name in parts:
+                    self._parameters[name] = parts[name]
             else:
                 if parameter.device != device:
                     parameter.data = parameter.data.to(device)
@@ -67,6 +66,16 @@ class LocalParameters:
             if buffer.device != device:
                 buffer.data = buffer.data.to(device)
             self._buffers[name] = buffer
+
+    def _take(self, name: str, parameter: nn.Parameter, parts: dict[str, nn.Parameter]) -> bool:
+        """Put this rank's part of a parameter into ``parts`` (nothing where another stage has it); False where the
+        parameter is whole here."""
+        if self.holds(name) and not self.is_sharded(name):
+            return False
+        if self.holds(name):
+            part = local_part(parameter.detach(), self._placements[name], self.groups)
+            parts[name] = nn.Parameter(part.clone().contiguous().to(self.device), parameter.requires_grad)
+        return True
 
     def take_over(self) -> None:
         """Make the caller's split parameters meta tensors, now that nothing can fail any more."""
