@@ -1,12 +1,17 @@
 """Our collectives give what one process computes, in float64, for every algorithm, 2 to 4 ranks, any length and dtype,
 over shared memory, over send and receive, and between threads; ranks that differ, are lost or are late are named."""
 
+import gc
 import os
 import random
+import re
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,10 +106,7 @@ def over_shared_memory(message_bytes: int) -> int:
 
 def over_send_and_receive(message_bytes: int) -> int:
     with small_messages(message_bytes):
-        lanes: dict[int, Lane] = {
-            peer: Wire(_world(), peer) for peer in range(_world().size()) if peer != _world().rank()
-        }
-        return run_all(Collectives(_world().rank(), _world().size(), lanes))
+        return run_all(_over_wires())
 
 
 class small_messages:  # noqa: N801 - used like a function
@@ -128,6 +130,12 @@ def _world() -> dist.ProcessGroup:
 
 def _ours() -> Collectives:
     return collectives(_world())
+
+
+def _over_wires() -> Collectives:
+    rank, size = _world().rank(), _world().size()
+    lanes: dict[int, Lane] = {peer: Wire(_world(), peer) for peer in range(size) if peer != rank}
+    return Collectives(rank, size, lanes, f"rank {rank}")
 
 
 @pytest.mark.parametrize(("num_ranks", "message_bytes"), [(2, 256), (3, 512), (4, 1024)])
@@ -212,8 +220,12 @@ def test_several_may_be_under_way(ranks: Ranks, num_ranks: int, seed: int) -> No
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def differing(kind: str) -> str:
-    ours, rank = _ours(), _world().rank()
+def ours_over(kind: str) -> Collectives:
+    return _ours() if kind == "shared memory" else _over_wires()
+
+
+def differing(kind: str, lanes: str) -> str:
+    ours, rank = ours_over(lanes), _world().rank()
     ours.all_reduce(torch.zeros(3), label="first").wait()
     last = rank == _world().size() - 1
     value = torch.zeros(
@@ -229,40 +241,94 @@ def differing(kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["size", "dtype", "op", "order"])
+USUAL = "all_reduce of 10 x float32, sum, butterfly (axis dp)"
+THEIRS = {
+    "size": "all_reduce of 11 x float32, sum, butterfly (axis dp)",
+    "dtype": "all_reduce of 10 x int32, sum, butterfly (axis dp)",
+    "op": "all_reduce of 10 x float32, max, butterfly (axis dp)",
+    "order": "all_gather of {} x float32, sum, star (axis tp)",
+}
+
+
+@pytest.mark.parametrize("kind", THEIRS)
 def test_ranks_that_differ_are_named_with_what_each_was_in(ranks: Ranks, kind: str) -> None:
-    first, second = ranks(2, differing, kind)
+    first, second = ranks(2, differing, kind, "shared memory")
     assert first.startswith("rank 1: it sent ")
     assert second.startswith("rank 0: it sent ")
-    assert "rank 0 is in #2 all_reduce of 10 x float32, sum, butterfly (axis dp)" in first
-    there = {
-        "size": "all_reduce of 11 x float32, sum, butterfly (axis dp)",
-        "dtype": "all_reduce of 10 x int32, sum, butterfly (axis dp)",
-        "op": "all_reduce of 10 x float32, max, butterfly (axis dp)",
-        "order": "all_gather of 20 x float32, sum, star (axis tp)",
-    }[kind]
-    assert f"rank 1 was in #2 {there}" in first
-    assert f"rank 1 is in #2 {there}" in second
+    assert f"rank 0 is in #2 {USUAL}" in first
+    theirs = THEIRS[kind].format(20)
+    assert f"rank 1 was in #2 {theirs}" in first
+    assert f"rank 1 is in #2 {theirs}" in second
 
 
-def lost() -> None:
-    ours, rank = _ours(), _world().rank()
+@pytest.mark.parametrize("lanes", ["shared memory", "send and receive"])
+@pytest.mark.parametrize("kind", THEIRS)
+def test_all_of_three_report_that_one_differs(ranks: Ranks, kind: str, lanes: str) -> None:
+    """Also one that waits for a rank that does as it does."""
+    told = ranks(3, differing, kind, lanes)
+    theirs = THEIRS[kind].format(30)
+    for rank, report in enumerate(told):
+        assert "it sent " in report, report
+        assert f"rank {rank} is in #2 {theirs if rank == 2 else USUAL}" in report
+    assert any(f"rank 2 was in #2 {theirs}" in report for report in told[:2]), told
+
+
+def lost(lanes: str, after: int) -> None:
+    """Rank 1 is killed after so many of its steps of an all-reduce that has about a dozen."""
+    ours, rank = ours_over(lanes), _world().rank()
     ours.all_reduce(torch.zeros(3), label="first").wait()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(
-        LostRankError, match=r"^rank 1: it has ended.*\n(.*\n)* +rank 1 was in #1 all_reduce.*has ended"
-    ):
-        ours.all_reduce(torch.zeros(500_000), algorithm="ring").wait()
-    assert time.monotonic() - start < 10 * shared_memory.SLEEP_S
+    done = 0
+
+    def step(self: Any, *given: Any) -> None:
+        nonlocal done
+        if rank == 1 and done == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done += 1
+        usual(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        usual = running._Run._do
+        patch.setattr(running._Run, "_do", step)
+        with pytest.raises(LostRankError) as caught:
+            ours.all_reduce(torch.zeros(500_000), algorithm="ring", label="second").wait()
+    assert caught.value.where == "rank 1", caught.value
+    assert f"rank {rank} is in #2 all_reduce of 500000 x float32, sum, ring (second)" in str(caught.value)
+    if lanes == "shared memory":
+        assert re.search(r"rank 1 was in #2 all_reduce.*has ended", str(caught.value)), caught.value
 
 
-def test_a_rank_that_is_killed_is_named_by_all_others(ranks: Ranks) -> None:
+@pytest.mark.parametrize("after", [0, 3, 9])
+@pytest.mark.parametrize("lanes", ["shared memory", "send and receive"])
+def test_a_rank_that_is_killed_in_the_middle_is_named_by_all_others(ranks: Ranks, lanes: str, after: int) -> None:
     with pytest.raises(RanksFailedError) as error:
-        ranks(3, lost)
+        ranks(3, lost, lanes, after)
     assert list(error.value.failures) == [1], error.value
-    assert not [name for name in os.listdir("/dev/shm") if "meshwright" in name]
+
+
+def share_and_forget() -> tuple[int, int, list[str]]:
+    """How much more of this process's memory is shared with another rank: while there are collectives, and after they
+    failed and were dropped; and the files that were made."""
+    before, usual = set(os.listdir("/dev/shm")), _shared_parts()
+    me, others = _world().rank(), [one for one in range(_world().size()) if one != _world().rank()]
+    store = _world().get_group_store()
+    made = {peer: shared_memory.SharedMemory.connect(store, "forgotten", me, peer, 0.2) for peer in others}
+    ours = Collectives(me, _world().size(), {peer: lane for peer, lane in made.items() if lane is not None})
+    held = _shared_parts() - usual
+    if me == 0:
+        with pytest.raises(LostRankError):
+            ours.all_reduce(torch.zeros(500_000), algorithm="ring").wait()
+    files = sorted(set(os.listdir("/dev/shm")) - before)
+    del ours, made
+    return held, _shared_parts() - usual, files
+
+
+def _shared_parts() -> int:
+    gc.collect()
+    return sum("meshwright" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_no_file_is_made_and_no_memory_is_kept(ranks: Ranks) -> None:
+    assert ranks(2, share_and_forget) == [(2, 0, []), (2, 0, [])]
 
 
 def late() -> str:
@@ -291,29 +357,20 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(ranks: Ranks) -> N
 
 
 def without_memory() -> str:
-    def refuse(descriptor: int, begin: int, num_bytes: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", refuse)
-        try:
-            _ours()
-        except RankError as error:
-            return str(error)
+    """Rank 1 may make no file as large as that, also not in memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if _world().rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        _ours()
+    except RankError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return ""
 
 
-def test_memory_that_cannot_be_had_is_an_error(ranks: Ranks) -> None:
-    told = ranks(2, without_memory)
-    assert told[1].startswith("rank 1: no 4 MiB of memory to share with another rank: No space left on device")
-
-
-def nothing_is_left() -> list[str]:
-    before = set(os.listdir("/dev/shm"))
-    _ours().all_reduce(torch.zeros(10)).wait()
-    dist.barrier()
-    return sorted(set(os.listdir("/dev/shm")) - before)
-
-
-def test_no_file_is_made(ranks: Ranks) -> None:
-    assert ranks(3, nothing_is_left) == [[], [], []]
+def test_memory_that_one_rank_cannot_have_is_an_error_on_all(ranks: Ranks) -> None:
+    one, *others = ranks(3, without_memory)
+    assert one.startswith("rank 1: no 4 MiB of memory to share with another rank: File too large\n  -> free memory")
+    assert others == [one, one]

@@ -1,5 +1,6 @@
 """Runs the steps of collectives among the ranks of a group: one executor, over any lanes."""
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.compiled import ADD, COPY, EXPECT, PUT, Compiled, Step, compiled
-from meshwright.comm.transport.base import MESSAGE_BYTES, Lane, Work
-from meshwright.comm.transport.shared_memory import SharedMemory
+from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Lane, Work
+from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
 from meshwright.errors import LostRankError, MeshwrightError, RankError
 from meshwright.schedules.collectives import operations
 from meshwright.schedules.collectives.operations import build
 from meshwright.schedules.collectives.steps import Steps, programs
 
 REDUCE: Mapping[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+HEAR_S = 1.0
+"""How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
 SLOTS = 8
 """Messages of a lane that may not have been taken."""
 
@@ -167,41 +170,46 @@ class Collectives:
             for lane in self._lanes.values():
                 lane.tell(words)
         if all(one.has_sent for one in self._open):
-            run.begin(self._lanes)
+            self._tried(run, run.begin)
         self._open.append(run)
         return run
 
     def _finish(self, run: "_Run") -> None:
         while not run.done:
-            first = self._open[0]
-            try:
-                first.go_on(self._lanes)
-            except MeshwrightError as error:
-                self._failed = self._report(error, first)
-                raise self._failed from error
+            self._tried(self._open[0], self._open[0].go_on)
             self._open.popleft()
+
+    def _tried(self, run: "_Run", call: Callable[[Mapping[int, Lane]], None]) -> None:
+        try:
+            call(self._lanes)
+        except MeshwrightError as error:
+            self._failed = self._report(error, run)
+            raise self._failed from error
 
     def _look(self) -> None:
         """Whether somebody keeps the first collective from an end, be it one that this rank waits for or not."""
         number = self._open[0].number if self._open else self._number
-        troubles = {peer: found for peer, lane in self._lanes.items() if (found := lane.trouble(number))}
-        for peer, found in sorted(troubles.items(), key=lambda one: one[1] != "it has ended"):
-            lane = self._lanes[peer]
-            raise LostRankError(
-                f"{found}, and this rank waits",
-                where=f"rank {lane.peer if isinstance(lane, SharedMemory) else peer}",
-                remedy="look for its own error",
-            )
+        troubles = [found for lane in self._lanes.values() if (found := lane.trouble(number))]
+        for found in sorted(troubles, key=lambda one: one.problem != ENDED):
+            raise LostRankError(f"{found.problem}, and this rank waits", where=found.where, remedy=OWN_ERROR)
 
     def _report(self, error: MeshwrightError, run: "_Run") -> MeshwrightError:
-        """The error, with what this rank was in and what the others said of themselves."""
-        lines = [error.problem, f"{self._name} is in {run.text()}"]
-        lines += [lane.told() for _, lane in sorted(self._lanes.items())]
-        kind = type(error) if isinstance(error, RankError) else RankError
-        problem = "\n     ".join(line for line in lines if line)
+        """The error, with what this rank was in and what the others say of themselves; and they hear of it."""
+        words = f"{run.text()}, and has given up: {error.where}: {error.problem}".encode()
         for lane in self._lanes.values():
-            lane.give_up(f"{run.text()}, and has given up: {error.where}: {error.problem}".encode())
-        return kind(problem, where=error.where, remedy=error.remedy)
+            lane.give_up(words, error.where)
+        lines = [error.problem, f"{self._name} is in {run.text()}", *self._heard()]
+        kind = type(error) if isinstance(error, RankError) else RankError
+        return kind("\n     ".join(lines), where=error.where, remedy=error.remedy)
+
+    def _heard(self) -> list[str]:
+        """A line for each of the others that says something; over a lane that sends, it may be on its way."""
+        deadline = time.monotonic() + (HEAR_S if self._expects else 0)
+        while True:
+            lines = [lane.told() for _, lane in sorted(self._lanes.items())]
+            if all(lines) or time.monotonic() >= deadline:
+                return [line for line in lines if line]
+            time.sleep(HEAR_S / 50)
 
 
 class _Run:

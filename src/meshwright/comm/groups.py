@@ -1,6 +1,5 @@
 """Process groups of a mesh, by name: the one place that resolves a name to a group."""
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -72,15 +71,11 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
     Ranks of one machine share memory, others send and receive.
     """
     if group not in _COLLECTIVES:
-        me, timeout_s = group.rank(), timeout_of(group).total_seconds()
-        names = dist.get_process_group_ranks(group)
-        lanes: dict[int, Lane] = {}
-        for one, other in itertools.combinations(range(group.size()), 2):  # else ranks in a circle wait for each other
-            if me in (one, other):
-                peer = one + other - me
-                store = group.get_group_store()
-                made = SharedMemory.connect(store, "lane", names[me], names[peer], timeout_s, running.SLOTS)
-                lanes[peer] = made or Wire(group, peer)
+        me, names = group.rank(), dist.get_process_group_ranks(group)
+        shared = _connected(group, "lane", [one for one in names if one != names[me]], running.SLOTS)
+        lanes: dict[int, Lane] = {
+            peer: shared[name] or Wire(group, peer) for peer, name in enumerate(names) if peer != me
+        }
         _COLLECTIVES[group] = Collectives(me, group.size(), lanes, f"rank {names[me]}")
     return _COLLECTIVES[group]
 
@@ -92,13 +87,25 @@ def channels(peers: Iterable[int]) -> dict[int, Channel]:
         return {}
     world = dist.group.WORLD
     assert world is not None
-    rank, known = world.rank(), _CHANNELS.setdefault(world, {})
-    for peer in sorted(wanted, key=lambda peer: sorted((rank, peer))):  # else ranks in a circle wait for each other
-        if peer not in known:
-            timeout_s = timeout_of(world).total_seconds()
-            lane = SharedMemory.connect(world.get_group_store(), "channel", rank, peer, timeout_s, stream.SLOTS)
-            known[peer] = PointToPoint(world, peer) if lane is None else Stream(lane)
+    known = _CHANNELS.setdefault(world, {})
+    for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
+        known[peer] = PointToPoint(world, peer) if lane is None else Stream(lane)
     return {peer: known[peer] for peer in wanted}
+
+
+def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots: int) -> dict[int, SharedMemory | None]:
+    """Memory shared with each peer, where that can be; a rank that has none left ends the others' waiting."""
+    rank, store, timeout_s = dist.get_rank(), group.get_group_store(), timeout_of(group).total_seconds()
+    found: dict[int, SharedMemory | None] = {}
+    ordered = sorted(peers, key=lambda peer: sorted((rank, peer)))  # else ranks in a circle wait for each other
+    for peer in ordered:
+        try:
+            found[peer] = SharedMemory.connect(store, name, rank, peer, timeout_s, slots)
+        except RankError as error:
+            for other in ordered:
+                SharedMemory.refuse(store, name, rank, other, error)
+            raise
+    return found
 
 
 def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:

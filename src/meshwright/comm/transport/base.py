@@ -1,20 +1,33 @@
 """What carries bytes between two ranks."""
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.errors import RankError
+
 MESSAGE_BYTES = 512 * 1024
 """The most that one message of a lane holds: what one rank writes, the other finds in the cache that they share."""
+
+
+OWN_ERROR = "look for its own error"
 
 
 class Work(Protocol):
     """Something under way."""
 
     def wait(self) -> Any: ...
+
+
+class Trouble(NamedTuple):
+    """Why a collective cannot be finished: which rank is to blame, and what it has to do with the one at the other end
+    of a lane."""
+
+    where: str
+    problem: str
 
 
 class Lane(Protocol):
@@ -66,13 +79,13 @@ class Lane(Protocol):
         """Say that this rank needs the other no more for the collectives up to that number."""
         ...
 
-    def give_up(self, words: bytes) -> None:
-        """Say that this rank has failed, and in what."""
+    def give_up(self, words: bytes, because_of: str) -> None:
+        """Say that this rank has failed, in what, and because of which one; the other need not wait any longer."""
         ...
 
-    def trouble(self, number: int) -> str:
+    def trouble(self, number: int) -> Trouble | None:
         """Why collective ``number`` cannot be finished because of the other rank: it has ended before, or has given up;
-        nothing where it may be."""
+        None where it may be."""
         ...
 
     def told(self) -> str:
@@ -90,6 +103,22 @@ class Channel(Protocol):
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Receive into a contiguous tensor, which ``wait`` waits for; ``label`` names it in errors."""
         ...
+
+
+def check_message(peer: int, found: tuple[int, int], wanted: tuple[int, int], what: str) -> None:
+    """Compare what has come with what was expected: (bytes, tag).
+
+    Raises:
+        RankError: they differ.
+    """
+    if found != wanted:
+        raise RankError(
+            f"it sent {found[0]} bytes where {wanted[0]} were expected, in {what}"
+            if found[0] != wanted[0]
+            else f"it sent something else than what was expected, in {what}",
+            where=f"rank {peer}",
+            remedy="all ranks must run the same model with batches of the same shape",
+        )
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

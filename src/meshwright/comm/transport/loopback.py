@@ -5,6 +5,7 @@ import queue
 import torch
 from torch import Tensor
 
+from meshwright.comm.transport.base import Trouble
 from meshwright.errors import LostRankError, RankError
 
 
@@ -61,12 +62,12 @@ class Loopback:
     def finished(self, number: int) -> None:
         """Nothing."""
 
-    def give_up(self, words: bytes) -> None:
+    def give_up(self, words: bytes, because_of: str) -> None:
         """Nothing."""
 
-    def trouble(self, number: int) -> str:
+    def trouble(self, number: int) -> Trouble | None:
         """Not known."""
-        return ""
+        return None
 
     def told(self) -> str:
         """Nothing."""

@@ -9,6 +9,7 @@ however that ends; it has no name in /dev/shm and does not count against the siz
              finished:  the collective up to which its owner needs the peer no more
              failed:    whether its owner has given up
              told:      what its owner says of itself, for the errors of others
+             because:   of which rank its owner has given up
     slots    per message: its bytes and its tag
     arena    the messages, each in the slot of its number
 
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.transport.base import MESSAGE_BYTES
+from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Trouble, check_message
 from meshwright.errors import LostRankError, RankError
 
 SLOTS = 8
@@ -46,11 +47,14 @@ FLUSH_S = 0.0005
 """After so long it looks for room, while something waits for it."""
 SPINS, YIELDS = 64, 16
 """Looks before it sleeps, and looks between which others may have the core: less than a sleep costs."""
+ENDED = "it has ended"
 VIEWS = 4096
 """Tensors over slots that are kept."""
 
 _PUBLISHED, _CONSUMED, _SLEEPING, _FINISHED, _FAILED, _TOKEN, _TOLD = 0, 64, 128, 136, 144, 192, 256
 _TOLD_BYTES = 1024
+_BECAUSE, _BECAUSE_BYTES = _TOLD + _TOLD_BYTES, 64
+_REFUSED = "refused: "
 _SLOTS_AT = 4096
 _SLOT = struct.Struct("=QQ")
 _WORD = 2**32
@@ -78,6 +82,14 @@ class _Segment:
         with torch.inference_mode(False):  # else it could not be written to where gradients are wanted
             self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def write(self, begin: int, words: bytes) -> None:
+        """Lay words there."""
+        self.memory[begin : begin + len(words) + 1] = words + b"\0"
+
+    def read(self, begin: int, num: int) -> str:
+        """The words that were laid there."""
+        return self.memory[begin : begin + num].split(b"\0")[0].decode(errors="replace")
 
     def view(self, slot: int, num: int, dtype: torch.dtype) -> Tensor:
         """``num`` elements at the start of a slot."""
@@ -116,8 +128,11 @@ class SharedMemory:
     ) -> Self | None:
         """Share memory with another rank that calls this with the same name; None (for both) where they cannot.
 
+        Ranks in other network namespaces are on other machines, as far as we are concerned: containers, or emulated
+        boxes.
+
         Raises:
-            RankError: this machine has no memory left for it.
+            RankError: this machine has no memory left for it, or the other rank has ``refused``.
         """
         slots = slots or SLOTS
         token = secrets.token_bytes(16)
@@ -128,10 +143,15 @@ class SharedMemory:
             mine = _Segment(descriptor, slots)
             mine.memory[_TOKEN : _TOKEN + len(token)] = token
         here, there = (f"{name}/{one}/{other}" for one, other in ((rank, peer), (peer, rank)))
-        store.set(here, f"{os.getpid()} {-1 if descriptor is None else descriptor} {token.hex()}")
-        process, number, wanted = store.get(there).decode().split()
+        network = _network()
+        store.set(here, f"{os.getpid()} {-1 if descriptor is None else descriptor} {token.hex()} {network}")
+        answer = store.get(there).decode()
+        if answer.startswith(_REFUSED):
+            problem, where, remedy = answer.removeprefix(_REFUSED).split("\n")
+            raise RankError(problem, where=where, remedy=remedy)
+        process, number, wanted, their_network = answer.split()
         theirs = None
-        if mine is not None and int(number) >= 0:
+        if mine is not None and int(number) >= 0 and their_network == network:
             theirs = cls._open(int(process), int(number), bytes.fromhex(wanted), slots)
         store.set(f"{here}/opened", str(theirs is not None))
         both = store.get(f"{there}/opened") == b"True"
@@ -141,6 +161,11 @@ class SharedMemory:
             _log.info("ranks %d and %d share no memory: they send and receive", *sorted((rank, peer)))
             return None
         return cls(mine, theirs, slots, peer, os.pidfd_open(int(process)), timeout_s)
+
+    @staticmethod
+    def refuse(store: dist.Store, name: str, rank: int, peer: int, error: RankError) -> None:
+        """Give the other rank this error where it waits, or will wait, to connect."""
+        store.set(f"{name}/{rank}/{peer}", _REFUSED + "\n".join((error.problem, error.where, error.remedy)))
 
     @staticmethod
     def _open(process: int, number: int, token: bytes, slots: int) -> _Segment | None:
@@ -194,16 +219,9 @@ class SharedMemory:
         if not _reached(theirs.published.value, number + 1):
             self._await(theirs.published, number + 1, label or f"message {number + 1}")
         slot = number % self._slots
-        num_bytes, their_tag = _SLOT.unpack_from(theirs.memory, _SLOTS_AT + slot * _SLOT.size)
-        if their_tag != tag or num_bytes != num * dtype.itemsize:
-            expected, what = num * dtype.itemsize, label or f"message {number + 1}"
-            raise RankError(
-                f"it sent {num_bytes} bytes where {expected} were expected, in {what}"
-                if num_bytes != expected
-                else f"it sent something else than what was expected, in {what}",
-                where=f"rank {self.peer}",
-                remedy="all ranks must run the same model with batches of the same shape",
-            )
+        found, wanted = _SLOT.unpack_from(theirs.memory, _SLOTS_AT + slot * _SLOT.size), (num * dtype.itemsize, tag)
+        if found != wanted:
+            check_message(self.peer, found, wanted, label or f"message {number + 1}")
         return theirs.view(slot, num, dtype)
 
     def release(self) -> None:
@@ -220,27 +238,29 @@ class SharedMemory:
 
     def tell(self, words: bytes) -> None:
         """Lay it where the peer finds it, even when this rank has ended."""
-        words = words[: _TOLD_BYTES - 1] + b"\0"
-        self._mine.memory[_TOLD : _TOLD + len(words)] = words
+        self._mine.write(_TOLD, words[: _TOLD_BYTES - 1])
 
     def finished(self, number: int) -> None:
         """Lay it where the peer finds it."""
         self._mine.finished.value = number
 
-    def give_up(self, words: bytes) -> None:
+    def give_up(self, words: bytes, because_of: str) -> None:
         """Lay it where the peer finds it."""
         self.tell(words)
+        self._mine.write(_BECAUSE, because_of.encode()[: _BECAUSE_BYTES - 1])
         self._mine.failed.value = 1
 
-    def trouble(self, number: int) -> str:
+    def trouble(self, number: int) -> Trouble | None:
         """The peer's process is gone, or it says so."""
         if self._theirs.failed.value:
-            return "it has given up"
-        return "it has ended" if self._theirs.finished.value < number and self.has_ended() else ""
+            return Trouble(self._theirs.read(_BECAUSE, _BECAUSE_BYTES), f"rank {self.peer} has given up because of it")
+        if self._theirs.finished.value < number and self.has_ended():
+            return Trouble(f"rank {self.peer}", ENDED)
+        return None
 
     def told(self) -> str:
         """What the peer said last, and in which collective it has last sent something."""
-        words = self._theirs.memory[_TOLD : _TOLD + _TOLD_BYTES].split(b"\0")[0].decode(errors="replace")
+        words = self._theirs.read(_TOLD, _TOLD_BYTES)
         ended = ", and has ended" if self.has_ended() else ""
         if not words:
             return f"rank {self.peer} has begun none{ended}"
@@ -287,9 +307,7 @@ class SharedMemory:
 
     def _check_peer(self, word: ctypes.c_uint32, number: int, deadline: float, what: str) -> None:
         if self.has_ended() and not _reached(word.value, number):
-            raise LostRankError(
-                f"it has ended, and {what} is due", where=f"rank {self.peer}", remedy="look for its own error"
-            )
+            raise LostRankError(f"{ENDED}, and {what} is due", where=f"rank {self.peer}", remedy=OWN_ERROR)
         if time.monotonic() > deadline:
             raise LostRankError(
                 f"it has sent nothing for {self.timeout_s:g} s, and {what} is due",
@@ -309,6 +327,11 @@ def _allocate(descriptor: int, num_bytes: int, rank: int) -> None:
             where=f"rank {rank}",
             remedy="free memory, raise the container's limit, or run fewer ranks on this machine",
         ) from None
+
+
+def _network() -> str:
+    """What tells this process's network from others of the machine."""
+    return str(os.stat("/proc/self/ns/net").st_ino) if sys.platform == "linux" else ""
 
 
 def _arena_at(slots: int) -> int:
