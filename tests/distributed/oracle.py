@@ -104,7 +104,7 @@ def gpt(
     layers: int = 2,
     tied: bool = True,
     dropout: float = 0.0,
-    vocabulary: int = 128,
+    vocabulary: int = 1024,
     size: int = BATCH,
 ) -> Subject:
     """A GPT whose vocabulary is large enough for the planner to split it."""

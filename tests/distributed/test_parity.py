@@ -40,9 +40,7 @@ def test_parallel_equals_one_process(ranks: Ranks, case: Case) -> None:
         assert found.moved > 1e-3, "the parameters were trained"
         assert all(norm > oracle.MAX_GRAD_NORM for norm in found.norms), "clipping clipped"
         assert bool(found.norms) == (case.clipping == "clipped")
-        # Convolutions are not split over tp by the explicit rule, and ResNet is nothing else; its test with pins is
-        # in test_trainer.
-        assert bool(found.num_split) == ("tp2" in case.layout and case.model != "ResNet")
+        assert bool(found.num_split) == ("tp2" in case.layout)
 
 
 @pytest.mark.parametrize("case", HUGGING_FACE, ids=str)

@@ -742,9 +742,9 @@ def edited(plan: mw.Plan, operator: str, **strategy: str) -> mw.Plan:
     [
         ("blocks.*.mlp:gelu#0", {"tp": "^"}, "'^' on 'tp', but no operand of 'b s f -> b s f' is marked so"),
         (
-            "blocks.*.mlp.up:mm#1",
-            {"dp": "b"},
-            "'^' passes a partial sum over 'tp' on, but 'blocks.1.mlp.up:mm#1' is none",
+            "blocks.*.mlp.up:mm#2",
+            {"tp": "f"},
+            "'^' passes a partial sum over 'dp' on, but 'blocks.1.mlp.up:mm#2' is none",
         ),
         (
             "blocks.*.mlp_norm:native_layer_norm_backward#0",

@@ -104,7 +104,7 @@ def test_plan_explains(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["plan", "gpt", "--tp", "2", *SMALL]) == 0
     text = capsys.readouterr().out
     assert text.startswith("GPT on cpu-local: dp=1 x tp=2, 2 ranks, global batch 8\n")
-    assert re.search(r"blocks\.\*\.attention\.qkv +h@tp +attention heads", text)
+    assert re.search(r"blocks\.\*\.attention\.qkv +h@tp +\w+@tp \+[\d.e-]+ ms", text)
 
 
 def test_plan_is_for_the_cluster_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ def test_heads_that_do_not_divide() -> None:
     with pytest.raises(LayoutError) as caught:
         mw.plan(graph, layout=mw.Layout(tp=3))
     assert str(caught.value) == (
-        "module blocks.0.attention.qkv: 4 attention heads do not divide over tp=3\n  -> use tp of 1, 2, 4"
+        "module blocks.0.attention: 4 attention heads do not divide over tp=3\n  -> use tp of 1, 2, 4"
     )
 
 

@@ -74,7 +74,8 @@ def test_lenet_splits_convolutions_by_batch_and_dense_layers_by_features_on_the_
     output = run_on_ranks(2, "lenet_digits.py", "--steps", "50", "--goal", "0.8")
     assert "dp=1 x tp=2, 2 ranks" in output
     assert split_of(output, "convolutions.*") == "batch@tp"
-    assert split_of(output, "dense.*") == "f@tp"
+    assert split_of(output, "dense.0") == "f1@tp"  # by columns: the features that it makes (f are those that it reads)
+    assert split_of(output, "dense.2") == "f@tp"  # by rows: the same features
     assert float(re.findall(r"held-out digits right: (\d+\.\d)%", output)[0]) >= 80.0
 
 

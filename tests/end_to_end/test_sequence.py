@@ -67,7 +67,7 @@ def test_a_ring_gathers_nothing() -> None:
         (mw.Layout(context="ring"), "layout: context='ring' with cp=1\n  -> give cp of 2 or more"),
         (mw.Layout(dp=2, ep=2), "layout: ep=2, and there are no experts\n  -> use ep=1"),
         (mw.Layout(tp=2, ep=2), "layout: ep=2 does not divide dp=1\n  -> experts lie over ranks that divide the batch"),
-        (mw.Layout(tp=8), "module blocks.0.attention.qkv: 4 attention heads do not divide over tp=8"),
+        (mw.Layout(tp=8), "module blocks.0.attention: 4 attention heads do not divide over tp=8"),
     ],
     ids=["no tp", "odd sequence", "no ring", "no experts", "ep without dp", "heads"],
 )

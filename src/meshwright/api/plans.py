@@ -48,6 +48,7 @@ def plan(
     devices: int | None = None,
     layout: Layout | None = None,
     memory_bytes: float | None = None,
+    pipelines: bool = True,
     strict: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
@@ -55,8 +56,8 @@ def plan(
     it was calibrated, else ``cpu-local``).
 
     Without a layout the fastest one that fits is searched (``planner.auto``), with ``memory_bytes`` for each rank
-    (default: what a device of the cluster has). An operator without a rule runs whole on every rank, and the plan says
-    what that costs; ``strict`` refuses it.
+    (default: what a device of the cluster has); ``pipelines=False`` divides operators alone, and makes no stages. An
+    operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory.
@@ -68,7 +69,7 @@ def plan(
     known = known_cluster(cluster, torch.device("cpu"), devices or 0)
     if layout is None:
         world_size = devices or known.num_devices
-        return plan_auto(graph, world_size, known, memory_bytes=memory_bytes, progress=progress)
+        return plan_auto(graph, world_size, known, memory_bytes=memory_bytes, pipelines=pipelines, progress=progress)
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(graph, layout, world_size=world_size, cluster=known)
 

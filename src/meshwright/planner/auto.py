@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -16,7 +17,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan, Prediction
-from meshwright.planner.explicit import plan_layout
+from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.schedules.pipeline import schedule_of
 
@@ -41,6 +42,7 @@ class _Option(msgspec.Struct, frozen=True):
     work: Work
     predicted: Predicted
     memory: RankMemory
+    ask: Ask
 
     @property
     def layout(self) -> Layout:
@@ -59,6 +61,7 @@ def plan_auto(
     memory_bytes: float | None = None,
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
+    pipelines: bool = True,
     progress: Progress = lambda what: None,
 ) -> Plan:
     """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation that fits in memory.
@@ -71,6 +74,7 @@ def plan_auto(
     Args:
         memory_bytes: the limit of each rank; default: what a device of the cluster has.
         optimizer: what it keeps and moves; AdamW, which keeps most, where nothing is known.
+        pipelines: whether layouts with stages are weighed, too; else operators alone are divided.
 
     Raises:
         LayoutError: no layout divides the batch, or none fits; names the one that needs least, and what would do.
@@ -80,7 +84,7 @@ def plan_auto(
     too_large: list[_Option] = []
     refused: list[str] = []
     weigh = _Scales(graph, world_size, cluster, optimizer, clips)
-    for layout in candidates(graph.batch_size, world_size):
+    for layout in (one for one in candidates(graph.batch_size, world_size) if pipelines or one.pp == 1):
         progress(layout_text(layout))
         try:
             option = weigh.lightest_that_fits(layout, limit)
@@ -103,6 +107,7 @@ def plan_auto(
     others = sorted(
         (one for one in fitting if one is not best), key=lambda one: step_s.get(one.name, one.predicted.step_s)
     )
+    best = msgspec.structs.replace(best, plan=weigh.explained(best))
     told = [_alternative(one, best, step_s) for one in others[:SHOWN]]
     told += [_too_large(one, limit) for one in sorted(too_large, key=lambda one: one.predicted.step_s)[: SHOWN // 2]]
     return msgspec.structs.replace(
@@ -136,28 +141,49 @@ class _Scales:
     def __init__(self, graph: Graph, world_size: int, cluster: Cluster, optimizer: OptimizerCost, clips: bool) -> None:
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
         self.optimizer, self.clips = optimizer, clips
-        self._works: dict[tuple[int | str, ...], Work] = {}
+        self._plain = Ask(explains=False, optimizer=optimizer)
+        self._works: dict[tuple[int | str | float | None, ...], Work] = {}
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
-        """With as little recomputation as the limit allows; with the most, where nothing fits."""
-        option = self._weigh(layout)
+        """With as little recomputation as the limit allows; with the most, where nothing fits. Before that, strategies
+        that need less memory are looked for, and taken where they are the faster way to fit."""
+        option = self._weigh(layout, self._plain)
+        if option.memory.peak_bytes <= limit:
+            return option
+        careful = self._careful(layout, limit) if layout.tp > 1 else None
         for recompute in RECOMPUTE[1:]:
             if option.memory.peak_bytes <= limit:
                 break
-            again = self._weigh(msgspec.structs.replace(layout, recompute=recompute))
+            again = self._weigh(msgspec.structs.replace(layout, recompute=recompute), self._plain)
             if any(stage.recompute for stage in again.plan.stages):  # else the model has nothing of the kind
                 option = again
-        return option
+        if careful is None:
+            return option
+        slower = option.memory.peak_bytes > limit or careful.predicted.step_s < option.predicted.step_s
+        return careful if slower else option
 
-    def _weigh(self, layout: Layout) -> _Option:
-        plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster)
-        key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.recompute)
+    def explained(self, option: _Option) -> Plan:
+        """The plan of an option, with what other ways for each module would cost."""
+        ask = replace(option.ask, explains=True)
+        return plan_layout(self.graph, option.layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
+
+    def _careful(self, layout: Layout, limit: float) -> _Option | None:
+        """With strategies that the program finds under the limit, if these do fit."""
+        try:
+            option = self._weigh(layout, replace(self._plain, memory_bytes=limit))
+        except LayoutError:
+            return None
+        return option if option.memory.peak_bytes <= limit else None
+
+    def _weigh(self, layout: Layout, ask: Ask) -> _Option:
+        plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
+        key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.recompute, ask.memory_bytes)
         if key not in self._works:
             self._works[key] = step_work(self.graph, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
         work, schedule = self._works[key], schedule_of(plan)
         peaks = peak_memory(work, schedule)
         predicted = predict_step(work, schedule, plan.mesh, self.cluster)
-        return _Option(plan, work, predicted, max(peaks, key=lambda one: one.peak_bytes))
+        return _Option(plan, work, predicted, max(peaks, key=lambda one: one.peak_bytes), ask)
 
 
 def _complexity(layout: Layout) -> tuple[int, int, int, int]:

@@ -12,6 +12,7 @@ from meshwright.ir.placement import (
     Placements,
     Shard,
     input_placements,
+    is_linear,
     output_placements,
 )
 from meshwright.ir.plan import Bucket, Strategy, starred
@@ -27,12 +28,14 @@ def pass_partials(
     divided: Cut,
     strategies: dict[str, Strategy],
     axes: Iterable[str],
+    settled: Iterable[str] = (),
     otherwise: Mapping[str, Strategy] | None = None,
 ) -> dict[str, Placements]:
     """Let Partials through operators that are linear in them, where that is not dearer than reducing first. What comes
-    from another stage is a Partial over time only. Where no Partial passes, an operator splits what ``otherwise`` has
-    for it (by its name, axis -> factor)."""
-    axes, consumers, producers = list(axes), graph.consumers(), graph.producers()
+    from another stage is a Partial over time only. On the axes ``settled`` it was decided which ones pass; those that
+    come from another stage do not after all. Where no Partial passes, an operator splits what ``otherwise`` has for it
+    (by its name, axis -> factor)."""
+    axes, settled, consumers, producers = list(axes), list(settled), graph.consumers(), graph.producers()
     placements: dict[str, Placements] = {}
     for operator in graph.operators:
         strategy = strategies[operator.name]
@@ -40,7 +43,14 @@ def pass_partials(
             del strategy[axis]
         if operator.rule is None:
             continue
-        for axis in axes:
+        for axis in settled:
+            group = len(strategy[axis]) if is_linear(strategy.get(axis, "")) else 0
+            crossing = divided.reduced_inputs(operator, producers) if group else set()
+            for operand, name in zip(operator.rule.parsed.inputs, operator.inputs, strict=True):
+                passes = placements.get(name, {}).get(axis) == Partial("sum") and name not in crossing
+                if group and operand.linear == group and not passes:
+                    strategy.pop(axis, None)
+        for axis in (one for one in axes if one not in settled):
             if axis not in strategy and not (axis == TIME and operator.prologue):
                 reduced = divided.reduced_inputs(operator, producers) if axis != TIME else set()
                 here = {name: placements.get(name, {}) for name in operator.inputs if name not in reduced}

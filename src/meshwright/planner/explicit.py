@@ -1,12 +1,15 @@
-"""Layout to plan by explicit rule: batch on dp and time; heads, hidden features, vocabulary on tp; stages on pp."""
+"""Layout to plan: stages on pp, micro-batches on time, and the factors of dp and tp as the integer program chooses."""
 
-import fnmatch
 import math
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Group, Network
+from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -17,15 +20,40 @@ from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.stages import Cut, cut
 from meshwright.planner.cut import choose_cut, follow_cut
 from meshwright.planner.derive import gradient_buckets, grouped, parameter_storage, pass_partials, recomputed
-from meshwright.planner.factors import Factors, repeated_heads
+from meshwright.planner.factors import Factors, dividing_heads
+from meshwright.planner.intra_op.assign import Assigned, assign
+from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import module_notes, unsplit_notes
+from meshwright.planner.pins import read_pins
+from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
 from meshwright.planner.tensor_rule import TensorRule
 from meshwright.schedules.pipeline import build
 
 
+@dataclass(frozen=True)
+class Ask:
+    """What is wanted of the program.
+
+    ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
+    ``whole``: parameters that must not be cut. ``known`` keeps solutions.
+    """
+
+    explains: bool = True
+    memory_bytes: float | None = None
+    whole: frozenset[str] = frozenset()
+    optimizer: OptimizerCost = ADAMW
+    known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
+
+
 def plan_layout(
-    graph: Graph, layout: Layout, *, world_size: int, cluster: Cluster | None = None, base: Plan | None = None
+    graph: Graph,
+    layout: Layout,
+    *,
+    world_size: int,
+    cluster: Cluster | None = None,
+    base: Plan | None = None,
+    ask: Ask | None = None,
 ) -> Plan:
     """The plan of ``layout`` for ``graph`` on ``world_size`` ranks.
 
@@ -37,7 +65,7 @@ def plan_layout(
             in ``pin``.
         ScheduleError: the schedule is not defined for so many micro-batches.
     """
-    return _planned(graph, layout.resolved(world_size), cluster, base)
+    return _planned(graph, layout.resolved(world_size), cluster, base, ask or Ask())
 
 
 def adapt_plan(plan: Plan, graph: Graph) -> Plan:
@@ -50,31 +78,24 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
     parts = layout.microbatches * math.lcm(*(one.get("dp", 1) for one in layout.stage_sizes or ({"dp": layout.dp},)))
     if not graph.gradients and graph.batch_size % parts:  # an evaluation of a ragged batch
         layout = msgspec.structs.replace(layout, microbatches=1)
-    return _planned(graph, layout, None, plan)
+    return _planned(graph, layout, None, plan, Ask())
 
 
-def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None) -> Plan:
+def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:
     """One plan; where stages differ in sizes, put together from one plan for each."""
     if not layout.stage_sizes:
-        return _Planner(graph, layout, layout.mesh(), cluster, base).plan()
+        return _Planner(graph, layout, layout.mesh(), cluster, base, ask).plan()
+    ask = replace(ask, whole=ask.whole | _between_sizes(graph, layout, cluster) if base is None else ask.whole)
     plans = []
     for index in range(layout.pp):
         own = layout.of_stage(index)
-        plans.append(_Planner(graph, own, own.mesh(), cluster, base).plan())
+        plans.append(_Planner(graph, own, own.mesh(), cluster, base, ask).plan())
     divided = cut(graph, plans[0].firsts)
     stages = []
     for index in range(divided.num_stages):
         plan = plans[index % layout.pp]
         axes = {axis.name: axis.size for axis in plan.mesh.axes if axis.name != "pp"}
         stages.append(msgspec.structs.replace(plan.stages[index], axes=axes))
-    shared = {name for name, owners in divided.owners.items() if len(owners) > 1}
-    for name in shared.intersection(graph.parameters):
-        if len({repr(stages[index].storage.get(name)) for index in divided.owners[name]}) > 1:
-            raise LayoutError(
-                "it is shared by stages that would split it differently",
-                where=f"parameter {name}",
-                remedy="pin its modules to be whole ('none@tp'), or give these stages the same sizes",
-            )
     return msgspec.structs.replace(
         plans[0],
         mesh=layout.mesh(),
@@ -91,8 +112,23 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     )
 
 
+def _between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> frozenset[str]:
+    """Parameters that stages of different sizes share. No cut holds in all of them, so that they are stored whole."""
+    divided = cut(graph, choose_cut(graph, layout.pp * layout.chunks, cluster))
+    sizes = [layout.of_stage(index) for index in range(layout.pp)]
+
+    def differ(stages: Iterable[int]) -> bool:
+        return len({(sizes[one % layout.pp].dp, sizes[one % layout.pp].tp) for one in stages}) > 1
+
+    shared = {name for name, owners in divided.owners.items() if differ(owners)}
+    return frozenset(shared.intersection(graph.parameters))
+
+
 class _Planner:
-    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh, cluster: Cluster | None, base: Plan | None) -> None:
+    def __init__(
+        self, graph: Graph, layout: Layout, mesh: Mesh, cluster: Cluster | None, base: Plan | None, ask: Ask
+    ) -> None:
+        self.ask = ask
         self.graph, self.layout, self.mesh, self.cluster, self.base = graph, layout, mesh, cluster, base
         self.sizes = {axis.name: axis.size for axis in mesh.axes if axis.size > 1 and axis.name != "pp"}
         if layout.microbatches > 1:
@@ -102,6 +138,7 @@ class _Planner:
         self.notes: dict[str, dict[str, str]] = defaultdict(dict)
         self.axis_notes: list[Note] = []
         self.missed: set[str] = set()
+        self.solved: Assigned | None = None
 
     def plan(self) -> Plan:
         self._check_batch()
@@ -109,23 +146,32 @@ class _Planner:
             build(self.layout.schedule, self.layout.pp, self.layout.microbatches, self.layout.chunks)
         if self.base is not None:
             self._inherit(self.base)
-        self._pin()
+            if "tp" in self.sizes:
+                self._follow_storage("tp")
+        else:
+            pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
+            if self.layout.sequence_parallel or not self.sizes.keys().isdisjoint(("cp", "ep")):
+                self._fix(pins)
+            elif "tp" in self.sizes or pins:
+                self._require_heads("tp", pins)
+                self._solve(pins)
         if "dp" in self.sizes:
             self._split_batch("dp")
         if "ep" in self.sizes:
-            self._split_experts("ep")
+            split_experts(self.factors, "ep", required=self.base is None)
             self._split_batch("ep")
         if "cp" in self.sizes:
-            self._split_sequence("cp")
-        if "tp" in self.sizes and (self.base is None or not any(stage.strategies for stage in self.base.stages)):
+            split_sequence(self.factors, "cp", self.layout.context, required=self.base is None)
+        if "tp" in self.sizes and self.base is None and self.solved is None:
             TensorRule(self.factors, self.notes, self.cluster).split("tp")
-        elif "tp" in self.sizes:
-            self._follow_storage("tp")
         if TIME in self.sizes:
             self._split_batch(TIME)
         firsts = self._firsts()
         divided = cut(self.graph, firsts)
-        placements = pass_partials(self.graph, divided, self.strategies, self.sizes, self._sequence_parallel())
+        settled = [axis for axis in self.sizes if axis != TIME] if self.solved is not None else []
+        asked = self.layout.sequence_parallel and "tp" in self.sizes
+        otherwise = sequences_between(self.factors, "tp", required=self.base is None) if asked else None
+        placements = pass_partials(self.graph, divided, self.strategies, self.sizes, settled, otherwise)
         if TIME in self.sizes:
             check_microbatches(self.graph, self.strategies, self.sizes, self.layout)
         storage = self._storage()
@@ -151,9 +197,49 @@ class _Planner:
             notes=self.base.notes if self.base is not None else self._explained(),
         )
 
+    def _solve(self, pins: dict[str, Strategy]) -> None:
+        """The factors of all axes but time, by the integer program."""
+        key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
+               self.ask.memory_bytes, self.ask.whole)  # fmt: skip
+        if key not in self.ask.known:
+            self.ask.known[key] = assign(
+                self.graph,
+                self.mesh,
+                self.cluster or load_cluster("cpu-local"),
+                microbatches=self.layout.microbatches,
+                pins=pins,
+                uses_axes=True,
+                optimizer=self.ask.optimizer,
+                memory_bytes=self.ask.memory_bytes,
+                whole=self.ask.whole,
+            )
+        self.solved = self.ask.known[key]
+        self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}
+
+    def _fix(self, pins: dict[str, Strategy]) -> None:
+        """Pins are strategies, where rules choose the others."""
+        for operator in self.graph.operators:
+            for axis, letter in pins.get(operator.name, {}).items():
+                self.strategies[operator.name][axis] = letter
+                self.notes[operator.module][axis] = f"{letter or 'none'}@{axis}\0pinned"
+
+    def _require_heads(self, axis: str, pins: dict[str, Strategy]) -> None:
+        """That some factor of the heads divides over the axis, where nothing else is asked of attention."""
+        if axis not in self.sizes:
+            return
+        for operator in self.graph.operators:
+            attends = operator.target.startswith("meshwright.attention.") and operator.rule is not None
+            if not attends or axis in pins.get(operator.name, {}) or operator.rule is None:
+                continue
+            heads = operator.rule.parsed.outputs[0].dims[1]
+            sizes = [operator.rule.sizes[one.name] for one in heads if one.name]
+            dividing_heads(sizes, axis, self.sizes[axis], operator.module)
+
     def _storage(self) -> dict[str, dict[str, Placement]]:
+        if self.solved is not None:
+            return self.solved.storage
         if self.base is None:
-            return parameter_storage(self.graph, self.strategies)
+            return parameter_storage(self.graph, self.strategies) | {name: {} for name in self.ask.whole}
         return {name: self.base.storage(name) for name in self.graph.parameters}
 
     def _firsts(self) -> tuple[str, ...]:
@@ -231,7 +317,7 @@ class _Planner:
                     self.strategies[operator.name][axis] = choice
 
     def _split_batch(self, axis: str) -> None:
-        """Every operator with a batch factor splits it."""
+        """Every operator with a batch factor splits it, unless that was decided; those that cannot are noted."""
         missed: dict[str, str] = {}
         for operator in self.graph.operators:
             if axis in self.strategies[operator.name] or (axis == TIME and operator.prologue):
@@ -239,7 +325,8 @@ class _Planner:
             letters = [letter for letter, name in operator.classes.items() if self.factors.is_batch(name)]
             chosen = next((letter for letter in letters if self.factors.fits(operator, letter, axis)), None)
             if chosen is not None:
-                self.strategies[operator.name][axis] = chosen
+                if self.solved is None or axis == TIME:
+                    self.strategies[operator.name][axis] = chosen
             elif letters and operator.rule is not None:
                 taken = any(letter in self.strategies[operator.name].values() for letter in letters)
                 why = "is split over another axis, and does not divide over both" if taken else "cannot be split"
@@ -253,69 +340,6 @@ class _Planner:
             if not reason:  # it has no rule, and a line of its own
                 continue
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
-
-    def _split_experts(self, axis: str) -> None:
-        """Mixtures of experts divide their experts where everything else divides the batch."""
-        found = [operator for operator in self.graph.operators if operator.target.startswith("meshwright.experts")]
-        for operator in found:
-            if axis in self.strategies[operator.name]:
-                continue
-            letter = (
-                next((one for one in operator.rule.joint if self.factors.fits(operator, one, axis)), None)
-                if (operator.rule is not None)
-                else None
-            )
-            if letter is not None:
-                self.strategies[operator.name][axis] = letter
-            elif self.base is None:
-                tokens, experts = self.graph.tensors[operator.inputs[0]], self.graph.tensors[operator.inputs[-1]]
-                raise LayoutError(
-                    f"{experts.shape[0]} experts or {tokens.shape[0]} tokens do not divide over ep={self.sizes[axis]}",
-                    where=f"module {operator.module or '(model)'}",
-                    remedy="use an ep that divides the experts, and a batch that dp divides",
-                )
-        if not found and self.base is None:
-            raise LayoutError(f"{axis}={self.sizes[axis]}, and there are no experts", where="layout", remedy="use ep=1")
-
-    def _split_sequence(self, axis: str) -> None:
-        """Every operator with a sequence splits it; of attention the queries, so that it gathers keys and values."""
-        sequences = self.factors.sequences()
-        whole = repeated_heads(self.graph) if self.layout.context == "gather" else set()
-        for operator in self.graph.operators:
-            if axis not in self.strategies[operator.name] and not operator.prologue and operator.name not in whole:
-                letter = self.factors.letter_of(operator, sequences, axis)
-                if self.layout.context == "ring" and operator.target.startswith("meshwright.attention") and letter:
-                    rings = operator.rule.joint if operator.rule is not None else {}
-                    letter = next((one for one in rings if self.factors.fits(operator, one, axis)), letter)
-                if letter is not None:
-                    self.strategies[operator.name][axis] = letter
-                elif operator.target.startswith("meshwright.attention.") and self.base is None:
-                    length = self.graph.tensors[operator.inputs[0]].shape[2]
-                    raise LayoutError(
-                        f"a sequence of {length} does not divide over {axis}={self.sizes[axis]}",
-                        where=f"module {operator.module or '(model)'}",
-                        remedy=f"use a sequence that {self.sizes[axis]} divides",
-                    )
-
-    def _sequence_parallel(self) -> dict[str, Strategy]:
-        """What is not split over tp, but has a batch and a sequence, splits the sequence there."""
-        if not self.layout.sequence_parallel or "tp" not in self.sizes:
-            return {}
-        sequences = self.factors.sequences()
-        found: dict[str, Strategy] = {}
-        for operator in self.graph.operators:
-            has_batch = any(self.factors.is_batch(name) for name in operator.classes.values())
-            letter = self.factors.letter_of(operator, sequences, "tp")
-            if letter is not None and has_batch and not operator.prologue:
-                found[operator.name] = {"tp": letter}
-        if not found and self.base is None:
-            sizes = sorted({self.graph.factor_classes[name].size for name in sequences})
-            raise LayoutError(
-                f"no sequence divides over tp={self.sizes['tp']}: sizes are {', '.join(map(str, sizes)) or 'none'}",
-                where="layout: sequence_parallel",
-                remedy="use a sequence that tp divides, or leave sequence_parallel out",
-            )
-        return found
 
     # --- evaluation and other shapes -----------------------------------------------------------------------------
 
@@ -349,48 +373,12 @@ class _Planner:
             outer *= self.graph.factor_classes[name].size
         return None
 
-    # --- pins ----------------------------------------------------------------------------------------------------
-
-    def _pin(self) -> None:
-        for glob, text in self.layout.pin.items():
-            factor, at, axis = text.partition("@")
-            where = f"layout: pin[{glob!r}]"
-            if not at:
-                raise LayoutError(f"{text!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
-            if axis not in self.mesh.names:
-                raise LayoutError(
-                    f"unknown axis {axis!r}", where=where, remedy=f"axes are {', '.join(self.mesh.names)}"
-                )
-            members = [one for one in self.graph.operators if fnmatch.fnmatch(one.module, glob)]
-            if not members and self.base is not None:
-                continue
-            if not members:
-                modules = sorted({one.module for one in self.graph.operators if one.module})
-                raise LayoutError("matches no module", where=where, remedy=f"modules are: {', '.join(modules[:20])}")
-            if axis not in self.sizes:
-                continue
-            hits = 0
-            for operator in members:
-                if axis in self.strategies[operator.name]:  # the base plan has settled it
-                    continue
-                for letter, name in operator.classes.items():
-                    wanted = self.factors.is_batch(name) if factor == "batch" else letter == factor
-                    if wanted and self.factors.fits(operator, letter, axis):
-                        self.strategies[operator.name][axis] = letter
-                        hits += 1
-                        break
-                else:
-                    self.strategies[operator.name].setdefault(axis, "")
-                self.notes[operator.module][axis] = f"{text}\0pinned"
-            if not hits and factor != "none" and self.base is None:
-                known = sorted({letter for one in members for letter in one.classes})
-                raise LayoutError(
-                    f"no operator there can split {factor!r} over {axis}={self.sizes[axis]}",
-                    where=where,
-                    remedy=f"factors are: batch, none, {', '.join(known)}",
-                )
-
     def _explained(self) -> tuple[Note, ...]:
-        data = "dp" in self.sizes
         unsplit = unsplit_notes(self.graph, self.cluster) if self.sizes else ()
+        if self.solved is not None:
+            pins = read_pins(Factors(self.graph, self.sizes, {one.name: {} for one in self.graph.operators}),
+                             self.layout.pin, self.mesh.names)  # fmt: skip
+            own = notes_of(self.graph, self.solved, pins) if self.ask.explains else ()
+            return (*own, *dict.fromkeys(self.axis_notes), *unsplit)
+        data = "dp" in self.sizes
         return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes), *unsplit)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.plan import Strategy
 
@@ -88,3 +89,22 @@ def repeated_heads(graph: Graph) -> set[str]:
                         found.update(chain)
                         break
     return found
+
+
+def dividing_heads(sizes: list[int], axis: str, parts: int, module: str) -> int:
+    """Which of the factors of attention's heads (key and value heads, then the query heads of each) divides over an
+    axis: the first that does.
+
+    Raises:
+        LayoutError: none does.
+    """
+    found = next((index for index, size in enumerate(sizes) if size % parts == 0), None)
+    if found is not None:
+        return found
+    fits = sorted({n for size in sizes for n in range(1, size + 1) if size % n == 0})
+    shared = f" ({sizes[0]} key and value heads, each of {math.prod(sizes[1:])})" if len(sizes) > 1 else ""
+    raise LayoutError(
+        f"{math.prod(sizes)} attention heads{shared} do not divide over {axis}={parts}",
+        where=f"module {module or '(model)'}",
+        remedy=f"use {axis} of {', '.join(map(str, fits))}",
+    )

@@ -1,0 +1,142 @@
+"""How long planning takes: Llama-3-8B's whole training step, captured on the meta device, over 64 and 512 devices.
+
+Run as ``python -m benchmarks.planning`` (a part of ``make bench-models``). ``capture`` is ``mw.capture``; ``solve`` is
+the program alone, from its decisions and prices to the strategies; ``all`` is both and all between, to strategies of
+all operators and storage of all parameters. The exit code is 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import meshwright as mw
+from benchmarks import report
+from benchmarks.report import new_run
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.result import Comparison, Duration, Finding, Series, Settings
+from meshwright.planner.intra_op.assign import assign
+from meshwright.planner.intra_op.solve import solve
+
+COMMAND = "python -m benchmarks.planning"
+ROUNDS = 5
+LAYERS = 32
+BATCH, SEQUENCE = 64, 2048
+CLUSTER = "h100-dgx-ndr400x8"
+MESHES = {"8x8": Mesh.of(dp=8, tp=8), "8x8x8": Mesh.of(dp=8, cp=8, tp=8)}
+CAPTURE_A_LAYER_S, SOLVE_S, ALL_S, ALL_THREE_AXES_S, GROWTH = 0.2, 3.0, 10.0, 30.0, 1.2
+
+
+def captured(layers: int) -> Graph:
+    """A training step of Llama-3-8B with so many layers: sizes of the published configuration, random weights."""
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
+    return mw.capture(model, lambda model, batch: model(**batch).loss, {"input_ids": tokens, "labels": tokens})
+
+
+def timed(run: Callable[[], object], rounds: int) -> list[float]:
+    """Seconds of each of several runs."""
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def judged(target: str, seconds: Sequence[float], limit_s: float, settings: str, gap: float | None = None) -> Duration:
+    """Medians against a limit."""
+    median = statistics.median(seconds)
+    proven = "" if gap is None else f"; proven within {gap:.2%} of the best"
+    return Duration(
+        target=target,
+        verdict="pass" if median <= limit_s else "fail",
+        measured=f"{median:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}){proven}",
+        series=Series.of(list(seconds), steps=1, settings=settings, run=new_run()),
+        limit_s=limit_s,
+    )
+
+
+def plans(graph: Graph, captures: Sequence[float], rounds: int) -> Iterator[Finding]:
+    """The targets of 32 layers on both meshes."""
+    for name, mesh in MESHES.items():
+        cluster = mw.Cluster.load(CLUSTER, mesh.world_size)
+        found = assign(graph, mesh, cluster)
+        problem, gap = found.formulated.problem, found.solution.gap
+        if name == "8x8":
+            seconds = timed(lambda problem=problem: solve(problem), rounds)  # type: ignore[misc]
+            yield judged(f"{LAYERS} layers on {name}: solve within {SOLVE_S:g} s", seconds, SOLVE_S, name, gap)
+        planning = timed(lambda mesh=mesh, cluster=cluster: assign(graph, mesh, cluster), rounds)  # type: ignore[misc]
+        both = [one + other for one, other in zip(captures, planning, strict=True)]
+        limit = ALL_S if name == "8x8" else ALL_THREE_AXES_S
+        yield judged(f"{LAYERS} layers on {name}: all within {limit:g} s", both, limit, name, gap)
+
+
+def growth(rounds: int, layers: Sequence[int]) -> Comparison:
+    """The solve of many layers beside that of few, by turns."""
+    mesh, cluster, run = MESHES["8x8"], mw.Cluster.load(CLUSTER, 64), new_run()
+    problems = {count: assign(captured(count), mesh, cluster).formulated.problem for count in layers}
+    seconds: dict[int, list[float]] = {count: [] for count in layers}
+    for _ in range(rounds):
+        for count, problem in problems.items():
+            seconds[count] += timed(lambda problem=problem: solve(problem), 1)  # type: ignore[misc]
+    few, many = (statistics.median(seconds[count]) for count in layers)
+    series = {f"{count} layers": Series.of(found, steps=1, settings="8x8", run=run) for count, found in seconds.items()}
+    return Comparison(
+        target=f"the solve grows at most {GROWTH}x from {layers[0]} to {layers[1]} layers",
+        verdict="pass" if many / few <= GROWTH else "fail",
+        measured=f"{many / few:.2f}x: {few:.2f} s and {many:.2f} s",
+        series=series,
+        ours=f"{layers[1]} layers",
+        baseline=f"{layers[0]} layers",
+        ratio=many / few,
+        limit=GROWTH,
+    )
+
+
+def findings(rounds: int = ROUNDS) -> Iterator[Finding]:
+    """Every target, as it is found."""
+    captured(1)  # what is imported and compiled at first use
+    captures = timed(lambda: captured(LAYERS), rounds)
+    each = [seconds / LAYERS for seconds in captures]
+    yield judged(f"capture within {CAPTURE_A_LAYER_S:g} s a layer", each, CAPTURE_A_LAYER_S, "capture")
+    yield from plans(captured(LAYERS), captures, rounds)
+    yield growth(rounds, (8, 128))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print every target, and write them."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"repetitions (default {ROUNDS}; fewer: no file)")
+    rounds: int = parser.parse_args(arguments).rounds
+    results = []
+    for one in findings(rounds):
+        report.show(one)
+        results.append(one)
+    if rounds >= ROUNDS:
+        sizes: dict[str, str | int | float | bool] = {"model": "Llama-3-8B", "batch": BATCH, "sequence": SEQUENCE}
+        settings = {
+            name: Settings(dtype="bfloat16", ranks=ranks, threads=1, sizes=sizes)
+            for name, ranks in (("capture", 1), ("8x8", 64), ("8x8x8", 512))
+        }
+        text = "Nothing is computed: tensors are on the meta device, and planning takes one core."
+        timed_text = "capture, the program's solve, or capture and planning together, as each target says"
+        report.write("planning", "Planning Llama-3-8B", COMMAND, timed_text, settings, results, text)
+        print("written to benchmarks/results/planning.md and .json")
+    return int(any(one.verdict == "fail" for one in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""The strategy of every operator and the storage of every parameter, as the program chooses them."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.errors import LayoutError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.kind import kind_of
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.placement import Partial, Placement, Placements, input_placements, is_linear, output_placements
+from meshwright.ir.plan import Strategy
+from meshwright.planner.intra_op.formulate import Formulated, anything, formulate
+from meshwright.planner.intra_op.moments import Moments
+from meshwright.planner.intra_op.options import follow
+from meshwright.planner.intra_op.prices import Prices
+from meshwright.planner.intra_op.solve import TIME_LIMIT_S, Solution, solve
+
+Pins = Mapping[str, Strategy]
+"""By operator and axis the factor that it must split; empty: none."""
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What was chosen, for which problem, and the solution of that."""
+
+    strategies: dict[str, Strategy]
+    storage: dict[str, dict[str, Placement]]
+    formulated: Formulated
+    solution: Solution
+
+
+def assign(
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    microbatches: int = 1,
+    pins: Pins | None = None,
+    uses_axes: bool = False,
+    optimizer: OptimizerCost = ADAMW,
+    memory_bytes: float | None = None,
+    whole: Collection[str] = (),
+    time_limit_s: float = TIME_LIMIT_S,
+) -> Assigned:
+    """The cheapest strategies of all operators over the axes of ``mesh`` (but ``pp``).
+
+    The axis ``dp`` takes the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, and axes of other
+    names anything. Pins come before these.
+
+    Args:
+        microbatches: in how many parts, one after the other, the batch is worked through.
+        uses_axes: whether it pays or not, operators divide their batch over ``dp`` and products their weights over
+            ``tp``, where they can.
+        memory_bytes: what parameters, gradients, optimizer state and activations of a rank may hold together.
+        whole: parameters that are stored whole; operators may still take parts of them.
+
+    Raises:
+        LayoutError: pins contradict what an operator can do, or nothing fits in memory.
+    """
+    sizes = {axis.name: axis.size for axis in mesh.axes if axis.size > 1 and axis.name != "pp"}
+    asked: Pins = pins or {}
+    sequences = sequence_classes(graph)
+
+    def allows(operator: Operator, letter: str, axis: str) -> bool:
+        name = operator.classes[letter]
+        batch = graph.factor_classes[name].role == "batch"
+        if asked.get(operator.name, {}).get(axis) == letter:
+            return True
+        return {"dp": batch, "cp": name in sequences, "tp": not batch}.get(axis, True)
+
+    def keeps(operator: Operator, strategy: Strategy) -> bool:
+        return operator.backward or _as_asked(asked.get(operator.name, {}), strategy)
+
+    weights = _weight_letters(graph) if uses_axes else {}
+
+    def merit(operator: Operator, strategy: Strategy) -> int:
+        pinned = asked.get(operator.name, {})
+        met = 2 * _as_asked(pinned, strategy)
+        if uses_axes and "tp" in sizes and "tp" not in pinned:
+            met += strategy.get("tp", "") in weights.get(operator.name, ())
+        if uses_axes and "dp" in sizes and "dp" not in pinned and not operator.prologue:
+            met += 2 * (operator.classes.get(strategy.get("dp", "")) is not None)
+        return met
+
+    prices = Prices(graph, mesh, sizes, cluster, microbatches)
+    limited = keeps if asked else anything
+    marks = {name: tuple(sorted(one.items())) for name, one in asked.items()}
+    stages = mesh.size("pp") if "pp" in mesh.names else 1
+    moments = Moments(graph, prices, memory_bytes, stages) if memory_bytes is not None else None
+    formulated = formulate(graph, prices, allows, limited, merit, marks, optimizer, moments, whole)
+    try:
+        solution = solve(formulated.problem, time_limit_s)
+    except TimeoutError as error:
+        raise LayoutError(str(error), where="memory", remedy="give more memory, or leave more open") from None
+    if solution is None and memory_bytes is not None:
+        raise LayoutError(
+            f"no strategies of the operators fit in {memory_bytes / 2**30:.3g} GiB a rank",
+            where="memory",
+            remedy="give more memory, use more ranks or a smaller batch, or recompute",
+        )
+    if solution is None:
+        raise LayoutError("no strategies of all operators go together", where="layout: pin", remedy="leave out a pin")
+    strategies, storage = read_out(formulated, solution.choices)
+    return Assigned(strategies, storage, formulated, solution)
+
+
+def _as_asked(asked: Strategy, strategy: Strategy) -> bool:
+    for axis, factor in asked.items():
+        chosen = strategy.get(axis, "")
+        if chosen != factor and not (factor == "" and is_linear(chosen)):
+            return False
+    return True
+
+
+def sequence_classes(graph: Graph) -> set[str]:
+    """The factors that are positions in a sequence: the dims of integer inputs behind the batch."""
+    found: set[str] = set()
+    for name in graph.inputs:
+        tensor = graph.tensors[name]
+        if "int" in tensor.dtype:
+            found.update(one for dim in tensor.dims[1:] for one in dim)
+    return {one for one in found if graph.factor_classes[one].role != "batch"}
+
+
+def _weight_letters(graph: Graph) -> dict[str, set[str]]:
+    """By forward product, the letters of those of its factors that a weight is made of."""
+    behind: dict[str, str] = {name: name for name in graph.parameters}
+    found: dict[str, set[str]] = {}
+    for one in graph.operators:
+        if one.backward or one.rule is None:
+            continue
+        if one.bytes == 0 and len(one.inputs) == 1 and one.inputs[0] in behind:
+            behind |= dict.fromkeys(one.outputs, behind[one.inputs[0]])
+        if kind_of(one) == "matmul":
+            letters = {
+                factor.name
+                for operand, name in zip(one.rule.parsed.inputs, one.inputs, strict=True) if name in behind
+                for dim in operand.dims for factor in dim if factor.name
+            }  # fmt: skip
+            letters = {letter for letter in letters if graph.factor_classes[one.classes[letter]].role != "batch"}
+            if letters:
+                found[one.name] = letters
+    return found
+
+
+def read_out(formulated: Formulated, choices: tuple[int, ...]) -> tuple[
+    dict[str, Strategy], dict[str, dict[str, Placement]]
+]:  # fmt: skip
+    """Every operator's strategy, those of followers as their readers want them; and every parameter's storage."""
+    graph, decisions = formulated.graph, formulated.decisions
+    strategies: dict[str, Strategy] = {one.name: {} for one in graph.operators}
+    for index, decision in enumerate(decisions.found):
+        for strategy, twins in zip(formulated.choices[index][choices[index]], decision.twins, strict=True):
+            for name in twins:
+                strategies[name] = dict(strategy)
+    storage: dict[str, dict[str, Placement]] = {}
+    for node, (names, places) in formulated.stored.items():
+        storage |= {name: dict(places[choices[node]]) for name in names}
+    wanted: dict[str, Placements] = {
+        entry.gradient: storage[entry.parameter] for entry in graph.gradients if entry.gradient is not None
+    }
+    for one in reversed(graph.operators):
+        if one.name in decisions.followers:
+            followed = follow(one, wanted.get(one.outputs[0], {}), formulated.sizes)
+            strategies[one.name] = followed[0] if followed is not None else {}
+        if one.rule is not None:
+            for position, name in enumerate(one.inputs):
+                wanted[name] = input_placements(one.rule, strategies[one.name], position)
+    _pass_gradients(graph, decisions.followers, strategies)
+    return strategies, storage
+
+
+def _pass_gradients(graph: Graph, followers: set[str], strategies: dict[str, Strategy]) -> None:
+    """Views between a product and a parameter's gradient let its sums through: what is reduced last can be reduced
+    together with other gradients."""
+    ends = {entry.gradient for entry in graph.gradients}
+    chain: list[Operator] = []
+    for one in reversed(graph.operators):
+        if one.name in followers and one.outputs[0] in ends:
+            chain.append(one)
+            ends.add(one.inputs[0])
+    made: dict[str, Placements] = {}
+    views = {one.name for one in chain}
+    for one in graph.operators:
+        if one.rule is None or not ends.intersection(one.outputs):
+            continue
+        linear = one.rule.parsed.inputs[0].linear if one.name in views else 0
+        for axis, placement in made.get(one.inputs[0], {}).items() if linear else ():
+            if placement == Partial("sum"):
+                strategies[one.name].setdefault(axis, "^" * linear)
+        for index, name in enumerate(one.outputs):
+            made[name] = output_placements(one.rule, strategies[one.name], index)

@@ -1,0 +1,135 @@
+"""What is decided together: a forward operator with its backward ones, in all repetitions of a block at once."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.kind import kind_of
+from meshwright.ir.plan import starred
+
+
+@dataclass(eq=False)
+class Decision:
+    """``members`` get their strategies together. They stand for ``times`` equal groups, one a repetition; operators of
+    the others are found by ``twins``: for each member, the names of the operators that it stands for, itself first."""
+
+    members: tuple[Operator, ...]
+    twins: tuple[list[str], ...] = ()
+
+    @property
+    def times(self) -> int:
+        return len(self.twins[0])
+
+    @property
+    def leads(self) -> list[Operator]:
+        """The forward operators, from which the choices come (all members where there are none)."""
+        return [one for one in self.members if not one.backward] or list(self.members)
+
+
+@dataclass
+class Decisions:
+    """All decisions of a graph. ``place`` is by operator the decision and the member that decides for it; a
+    ``follower`` is a view that one operator reads: it is split as that one wants it."""
+
+    found: list[Decision] = field(default_factory=list)
+    place: dict[str, tuple[int, int]] = field(default_factory=dict)
+    followers: set[str] = field(default_factory=set)
+
+
+def decisions_of(graph: Graph, marks: Mapping[str, object]) -> Decisions:
+    """The decisions of a graph. Operators with different ``marks`` (what is pinned there) are never equal."""
+    followers = _followers(graph, marks)
+    result = Decisions(followers=followers)
+    blocks = _repeated_blocks(graph)
+    known: dict[object, int] = {}
+    for group in _groups(graph, followers):
+        key = _signature(graph, group, blocks, marks)
+        index = known.get(key) if key is not None else None
+        if index is None:
+            index = len(result.found)
+            result.found.append(Decision(tuple(group), tuple([] for _ in group)))
+            if key is not None:
+                known[key] = index
+        for number, operator in enumerate(group):
+            result.found[index].twins[number].append(operator.name)
+            result.place[operator.name] = (index, number)
+    return result
+
+
+def _followers(graph: Graph, marks: Mapping[str, object]) -> set[str]:
+    """Views that one operator reads, and nothing else: where their input is brought to another placement, before or
+    after them, costs the same."""
+    outside = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
+    reads = Counter(name for operator in graph.operators for name in operator.inputs)
+    reads.update(entry.gradient for entry in graph.gradients if entry.gradient is not None)
+    return {
+        one.name
+        for one in graph.operators
+        if one.bytes == 0 and one.rule is not None and len(one.inputs) == len(one.outputs) == 1
+        and reads[one.outputs[0]] == 1 and one.outputs[0] not in outside and not marks.get(one.name)
+    }  # fmt: skip
+
+
+def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
+    """A forward operator with those of its sequence number that it is joined with, and the backward ones of that."""
+    by_sequence: dict[tuple[str, int], list[Operator]] = defaultdict(list)
+    for one in graph.operators:
+        if one.name not in followers and one.sequence >= 0 and not one.prologue:
+            by_sequence[one.module, one.sequence].append(one)
+    group_of: dict[str, list[Operator]] = {}
+    for members in by_sequence.values():
+        backward = [one for one in members if one.backward]
+        forward = [one for one in members if not one.backward]
+        if not backward or not forward:
+            continue
+        joined = [forward[-1]]
+        for one in reversed(forward[:-1]):
+            if any(set(one.outputs) & set(other.inputs) for other in joined):
+                joined.insert(0, one)
+        group = [*joined, *backward]
+        group_of |= {one.name: group for one in group}
+    found: list[list[Operator]] = []
+    done: set[str] = set()
+    for one in graph.operators:
+        if one.name in followers or one.name in done:
+            continue
+        group = group_of.get(one.name, [one])
+        found.append(group)
+        done |= {member.name for member in group}
+    return found
+
+
+def block_of(operator: Operator) -> str:
+    """The outermost repeated block that holds an operator (``h.3`` of ``h.3.mlp``), or nothing."""
+    if not operator.repeat:
+        return ""
+    depth = operator.repeat.split(".").index("*") + 1
+    return ".".join(operator.module.split(".")[:depth])
+
+
+def _repeated_blocks(graph: Graph) -> set[str]:
+    """The names (with ``*``) of repeated blocks that may be split alike: those with two products or more. A chain of
+    single products is split by turns, by columns and by rows."""
+    products: Counter[str] = Counter()
+    for one in graph.operators:
+        if not one.backward and kind_of(one) in ("matmul", "convolution", "attention"):
+            products[block_of(one)] += 1
+    return {starred(name) for name, count in products.items() if name and count >= 2}
+
+
+def _signature(graph: Graph, group: Iterable[Operator], blocks: set[str], marks: Mapping[str, object]) -> object | None:
+    """Equal for groups of operators that are alike in everything that a choice depends on; None outside of blocks."""
+    classes: dict[str, tuple[int, str]] = {}
+    said: list[object] = []
+    for one in group:
+        if starred(block_of(one)) not in blocks:
+            return None
+        named = [
+            classes.setdefault(name, (len(classes), graph.factor_classes[name].role)) for name in one.classes.values()
+        ]
+        dtypes = tuple(graph.tensors[name].dtype for name in (*one.inputs, *one.outputs))
+        pattern, sizes = ("", ()) if one.rule is None else (one.rule.pattern, tuple(one.rule.sizes.items()))
+        said.append((starred(one.name), one.target, pattern, sizes, tuple(named), dtypes, one.bytes, one.flops,
+                     marks.get(one.name)))  # fmt: skip
+    return tuple(said)

@@ -1,0 +1,158 @@
+"""Exact simplification: a decision that few others touch is replaced by its best answer to each of their choices.
+
+    a -- x -- b      becomes      a -- b      cost(a, b) = min over x of cost(a, x) + cost(x) + cost(x, b)
+
+This is elimination of nodes with one and two neighbours as in OptCNN (Jia et al. 2018, section 5.3), and of any number
+as long as the table of answers stays small (variable elimination, Dechter 1999). Parallel edges are added up.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.intra_op.problem import Costs, Problem, Tensor, table_of, table_size
+
+LARGEST_TABLE = 20_000_000
+"""Entries; a decision whose table of answers would be larger is left to the integer program."""
+AT_ONCE = 1_000_000
+"""Entries of a sum that is held whole; larger ones are compared choice by choice."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Seconds by the choices of ``scope`` (nodes, rising)."""
+
+    scope: tuple[int, ...]
+    costs: Costs
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The best choice of an eliminated node by the choices of ``scope``."""
+
+    node: int
+    scope: tuple[int, ...]
+    best: NDArray[np.integer]
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """What is left of a problem: nodes, tables between them, and tensors that are no tables. ``answers`` are in the
+    order of elimination; ``seconds`` is what is certain."""
+
+    problem: Problem
+    nodes: tuple[int, ...]
+    tables: tuple[Table, ...]
+    tensors: tuple[Tensor, ...]
+    answers: tuple[Answer, ...]
+    seconds: float
+
+    def complete(self, chosen: dict[int, int]) -> list[int]:
+        """The choices of all nodes, from those of the nodes that are left."""
+        found = dict(chosen)
+        for answer in reversed(self.answers):
+            found[answer.node] = int(answer.best[tuple(found[node] for node in answer.scope)])
+        return [found[node] for node in range(len(self.problem.nodes))]
+
+
+def simplify(
+    problem: Problem, limited: bool = False, largest: int = LARGEST_TABLE, widest: int = 64, keep: int | None = None
+) -> Core:
+    """Eliminate the nodes that can be, cheapest first.
+
+    Args:
+        limited: keep what the limits of memory are about: nodes that hold more or less by their choices, and tensors.
+        largest: entries of the largest table that may be made.
+        widest: neighbours that a node may have to be eliminated (2: only tables between two nodes come of it).
+        keep: a node that stays. Where nothing else does, its table has the best seconds for each of its choices.
+    """
+    tables: dict[tuple[int, ...], Costs] = {}
+    left: list[Tensor] = []
+
+    def add(scope: tuple[int, ...], costs: Costs) -> None:
+        tables[scope] = tables[scope] + costs if scope in tables else costs
+
+    for index, decision in enumerate(problem.nodes):
+        add((index,), decision.costs)
+    for one in problem.tensors:
+        weighs = limited and one.memory is not None
+        if not weighs and len(one.nodes) <= widest and table_size(problem, one.nodes) <= largest:
+            add(one.nodes, table_of(problem, one))
+        else:
+            left.append(one)
+    held = {node for one in left for node in one.nodes}
+    held |= {keep} if keep is not None else set()
+    if limited:
+        held |= {index for index, one in enumerate(problem.nodes) if np.ptp(one.memory, axis=1).any()}
+    touching: dict[int, set[tuple[int, ...]]] = {index: set() for index in range(len(problem.nodes))}
+    for scope in tables:
+        for node in scope:
+            touching[node].add(scope)
+    answers: list[Answer] = []
+    seconds = 0.0
+    sizes = {node: _around(problem, touching, node) for node in touching if node not in held}
+    while sizes:
+        node = min(sizes, key=lambda one: (sizes[one][0], one))
+        size, around = sizes.pop(node)
+        if size > largest or len(around) > widest:
+            break
+        scopes = list(touching.pop(node))
+        whole = (*around, node)
+        parts = []
+        for scope in scopes:
+            parts.append(_spread(scope, tables.pop(scope), whole))
+            for other in scope:
+                if other != node:
+                    touching[other].discard(scope)
+        shape = tuple(problem.nodes[one].num_choices for one in whole)
+        best, choice = _least(sorted(parts, key=lambda one: one.size), shape)
+        answers.append(Answer(node, around, choice))
+        if around:
+            add(around, best)
+            for other in around:
+                touching[other].add(around)
+                if other in sizes:
+                    sizes[other] = _around(problem, touching, other)
+        else:
+            seconds += float(best)
+    return Core(
+        problem,
+        tuple(sorted(touching)),
+        tuple(Table(scope, costs) for scope, costs in tables.items()),
+        tuple(left),
+        tuple(answers),
+        seconds,
+    )
+
+
+def _least(parts: list[Costs], shape: tuple[int, ...]) -> tuple[Costs, NDArray[np.integer]]:
+    """The least of the sum of tables over their last axis, and where it is. ``parts`` come small ones first."""
+    if np.prod(shape) <= AT_ONCE:
+        total = np.zeros(shape)
+        for one in parts:
+            total += one
+        return total.min(axis=-1), np.asarray(total.argmin(axis=-1))
+    best = np.full(shape[:-1], np.inf)
+    choice = np.zeros(shape[:-1], dtype=np.int16)
+    for last in range(shape[-1]):
+        total = np.zeros((1,) * (len(shape) - 1))
+        for one in parts:
+            total = total + one[..., last if one.shape[-1] > 1 else 0]
+        less = total < best
+        np.copyto(best, total, where=less)
+        np.copyto(choice, last, where=less)
+    return best, choice
+
+
+def _around(problem: Problem, touching: dict[int, set[tuple[int, ...]]], node: int) -> tuple[int, tuple[int, ...]]:
+    """The entries of the table that its elimination would make, and over which nodes."""
+    around = tuple(sorted({other for scope in touching[node] for other in scope} - {node}))
+    return table_size(problem, around), around
+
+
+def _spread(scope: tuple[int, ...], costs: Costs, whole: tuple[int, ...]) -> Costs:
+    """A table with its axes where ``whole`` has them, and ones elsewhere."""
+    order = sorted(range(len(scope)), key=lambda axis: whole.index(scope[axis]))
+    shape = {scope[axis]: costs.shape[axis] for axis in range(len(scope))}
+    return costs.transpose(order).reshape([shape.get(node, 1) for node in whole])

@@ -1,0 +1,134 @@
+"""Why a module is split as it is: what the other ways would cost, with what is next to it at its best."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from meshwright.ir.graph import Graph
+from meshwright.ir.kind import COMPUTE, kind_of
+from meshwright.ir.placement import is_linear
+from meshwright.ir.plan import Note, Strategy, starred
+from meshwright.planner.intra_op.assign import Assigned
+from meshwright.planner.intra_op.decisions import Decision
+from meshwright.planner.intra_op.eliminate import simplify
+from meshwright.planner.intra_op.problem import Node, Problem, Tensor
+
+SHOWN = 3
+"""Other ways that are told of, the cheapest."""
+LARGEST = 300_000
+"""Entries of a table that is worth a word of explanation."""
+PROVEN = 1e-4
+"""A gap that is not worth a word."""
+
+
+def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -> tuple[Note, ...]:
+    """A line for every module with weights or attention, repeated ones once if all agree."""
+    parameters = set(graph.parameters)
+    main: dict[str, int] = {}
+    around: dict[str, list[int]] = defaultdict(list)
+    decisions = assigned.formulated.decisions
+    for operator in graph.operators:
+        place = decisions.place.get(operator.name)
+        if place is None or operator.prologue:
+            continue
+        around[operator.module].append(place[0])
+        tells = parameters & set(operator.inputs) or kind_of(operator) in COMPUTE
+        if not operator.backward and (tells or operator.module in main):
+            heaviest = main.get(operator.module)
+            if heaviest is None or _weight(assigned, place[0]) > _weight(assigned, heaviest):
+                main[operator.module] = place[0]
+    told: dict[tuple[int, ...], tuple[str, str]] = {}
+    lines: dict[str, tuple[str, str]] = {}
+    groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for module, index in main.items():
+        key = (index, *sorted(set(around[module])))
+        if key not in told:
+            told[key] = _line(graph, assigned, index, set(around[module]), pinned)
+        lines[module] = told[key]
+        groups[starred(module)].add(lines[module])
+    named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
+    gap = assigned.solution.gap
+    if gap > PROVEN:
+        named.append(("", "", f"in the time given, these choices were proven within {gap:.2%} of the best"))
+    return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
+
+
+def _weight(assigned: Assigned, index: int) -> float:
+    """How much a decision says of its module: the seconds of its cheapest choice, products before all."""
+    product = kind_of(assigned.formulated.decisions.found[index].leads[0]) in COMPUTE
+    return float(assigned.formulated.problem.nodes[index].costs.min()) + (1e9 if product else 0.0)
+
+
+def _line(
+    graph: Graph, assigned: Assigned, index: int, module: set[int], pinned: Mapping[str, Strategy]
+) -> tuple[str, str]:
+    formulated, chosen = assigned.formulated, assigned.solution.choices
+    decision = formulated.decisions.found[index]
+    lead = _lead(decision)
+    ways = [_way(graph, decision, one[lead], formulated.sizes) for one in formulated.choices[index]]
+    costs = _costs(assigned, index, module)
+    by_way: dict[str, float] = {}
+    for way, seconds in zip(ways, costs, strict=True):
+        by_way[way] = min(seconds, by_way.get(way, np.inf))
+    split, best = ways[chosen[index]], costs[chosen[index]]
+    if pinned.get(decision.members[lead].name):
+        return split, "pinned"
+    others = sorted((seconds - best, way) for way, seconds in by_way.items() if way != split and np.isfinite(seconds))
+    if not others:
+        return split, "nothing else is possible"
+    return split, ", ".join(f"{way} {_more(more)}" for more, way in others[:SHOWN])
+
+
+def _more(seconds: float) -> str:
+    return f"{seconds * 1e3:+.3g} ms"
+
+
+def _lead(decision: Decision) -> int:
+    return next((number for number, one in enumerate(decision.members) if not one.backward), 0)
+
+
+def _way(graph: Graph, decision: Decision, strategy: Strategy, sizes: Mapping[str, int]) -> str:
+    """``batch@dp h@tp``."""
+    operator = decision.members[_lead(decision)]
+    said = []
+    for axis in sizes:
+        choice = strategy.get(axis, "")
+        if not choice or is_linear(choice):
+            said.append(f"none@{axis}")
+        else:
+            batch = graph.factor_classes[operator.classes[choice]].role == "batch"
+            said.append(f"{'batch' if batch else choice}@{axis}")
+    return " ".join(said)
+
+
+def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
+    """Seconds of the step by choice of a decision, but for what they have in common: the rest of its module and what is
+    next to it are at their best, all else is as it is."""
+    problem, stored = assigned.formulated.problem, assigned.formulated.stored
+    beside = {node for one in problem.tensors if index in one.nodes and len(one.readers) == 1 for node in one.nodes}
+    for free in (module | beside, beside, {index}):
+        free |= {node for one in problem.tensors if free & set(one.nodes) for node in one.nodes if node in stored}
+        core = simplify(*_part(problem, assigned.solution.choices, free | {index}, index))
+        if len(core.nodes) == 1 and not core.tensors:
+            return [float(seconds) for table in core.tables for seconds in table.costs]
+    raise AssertionError("what is fixed is eliminated")
+
+
+def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -> tuple[Problem, bool, int, int, int]:
+    """The problem of the nodes ``free``, with those next to them as they are chosen; how ``simplify`` is to take it."""
+    near = [one for one in problem.tensors if free & set(one.nodes)]
+    scope = sorted({node for one in near for node in one.nodes} | free)
+    place = {node: number for number, node in enumerate(scope)}
+    rows = {node: list(range(problem.nodes[node].num_choices)) if node in free else [chosen[node]] for node in scope}
+    nodes = tuple(Node("", problem.nodes[node].costs[rows[node]], np.zeros((0, len(rows[node])))) for node in scope)
+    tensors = tuple(
+        Tensor(
+            place[one.maker],
+            one.have[rows[one.maker]],
+            tuple((place[node], wants[rows[node]]) for node, wants in one.readers),
+            one.prices,
+        )
+        for one in near
+    )
+    return Problem(nodes, tensors), False, LARGEST, 64, place[index]

@@ -1,0 +1,168 @@
+"""The integer program: one binary variable for each choice of each decision, solved by HiGHS.
+
+    minimize    sum of costs[i, c] x[i, c]  +  sum of prices[t, h, w] y[t, h, w]
+    such that   one choice for each decision i:               sum over c of x[i, c] = 1
+                for each reader r of tensor t, z = (h, w):     sum over w of z[h, w] = (its maker leaves it in h)
+                                                               sum over h of z[h, w] = (r wants it in w)
+                what any reader wants is made, once for all:   y[t, h, w] >= z[h, w]
+                memory at each moment:                         sum of bytes <= limit
+
+This is the program of Alpa (Zheng et al. 2022, section 4.2), whose edges have one reader each, with tensors that many
+readers share, and memory at moments. Written with the marginals of z, its relaxation is the local polytope, which is
+exact on trees.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from meshwright.planner.intra_op.eliminate import Core, Table
+from meshwright.planner.intra_op.problem import Costs, Tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """Choices of the core's nodes (None: there are none, or none were found in time), and the seconds that nothing can
+    be below."""
+
+    chosen: dict[int, int] | None
+    bound: float
+    proven: bool
+
+
+@dataclass
+class _Rows:
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
+        self.starts.append(len(self.columns))
+        for column, value in terms:
+            self.columns.append(column)
+            self.values.append(value)
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+class _Program:
+    def __init__(self, core: Core, limited: bool) -> None:
+        self.problem = core.problem
+        limits = core.problem.limits if limited else core.problem.limits[:0]
+        for node, one in enumerate(core.problem.nodes):
+            if node not in core.nodes and limited:  # whatever it chose, it holds the same
+                limits = limits - one.memory[:, 0]
+        self.costs: list[float] = []
+        self.upper: list[float] = []
+        self.rows = _Rows()
+        self.bytes: list[list[tuple[int, float]]] = [[] for _ in limits]
+        self.first: dict[int, int] = {}
+        for node in core.nodes:
+            self.first[node] = self._columns(np.zeros(self.problem.nodes[node].num_choices))
+            self.rows.add([(column, 1.0) for column in self.columns_of(node)], 1.0, 1.0)
+            for moment, sizes in enumerate(self.problem.nodes[node].memory[: len(limits)]):
+                self.bytes[moment] += [(self.first[node] + c, float(size)) for c, size in enumerate(sizes) if size]
+        self.binaries = len(self.costs)
+        for table in core.tables:
+            self._table(table)
+        for tensor in core.tensors:
+            self._tensor(tensor)
+        for terms, limit in zip(self.bytes, limits, strict=True):
+            unit = max(1.0, abs(float(limit)))
+            self.rows.add([(column, size / unit) for column, size in terms], -np.inf, float(limit) / unit)
+
+    def columns_of(self, node: int) -> range:
+        return range(self.first[node], self.first[node] + self.problem.nodes[node].num_choices)
+
+    def _columns(self, costs: Costs) -> int:
+        """New columns; of infinite cost: fixed at 0."""
+        first = len(self.costs)
+        finite = np.isfinite(costs)
+        self.costs += np.where(finite, costs, 0.0).ravel().tolist()
+        self.upper += finite.ravel().astype(float).tolist()
+        return first
+
+    def _table(self, table: Table) -> None:
+        if len(table.scope) == 1:
+            for column, cost in zip(self.columns_of(table.scope[0]), table.costs, strict=True):
+                self.costs[column] += float(cost) if np.isfinite(cost) else 0.0
+                self.upper[column] = self.upper[column] if np.isfinite(cost) else 0.0
+            return
+        first = self._columns(table.costs)
+        entries = first + np.arange(table.costs.size).reshape(table.costs.shape)
+        for axis, node in enumerate(table.scope):
+            for choice, column in enumerate(self.columns_of(node)):
+                inside = entries.take(choice, axis=axis).ravel()
+                self.rows.add([*((int(one), 1.0) for one in inside), (column, -1.0)], 0.0, 0.0)
+
+    def _tensor(self, one: Tensor) -> None:
+        shape = one.prices.shape
+        made = self._columns(one.prices)
+        if one.memory is not None:
+            for moment, sizes in enumerate(one.memory[: len(self.bytes)]):
+                self.bytes[moment] += [(made + at, float(size)) for at, size in enumerate(sizes.ravel()) if size]
+        maker = self.columns_of(one.maker)
+        for node, wants in one.readers:
+            reader = self.columns_of(node)
+            if node == one.maker:
+                for have, want in np.ndindex(shape):
+                    inside = [c for c, h, w in zip(maker, one.have, wants, strict=True) if h == have and w == want]
+                    if inside:
+                        terms = [(made + have * shape[1] + want, 1.0), *((column, -1.0) for column in inside)]
+                        self.rows.add(terms, 0.0, np.inf)
+                continue
+            if len(one.readers) == 1:
+                pairs = made
+            else:
+                pairs = self._columns(np.where(np.isfinite(one.prices), 0.0, np.inf))
+                for at in range(one.prices.size):
+                    self.rows.add([(made + at, 1.0), (pairs + at, -1.0)], 0.0, np.inf)
+            for have in range(shape[0]):
+                terms = [(pairs + have * shape[1] + want, 1.0) for want in range(shape[1])]
+                terms += [(column, -1.0) for column, h in zip(maker, one.have, strict=True) if h == have]
+                self.rows.add(terms, 0.0, 0.0)
+            for want in range(shape[1]):
+                terms = [(pairs + have * shape[1] + want, 1.0) for have in range(shape[0])]
+                terms += [(column, -1.0) for column, w in zip(reader, wants, strict=True) if w == want]
+                self.rows.add(terms, 0.0, 0.0)
+
+
+def solve_core(core: Core, limited: bool = False, time_limit_s: float = 60.0, gap: float = 1e-6) -> Found:
+    """The best choices of the nodes that elimination left, within ``gap`` (relative) or the time limit.
+
+    With ``limited`` the limits of memory hold; nodes that hold more or less by their choices must be among those left.
+    """
+    if not core.nodes:
+        return Found({} if np.isfinite(core.seconds) else None, core.seconds, True)
+    program = _Program(core, limited)
+    rows = program.rows
+    unit = max((cost for cost in program.costs if cost > 0), default=1.0)  # HiGHS's tolerances are absolute
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(program.costs), len(rows.lower)
+    model.col_cost_ = np.array(program.costs) / unit
+    model.col_lower_ = np.zeros(len(program.costs))
+    model.col_upper_ = np.array(program.upper)
+    model.row_lower_, model.row_upper_ = np.array(rows.lower), np.array(rows.upper)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.array([*rows.starts, len(rows.columns)])
+    model.a_matrix_.index_, model.a_matrix_.value_ = np.array(rows.columns), np.array(rows.values)
+    kinds = (highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous)
+    model.integrality_ = [kinds[column >= program.binaries] for column in range(len(program.costs))]
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, value in (("output_flag", False), ("threads", 1), ("time_limit", time_limit_s), ("mip_rel_gap", gap)):
+        solver.setOptionValue(name, value)
+    solver.passModel(model)
+    solver.run()
+    info, status = solver.getInfo(), solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return Found(None, np.inf, True)
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return Found(None, core.seconds + max(0.0, info.mip_dual_bound * unit), False)
+    values = np.array(solver.getSolution().col_value)
+    chosen = {node: int(np.argmax(values[list(program.columns_of(node))])) for node in core.nodes}
+    bound = core.seconds + info.mip_dual_bound * unit
+    return Found(chosen, bound, status == highspy.HighsModelStatus.kOptimal)

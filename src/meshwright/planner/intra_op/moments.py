@@ -1,0 +1,96 @@
+"""Memory of a rank at the moments at which most is held: what lives together is counted together."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.ir.graph import Graph
+from meshwright.ir.placement import Placements
+from meshwright.planner.intra_op.prices import Prices
+from meshwright.planner.intra_op.problem import Costs
+
+MOST_MOMENTS = 6
+
+
+class _Life(NamedTuple):
+    first: int
+    last: int
+
+
+class Moments:
+    """Positions in the order of operators at which memory is limited: where forward ends, and where the whole tensors
+    that live together are largest. A tensor lives from its making to the last read of it or of a view; a gradient until
+    the end, where gradients are no sums over micro-batches.
+
+    ``alive`` micro-batches are under way at once, and a rank holds one of ``stages`` equal stages.
+    """
+
+    def __init__(self, graph: Graph, prices: Prices, limit_bytes: float, stages: int = 1) -> None:
+        self.graph, self.prices = graph, prices
+        self.whole = prices.microbatches == 1 and stages == 1
+        self.alive = min(stages, prices.microbatches) if not self.whole else 1
+        order = sorted(graph.operators, key=lambda one: not one.prologue)
+        place = {one.name: index for index, one in enumerate(order)}
+        made = {name: place[one.name] for one in order for name in one.outputs}
+        self._reads: dict[str, _Life] = {}
+        last: dict[str, int] = {}
+        for one in order:
+            for name in one.inputs:
+                at, storage = place[one.name], graph.tensors[name].storage
+                self._reads[name] = _Life(min(at, self._reads.get(name, _Life(at, at)).first), at)
+                last[storage] = max(at, last.get(storage, -1))
+        for entry in graph.gradients:
+            if entry.gradient is not None and self.whole:
+                last[graph.tensors[entry.gradient].storage] = len(order)
+        self._lives = {
+            name: _Life(at, max(at, last.get(name, at))) for name, at in made.items()
+            if graph.tensors[name].storage == name
+        }  # fmt: skip
+        self.positions = self._chosen([one.backward for one in order])
+        given = sum(graph.tensors[name].num_bytes for name in (*graph.inputs, *graph.buffers))
+        self.limits = np.full(len(self.positions), limit_bytes * stages - given)
+
+    def _chosen(self, backward: Sequence[bool]) -> list[int]:
+        changes = np.zeros(len(backward) + 2)
+        for name, life in self._lives.items():
+            changes[life.first] += self.graph.tensors[name].num_bytes
+            changes[life.last + 1] -= self.graph.tensors[name].num_bytes
+        live = changes.cumsum()[: len(backward)]
+        turn = next((index for index, one in enumerate(backward) if one), len(backward) - 1)
+        padded = np.concatenate([[-1.0], live, [-1.0]])
+        peaks = np.flatnonzero((padded[1:-1] > padded[:-2]) & (padded[1:-1] > padded[2:])).tolist()
+        largest = sorted(peaks, key=lambda index: -live[index])[: MOST_MOMENTS - 1]
+        return sorted({turn, *largest})
+
+    def owned(self, names: Iterable[str]) -> Costs:
+        """How many of these tensors own memory that is there, at each moment."""
+        return self._count(self._lives[name] for name in names if name in self._lives)
+
+    def read(self, names: Iterable[str]) -> Costs:
+        """How many of these tensors are between their first and their last reader."""
+        return self._count(self._reads[name] for name in names if name in self._reads)
+
+    def size(self, name: str, placements: Placements) -> float:
+        """The bytes of a tensor in all micro-batches under way."""
+        tensor = self.graph.tensors[name]
+        batch = any(self.graph.factor_classes[one].role == "batch" for dim in tensor.dims for one in dim)
+        parts = self.prices.microbatches if batch else 1
+        return self.alive * self.prices.bytes_of(tensor, placements) / parts
+
+    def parameter(self, name: str, placements: Placements, states: int, trained: bool) -> Costs:
+        """Bytes of a parameter with its optimizer's state, and its gradient where that is summed up."""
+        size = self.prices.bytes_of(self.graph.tensors[name], placements)
+        numbers = 1 + (states + (0 if self.whole else 1) if trained else 0)
+        return np.full(len(self.positions), float(size * numbers))
+
+    def _count(self, lives: Iterable[_Life]) -> Costs:
+        positions, total = np.array(self.positions), np.zeros(len(self.positions))
+        for life in lives:
+            total += (life.first <= positions) & (positions <= life.last)
+        return total
+
+
+def copies(have: Placements, want: Placements) -> bool:
+    """Whether another placement is other memory: parts that are cut out of what is there are views."""
+    return any(want.get(axis) != one for axis, one in have.items())

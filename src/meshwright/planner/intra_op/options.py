@@ -1,0 +1,195 @@
+"""The choices of a decision: for each axis of the mesh one factor, or none, and whether sums pass through unreduced."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.placement import Partial, Placements, factor_placement, input_placements, output_placements
+from meshwright.ir.plan import Strategy
+from meshwright.planner.intra_op.decisions import Decision
+
+Choice = tuple[Strategy, ...]
+"""A strategy for each member of a decision."""
+
+Allows = Callable[[Operator, str, str], bool]
+"""Whether an operator may split its factor (a letter) over an axis: what the axis is for, and what is pinned."""
+
+_NONE = ("", 0)
+
+
+class Options:
+    """Makes choices. ``partial[axis]`` are the tensors that could be sums still to be added over the axis."""
+
+    def __init__(self, graph: Graph, sizes: Mapping[str, int], allows: Allows) -> None:
+        self.graph, self.sizes, self.allows = graph, dict(sizes), allows
+        self._numbered: dict[str, dict[tuple[str, int], str]] = {}
+        self.partial = {axis: self._maybe_partial(axis) for axis in sizes}
+
+    def choices(self, decision: Decision) -> list[Choice]:
+        """All that the members' rules, the sizes of their factors and the axes allow."""
+        per_axis = [
+            [
+                (axis, factor, passes)
+                for factor in self._factors(decision, axis)
+                for passes in self._passes(decision, axis)
+                if factor == _NONE or not any(passes)
+            ]
+            for axis in self.sizes
+        ]
+        found: dict[object, Choice] = {}
+        for picked in itertools.product(*per_axis):
+            choice = self._choice(decision, picked)
+            if choice is not None:
+                found.setdefault(tuple(tuple(sorted(one.items())) for one in choice), choice)
+        return list(found.values())
+
+    def _factors(self, decision: Decision, axis: str) -> list[tuple[str, int]]:
+        """By class and number (the queries of self-attention are the first letter of the sequence, keys the second)."""
+        found = {_NONE: None}
+        for one in decision.leads:
+            for factor, letter in self._letters(one).items():
+                if self._splits(one, letter, axis):
+                    found.setdefault(factor)
+        return list(found)
+
+    def _letters(self, operator: Operator) -> dict[tuple[str, int], str]:
+        found = self._numbered.get(operator.name)
+        if found is None:
+            found = self._numbered[operator.name] = numbered(operator)
+        return found
+
+    def _splits(self, operator: Operator, letter: str, axis: str) -> bool:
+        rule = operator.rule
+        return (
+            rule is not None
+            and rule.splittable(letter)
+            and rule.sizes[letter] % self.sizes[axis] == 0
+            and self.allows(operator, letter, axis)
+        )
+
+    def _passes(self, decision: Decision, axis: str) -> list[tuple[bool, bool]]:
+        """Whether sums that come from outside may pass through (forward, backward)."""
+        inside = {name for one in decision.members for name in one.outputs}
+        able = [
+            any(self._arriving(one, axis, inside) for one in decision.members if one.backward == backward)
+            for backward in (False, True)
+        ]
+        return [
+            (f, b) for f in ((False, True) if able[0] else (False,)) for b in ((False, True) if able[1] else (False,))
+        ]
+
+    def _arriving(self, operator: Operator, axis: str, inside: set[str]) -> int:
+        """The group of operands in which the operator is linear and that could all be sums; 0: none."""
+        if operator.rule is None:
+            return 0
+        groups: dict[int, list[str]] = {}
+        for operand, name in zip(operator.rule.parsed.inputs, operator.inputs, strict=True):
+            if operand.linear:
+                groups.setdefault(operand.linear, []).append(name)
+        outside = [
+            group for group, names in groups.items()
+            if all(name in self.partial[axis] or name in inside for name in names) and not inside.issuperset(names)
+        ]  # fmt: skip
+        return outside[0] if outside else 0
+
+    def _choice(
+        self, decision: Decision, picked: Sequence[tuple[str, tuple[str, int], tuple[bool, bool]]]
+    ) -> Choice | None:
+        made: dict[str, Placements] = {}
+        inside = {name for one in decision.members for name in one.outputs}
+        leads = decision.leads
+        result: list[Strategy] = []
+        for one in decision.members:
+            strategy: Strategy = {}
+            letters = self._letters(one)
+            for axis, factor, _ in picked:
+                letter = letters.get(factor)
+                if letter is None or not self._splits(one, letter, axis):
+                    continue
+                others = prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
+                assert one.rule is not None
+                if one.rule.sizes[letter] % (others * self.sizes[axis]) == 0:
+                    strategy[axis] = letter
+                elif one in leads:
+                    return None
+            for axis, _, passes in picked:
+                if axis not in strategy:
+                    group = self._passed(one, axis, inside, made, passes[one.backward])
+                    if group:
+                        strategy[axis] = "^" * group
+            if one.rule is not None:
+                for index, name in enumerate(one.outputs):
+                    made[name] = output_placements(one.rule, strategy, index)
+            result.append(strategy)
+        return tuple(result)
+
+    def _passed(
+        self, operator: Operator, axis: str, inside: set[str], made: Mapping[str, Placements], passes: bool
+    ) -> int:
+        """The group of operands that are sums and stay so: those from inside are, those from outside if ``passes``."""
+        if operator.rule is None:
+            return 0
+        wanted = self._arriving(operator, axis, inside) if passes else 0
+        groups: dict[int, list[bool]] = {}
+        for operand, name in zip(operator.rule.parsed.inputs, operator.inputs, strict=True):
+            if operand.linear:
+                partial = made.get(name, {}).get(axis) == Partial("sum") if name in inside else operand.linear == wanted
+                groups.setdefault(operand.linear, []).append(partial)
+        return next((group for group, partial in groups.items() if all(partial)), 0)
+
+    def _maybe_partial(self, axis: str) -> set[str]:
+        found: set[str] = set()
+        for one in self.graph.operators:
+            if one.rule is None:
+                continue
+            pattern = one.rule.parsed
+            linear = Counter(operand.linear for operand in pattern.inputs if operand.linear)
+            arriving = Counter(
+                operand.linear for operand, name in zip(pattern.inputs, one.inputs, strict=True)
+                if operand.linear and name in found
+            )  # fmt: skip
+            passes = any(arriving[group] == count for group, count in linear.items())
+            for index, name in enumerate(one.outputs):
+                sums = one.rule.reduction == "sum" and any(
+                    one.rule.reduced(letter, index) and self._splits(one, letter, axis) for letter in one.classes
+                )
+                if passes or sums:
+                    found.add(name)
+        return found
+
+
+def numbered(operator: Operator) -> dict[tuple[str, int], str]:
+    """The letters of an operator by their class and their number among the letters of that class."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for letter, name in operator.classes.items():
+        found[name, counts[name]] = letter
+        counts[name] += 1
+    return found
+
+
+def follow(operator: Operator, wanted: Placements, sizes: Mapping[str, int]) -> tuple[Strategy, Placements] | None:
+    """The strategy of a view whose output is ``wanted`` so, and how it then wants its input. What it cannot cut is cut
+    behind it. None: a sum is wanted that it does not let through."""
+    rule = operator.rule
+    assert rule is not None
+    strategy: Strategy = {}
+    needs: Placements = {}
+    linear = rule.parsed.inputs[0].linear
+    for axis, placement in wanted.items():
+        if isinstance(placement, Partial):
+            if not linear:
+                return None
+            strategy[axis], needs[axis] = "^" * linear, placement
+            continue
+        for letter in rule.sizes:
+            made = factor_placement(rule.parsed.outputs[0].dims, rule.sizes, letter)
+            parts = prod(sizes[other] for other in (axis, *(one for one in strategy if strategy[one] == letter)))
+            free = rule.splittable(letter) and letter not in rule.decompositions
+            if made == placement and free and rule.sizes[letter] % parts == 0:
+                strategy[axis] = letter
+                needs |= input_placements(rule, {axis: letter}, 0)
+                break
+    return strategy, needs

@@ -1,0 +1,65 @@
+"""The best choices of a problem: exact simplification, then, for what is left, the integer program."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.planner.intra_op.eliminate import Core, simplify
+from meshwright.planner.intra_op.integer import solve_core
+from meshwright.planner.intra_op.problem import Problem
+
+TIME_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Solution:
+    """``choices`` by node, what they cost, and the least that any choices could cost. ``left`` is how many nodes were
+    left to the integer program."""
+
+    choices: tuple[int, ...]
+    seconds: float
+    bound: float
+    left: int
+
+    @property
+    def gap(self) -> float:
+        """By which part of its cost the solution may be worse than the best; 0 where it is proven the best."""
+        return max(0.0, 1 - self.bound / self.seconds) if self.seconds > 0 else 0.0
+
+
+def solve(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> Solution | None:
+    """The choices of least cost that no memory limit forbids; None where there are none.
+
+    Without regard to memory first, which costs little; where that does not fit, with all limits in the program.
+
+    Raises:
+        TimeoutError: choices that fit may exist, but none were found in time.
+    """
+    found = _from(simplify(problem), False, time_limit_s)
+    if found is None or problem.fits(found.choices):
+        return found
+    return _from(simplify(problem, limited=True, widest=2), True, time_limit_s)
+
+
+def _from(core: Core, limited: bool, time_limit_s: float) -> Solution | None:
+    found = solve_core(core, limited, time_limit_s)
+    if found.chosen is None:
+        if found.proven:
+            return None
+        raise TimeoutError(f"no choices that fit were found in {time_limit_s:g} s")
+    choices = core.complete(found.chosen)
+    if limited and not core.problem.fits(choices):  # nothing was left to choose from
+        return None
+    seconds = core.problem.seconds(choices)
+    return Solution(tuple(choices), seconds, seconds if found.proven else min(seconds, found.bound), len(core.nodes))
+
+
+def solve_by_trying(problem: Problem) -> Solution | None:
+    """All combinations, one after the other: what ``solve`` is tested against."""
+    best: Solution | None = None
+    for choices in itertools.product(*(range(node.num_choices) for node in problem.nodes)):
+        seconds = problem.seconds(choices)
+        if np.isfinite(seconds) and (best is None or seconds < best.seconds) and problem.fits(choices):
+            best = Solution(choices, seconds, seconds, 0)
+    return best

@@ -1,0 +1,94 @@
+"""Pins: what a user fixes by hand, module by module; the rest is solved around it."""
+
+import fnmatch
+
+from meshwright.errors import LayoutError
+from meshwright.ir.files import did_you_mean
+from meshwright.ir.graph import Operator
+from meshwright.ir.plan import Strategy
+from meshwright.planner.factors import Factors
+
+
+def matches(glob: str, module: str) -> bool:
+    """Whether a pin means a module: by its own path, or by that of a module around it."""
+    return fnmatch.fnmatchcase(module, glob) or (glob != "" and fnmatch.fnmatchcase(module, f"{glob}.*"))
+
+
+def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> dict[str, Strategy]:
+    """By operator and axis, the factor that it is pinned to (empty: none). Where several pins mean an operator, the
+    one that names more of its path holds; equal ones must agree.
+
+    Args:
+        pins: module globs to ``factor@axis``; factors are ``batch``, ``none`` and the letters of operators.
+        axes: the names of the mesh's axes; those of one rank only are checked, and divide nothing.
+
+    Raises:
+        LayoutError: a pin names no module, axis or factor, or contradicts another.
+    """
+    found: dict[str, Strategy] = {}
+    by: dict[tuple[str, str], str] = {}
+    for glob, text in pins.items():
+        factor, axis = _read(glob, text, axes)
+        where = f"layout: pin[{glob!r}]"
+        members = [one for one in factors.graph.operators if matches(glob, one.module)]
+        if not members:
+            raise _nowhere(factors, glob, where)
+        if axis not in factors.sizes:
+            continue
+        hits = 0
+        for operator in members:
+            letter = _letter(factors, operator, factor, axis)
+            hits += bool(letter)
+            other = by.get((operator.name, axis))
+            if other is not None:
+                before, here = _closeness(other, operator.module), _closeness(glob, operator.module)
+                if before == here and found.get(operator.name, {}).get(axis, letter) != letter:
+                    raise LayoutError(
+                        f"{text!r} contradicts pin[{other!r}] ({pins[other]!r}) at {operator.module or 'the model'}",
+                        where=where, remedy="leave out one of the two, or name fewer modules in one",
+                    )  # fmt: skip
+                if before > here:
+                    continue
+                found.get(operator.name, {}).pop(axis, None)
+            by[operator.name, axis] = glob
+            if not letter and factor not in ("batch", "none"):  # the rest of the module is solved
+                continue
+            found.setdefault(operator.name, {})[axis] = letter
+        if not hits and factor != "none":
+            known = sorted({letter for one in members for letter in one.classes})
+            raise LayoutError(
+                f"no operator there can split {factor!r} over {axis}={factors.sizes[axis]}",
+                where=where,
+                remedy=f"factors are: batch, none, {', '.join(known)}",
+            )
+    return found
+
+
+def _read(glob: str, text: str, axes: tuple[str, ...]) -> tuple[str, str]:
+    factor, at, axis = text.partition("@")
+    where = f"layout: pin[{glob!r}]"
+    if not at:
+        raise LayoutError(f"{text!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
+    if axis not in axes:
+        raise LayoutError(f"unknown axis {axis!r}", where=where, remedy=f"axes are {', '.join(axes)}")
+    return factor, axis
+
+
+def _letter(factors: Factors, operator: Operator, factor: str, axis: str) -> str:
+    for letter, name in operator.classes.items():
+        wanted = factors.is_batch(name) if factor == "batch" else letter == factor
+        if wanted and factors.fits(operator, letter, axis):
+            return letter
+    return ""
+
+
+def _closeness(glob: str, module: str) -> tuple[bool, int]:
+    """How exactly a pin names a module: by its path, else by how much of it."""
+    return glob == module, sum(letter not in "*?" for letter in glob)
+
+
+def _nowhere(factors: Factors, glob: str, where: str) -> LayoutError:
+    modules = sorted({one.module for one in factors.graph.operators if one.module})
+    near = did_you_mean(glob, modules)
+    listed = f"modules are: {', '.join(modules[:20])}"
+    return LayoutError("matches no module", where=where, remedy=f"{near} {listed}" if near else listed)

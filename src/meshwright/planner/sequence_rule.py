@@ -1,0 +1,72 @@
+"""The axes of sequences and experts: cp divides the sequence, ep the experts, tp the sequence between its blocks.
+
+``required``: a model that an axis cannot divide is refused, else (where a plan is followed) left whole.
+"""
+
+from meshwright.errors import LayoutError
+from meshwright.ir.plan import Strategy
+from meshwright.planner.factors import Factors, repeated_heads
+
+
+def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
+    """Mixtures of experts divide their experts where everything else divides the batch."""
+    found = [operator for operator in factors.graph.operators if operator.target.startswith("meshwright.experts")]
+    for operator in found:
+        if axis in factors.strategies[operator.name]:
+            continue
+        letter = (
+            next((one for one in operator.rule.joint if factors.fits(operator, one, axis)), None)
+            if (operator.rule is not None)
+            else None
+        )
+        if letter is not None:
+            factors.strategies[operator.name][axis] = letter
+        elif required:
+            tokens, experts = factors.graph.tensors[operator.inputs[0]], factors.graph.tensors[operator.inputs[-1]]
+            raise LayoutError(
+                f"{experts.shape[0]} experts or {tokens.shape[0]} tokens do not divide over ep={factors.sizes[axis]}",
+                where=f"module {operator.module or '(model)'}",
+                remedy="use an ep that divides the experts, and a batch that dp divides",
+            )
+    if not found and required:
+        raise LayoutError(f"{axis}={factors.sizes[axis]}, and there are no experts", where="layout", remedy="use ep=1")
+
+
+def split_sequence(factors: Factors, axis: str, context: str, *, required: bool) -> None:
+    """Every operator with a sequence splits it; of attention the queries, so that it gathers keys and values."""
+    sequences = factors.sequences()
+    whole = repeated_heads(factors.graph) if context == "gather" else set()
+    for operator in factors.graph.operators:
+        if axis not in factors.strategies[operator.name] and not operator.prologue and operator.name not in whole:
+            letter = factors.letter_of(operator, sequences, axis)
+            if context == "ring" and operator.target.startswith("meshwright.attention") and letter:
+                rings = operator.rule.joint if operator.rule is not None else {}
+                letter = next((one for one in rings if factors.fits(operator, one, axis)), letter)
+            if letter is not None:
+                factors.strategies[operator.name][axis] = letter
+            elif operator.target.startswith("meshwright.attention.") and required:
+                length = factors.graph.tensors[operator.inputs[0]].shape[2]
+                raise LayoutError(
+                    f"a sequence of {length} does not divide over {axis}={factors.sizes[axis]}",
+                    where=f"module {operator.module or '(model)'}",
+                    remedy=f"use a sequence that {factors.sizes[axis]} divides",
+                )
+
+
+def sequences_between(factors: Factors, axis: str, *, required: bool) -> dict[str, Strategy]:
+    """What is not split over tp, but has a batch and a sequence, splits the sequence there."""
+    sequences = factors.sequences()
+    found: dict[str, Strategy] = {}
+    for operator in factors.graph.operators:
+        has_batch = any(factors.is_batch(name) for name in operator.classes.values())
+        letter = factors.letter_of(operator, sequences, axis)
+        if letter is not None and has_batch and not operator.prologue:
+            found[operator.name] = {axis: letter}
+    if not found and required:
+        sizes = sorted({factors.graph.factor_classes[name].size for name in sequences})
+        raise LayoutError(
+            f"no sequence divides over {axis}={factors.sizes[axis]}: sizes are {', '.join(map(str, sizes)) or 'none'}",
+            where="layout: sequence_parallel",
+            remedy="use a sequence that tp divides, or leave sequence_parallel out",
+        )
+    return found
