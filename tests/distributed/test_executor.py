@@ -256,7 +256,7 @@ def wait_in_vain(transport: str) -> str:
         group = dist.new_group(timeout=timedelta(seconds=0.5))
         channels[1 - trainer.rank] = PointToPoint(group, 1 - trainer.rank)  # type: ignore[index]
     else:
-        channels[1 - trainer.rank]._timeout_s = 0.5  # type: ignore[attr-defined]
+        channels[1 - trainer.rank]._lane.timeout_s = 0.5  # type: ignore[attr-defined]
     dist.barrier()
     if trainer.rank == 0:
         with pytest.raises(LostRankError) as caught:

@@ -1,20 +1,19 @@
-"""Two ranks swap what they have, through shared memory and by send and receive: every byte arrives, in any order of
-waiting, however little room there is; a peer that ends or sends another size is named."""
+"""Lanes and channels between two ranks: every byte arrives, in any order of waiting, however little room there is; a
+peer that ends or sends something else is named."""
 
 import os
-import random
 import signal
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from meshwright.comm.transport import shared_memory
-from meshwright.comm.transport.base import Channel, Exchange, Finish, Work
-from meshwright.comm.transport.point_to_point import PointToPoint
+from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane
+from meshwright.comm.transport.point_to_point import PointToPoint, Wire
 from meshwright.comm.transport.shared_memory import SharedMemory
+from meshwright.comm.transport.stream import Stream
 from meshwright.errors import LostRankError, RankError
 from tests.distributed.pool import Ranks, RanksFailedError
 
@@ -26,87 +25,47 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _connected() -> SharedMemory:
-    found = SharedMemory.connect(_world().get_group_store(), "test", dist.get_rank(), 1 - dist.get_rank(), 60.0)
+def _connected(slots: int = 8) -> SharedMemory:
+    store = _world().get_group_store()
+    found = SharedMemory.connect(store, "test", dist.get_rank(), 1 - dist.get_rank(), 60.0, slots)
     assert found is not None
     return found
 
 
-def _swap_at_random(kind: str, seed: int) -> int:
-    """Tensors of all sizes and dtypes are started, and waited for in another order; the peer's must have arrived."""
-    transport: Exchange = PointToPoint(_world(), 1 - dist.get_rank()) if kind == "point to point" else _connected()
-    me, draw = dist.get_rank(), random.Random(seed)
-    waiting = []
-    num_elements = 0
-    for index in range(120):
-        size = draw.choice([0, 1, 7, 64, 1000, draw.randrange(20_000)])
-        dtype = draw.choice(DTYPES)
-        mine, theirs = (_content(index, rank, size, dtype) for rank in (me, 1 - me))
-        got = torch.empty_like(theirs)
-        work = transport.start(mine, _into(got))
-        waiting.append((work, mine, got, theirs))
-        num_elements += size
-        if draw.random() < 0.05:
-            time.sleep(0.002 * me)
-        while waiting and draw.random() < 0.5:
-            _check(*waiting.pop(draw.randrange(len(waiting))))
-    for one in waiting:
-        _check(*one)
-    return num_elements
+def _messages(kind: str, slots: int) -> int:
+    """Messages of all sizes and dtypes, each of which the peer takes ``slots`` - 1 later."""
+    lane: Lane = Wire(_world(), 1 - dist.get_rank()) if kind == "wire" else _connected(slots)
+    sizes = [0, 1, 7, 1000, MESSAGE_BYTES // 8]
+    sent = [torch.arange(num).to(dtype) for num in sizes for dtype in DTYPES]
+    for number in range(len(sent) + slots - 1):
+        if number < len(sent):
+            lane.put(sent[number] + dist.get_rank() if sent[number].dtype != torch.bool else sent[number], number)
+            lane.expect(sent[number].numel(), sent[number])
+        if (index := number - slots + 1) >= 0:
+            wanted = sent[index]
+            came = lane.take(wanted.numel(), wanted.dtype, index)
+            assert torch.equal(came, wanted + (1 - dist.get_rank()) if wanted.dtype != torch.bool else wanted)
+            lane.release()
+    lane.settle()
+    return len(sent)
 
 
-def _into(got: Tensor) -> Finish:
-    def finish(part: Tensor, begin: int) -> None:
-        got[begin : begin + len(part)].copy_(part)
-
-    return finish
-
-
-def _check(work: Work, mine: Tensor, got: Tensor, theirs: Tensor) -> None:
-    work.wait()
-    assert torch.equal(got, theirs)
-
-
-def _content(index: int, rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(2 * index + rank)
-    return torch.randint(0, 100, (size,), generator=generator).to(dtype)
-
-
-@pytest.mark.parametrize(
-    ("kind", "arena_bytes", "message_bytes", "slots"),
-    [
-        ("shared memory", 64 * 2**20, 2**20, 1024),
-        ("shared memory, little room", 64 * 1024, 4096, 1024),
-        ("shared memory, few slots", 2**20, 4096, 3),
-        ("point to point", 2**20, 2**20, 1024),
-    ],
-)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_every_byte_arrives(
-    ranks: Ranks, kind: str, arena_bytes: int, message_bytes: int, slots: int, seed: int
-) -> None:
-    assert ranks(2, _swap_with_room, kind, seed, arena_bytes, message_bytes, slots)[0] > 0
-
-
-def _swap_with_room(kind: str, seed: int, *sizes: int) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, size in zip(("ARENA_BYTES", "MESSAGE_BYTES", "SLOTS"), sizes, strict=True):
-            patch.setattr(shared_memory, name, size)
-        return _swap_at_random(kind, seed)
+@pytest.mark.parametrize(("kind", "slots"), [("shared memory", 2), ("shared memory", 8), ("wire", 4)])
+def test_every_byte_arrives(ranks: Ranks, kind: str, slots: int) -> None:
+    assert ranks(2, _messages, kind, slots) == [25, 25]
 
 
 def _counters_wrap() -> bool:
     transport = _connected()
-    transport._num_sent = transport._num_published = transport._num_done = 2**32 - 5
+    transport._num_put = transport._num_taken = 2**32 - 5
     mine, theirs = transport._mine, transport._theirs
     for word in (mine.published, mine.consumed, theirs.published, theirs.consumed):
         word.value = 2**32 - 5
     dist.barrier()
     for step in range(20):
-        got = torch.empty(10)
-        value = torch.full((10,), float(step + dist.get_rank()))
-        transport.start(value, _into(got)).wait()
-        assert got.tolist() == [float(step + 1 - dist.get_rank())] * 10
+        transport.put(torch.full((10,), float(step + dist.get_rank())), step)
+        assert transport.take(10, torch.float32, step).tolist() == [float(step + 1 - dist.get_rank())] * 10
+        transport.release()
     return True
 
 
@@ -114,30 +73,30 @@ def test_counters_of_32_bits_may_wrap(ranks: Ranks) -> None:
     assert all(ranks(2, _counters_wrap))
 
 
-def _send_other_sizes() -> str:
+def _send_otherwise(num: int, tag: int) -> str:
     transport = _connected()
-    work = transport.start(torch.zeros(10 + dist.get_rank()), lambda part, begin: None)
+    transport.put(torch.zeros(10 + num * dist.get_rank()), tag * dist.get_rank())
     try:
-        work.wait()
+        transport.take(10 + num * dist.get_rank(), torch.float32, tag * dist.get_rank())
     except RankError as error:
         return str(error)
     return ""
 
 
 def test_a_peer_that_sends_another_size_is_named(ranks: Ranks) -> None:
-    first, second = ranks(2, _send_other_sizes)
+    first, second = ranks(2, _send_otherwise, 1, 0)
     assert first.startswith("rank 1: it sent 44 bytes where 40 were expected")
     assert second.startswith("rank 0: it sent 40 bytes where 44 were expected")
+    assert ranks(2, _send_otherwise, 0, 1)[0].startswith("rank 1: it sent something else than what was expected")
 
 
 def _lose_the_peer() -> None:
     transport = _connected()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    work = transport.start(torch.zeros(10), lambda part, begin: None)
     start = time.monotonic()
     with pytest.raises(LostRankError, match="rank 1: it has ended, and message 1 is due"):
-        work.wait()
+        transport.take(10, torch.float32, 0)
     assert time.monotonic() - start < 10 * shared_memory.SLEEP_S
 
 
@@ -149,11 +108,11 @@ def test_a_peer_that_is_killed_is_named_and_nothing_hangs(ranks: Ranks) -> None:
 
 def _be_late() -> str:
     transport = _connected()
-    transport._timeout_s = 0.1
+    transport.timeout_s = 0.1
     message = ""
     if dist.get_rank() == 0:
         with pytest.raises(LostRankError) as error:
-            transport.start(torch.zeros(10), lambda part, begin: None).wait()
+            transport.take(10, torch.float32, 0)
         message = str(error.value)
     dist.barrier()
     return message
@@ -163,22 +122,10 @@ def test_a_peer_that_does_not_answer_is_named_after_the_timeout(ranks: Ranks) ->
     assert ranks(2, _be_late)[0].startswith("rank 1: it has sent nothing for 0.1 s, and message 1 is due")
 
 
-def _nothing_is_left() -> list[str]:
-    before = set(os.listdir("/dev/shm"))
-    transport = _connected()
-    transport.start(torch.zeros(10), lambda part, begin: None).wait()
-    dist.barrier()
-    return sorted(set(os.listdir("/dev/shm")) - before)
-
-
-def test_no_file_is_made(ranks: Ranks) -> None:
-    assert ranks(2, _nothing_is_left) == [[], []]
-
-
-def _stream(kind: str, sizes: tuple[int, ...]) -> bool:
+def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
     """Each rank sends all before it receives anything, in the order of ``sizes``."""
     me = dist.get_rank()
-    channel: Channel = PointToPoint(_world(), 1 - me) if kind == "point to point" else _connected()
+    channel: Channel = PointToPoint(_world(), 1 - me) if kind == "point to point" else Stream(_connected(slots))
     into = [torch.empty(size, dtype=torch.int64) for size in sizes]
     works = [channel.receive(one, "early") for one in into[: len(into) // 2]]
     leaving = [channel.send(torch.arange(size) + index + 100 * me) for index, size in enumerate(sizes)]
@@ -191,7 +138,7 @@ def _stream(kind: str, sizes: tuple[int, ...]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["shared memory", "point to point"])
-def test_sends_need_no_receive(ranks: Ranks, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "slots"), [("shared memory", 2), ("shared memory", 128), ("point to point", 0)])
+def test_sends_need_no_receive(ranks: Ranks, kind: str, slots: int) -> None:
     """Also where all that is sent is larger than the memory that is shared."""
-    assert all(ranks(2, _stream, kind, (3, 0, 1_000_000, 12_000_000, 1, 500)))
+    assert all(ranks(2, _stream, kind, slots, (3, 0, 1_000_000, 12_000_000, 1, 500)))

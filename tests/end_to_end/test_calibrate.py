@@ -23,6 +23,7 @@ from meshwright.runtime import calibrate, launch
 from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.machine import machine_name
 from meshwright.runtime.measured import Measured, made_cluster, stale
+from meshwright.schedules.collectives.choice import chosen
 
 TINY = Effort(
     probe_s=1e-4,
@@ -84,7 +85,17 @@ def test_what_joins_cores_is_measured(found: Cluster) -> None:
     measured = {(row.operation, row.bytes) for row in found.collectives}
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
         assert {(operation, 64), (operation, 4096)} <= measured
+    for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+        here = [row for row in found.collectives if (row.operation, row.ranks) == (operation, calibrate.num_ranks())]
+        names = set(calibrate.candidates(operation, calibrate.num_ranks()))  # type: ignore[arg-type]
+        assert {row.algorithm for row in here} == names
     network = Network(found)
+    text = network.algorithms(Group(calibrate.num_ranks()))
+    for row in found.collectives:
+        if row.operation == "all_reduce" and row.ranks == calibrate.num_ranks():
+            assert row.time_s >= network.all_reduce_s(row.bytes, Group(row.ranks))
+            if row.algorithm == chosen(text, "all_reduce", row.bytes):
+                assert row.time_s == network.all_reduce_s(row.bytes, Group(row.ranks)), "what is predicted is what runs"
     rows = {row.time_s for row in found.collectives if row.operation == "all_reduce" and row.bytes == 64}
     ranks = calibrate.num_ranks()
     assert network.all_reduce_s(64, Group(ranks)) in rows

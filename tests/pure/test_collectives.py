@@ -19,7 +19,8 @@ from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.prediction.collectives import compare
 from meshwright.schedules.collectives import ALGORITHMS, all_reduce, build, check, count, nested, programs
-from meshwright.schedules.collectives.build import (
+from meshwright.schedules.collectives.hierarchy import ACROSS, INSIDE, Boxes, leaves
+from meshwright.schedules.collectives.operations import (
     all_gather,
     all_to_all,
     broadcast,
@@ -28,7 +29,6 @@ from meshwright.schedules.collectives.build import (
     reduce_scatter,
     scatter,
 )
-from meshwright.schedules.collectives.hierarchy import ACROSS, INSIDE, Boxes, leaves
 from meshwright.schedules.collectives.picture import rounds
 from meshwright.schedules.collectives.steps import Move, Receive, Steps
 

@@ -1,4 +1,4 @@
-"""The kernels of the collective operators: torch.distributed's own, or our exchange, started without waiting."""
+"""The kernels of the collective operators: torch.distributed's own, or ours, started without waiting."""
 
 import time
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.library import Library
 
 from meshwright.comm import halo
-from meshwright.comm.groups import exchange, process_group
+from meshwright.comm.groups import collectives, process_group
 from meshwright.comm.record import blocking, current
 from meshwright.comm.transport.base import Work
 from meshwright.ir.placement import flat_shape
+from meshwright.schedules.collectives.choice import NATIVE, chosen
 
 LIBRARY = Library("meshwright_comm", "IMPL")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _WORK = "_meshwright_work"
 """The attribute of a tensor in flight that holds what to wait for, and what is noted of it."""
 
@@ -33,14 +33,9 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str) -> Tens
     if not value.is_contiguous():
         value = value.contiguous()
     ranks, begun = process_group(group), time.perf_counter()
-    if algorithm == "exchange":
-        flat, reduce = value.view(-1), _REDUCE[op]
-
-        def add(theirs: Tensor, begin: int) -> None:
-            mine = flat[begin : begin + theirs.numel()]
-            reduce(mine, theirs, out=mine)
-
-        return _in_flight(value, exchange(ranks).start(value, add), "all_reduce", group, begun)
+    name = chosen(algorithm, "all_reduce", value.nbytes)
+    if name != NATIVE:
+        return _in_flight(value, collectives(ranks).all_reduce(value, op, name), "all_reduce", group, begun)
     return _in_flight(value, dist.all_reduce(value, _OPS[op], ranks, async_op=True), "all_reduce", group, begun)
 
 
@@ -50,10 +45,9 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str) -> Te
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
     ranks = process_group(group)
-    if algorithm == "exchange":
-        result[ranks.rank()].copy_(value)
-        keep = _keeper(result[1 - ranks.rank()].view(-1))
-        return _in_flight(result, exchange(ranks).start(value, keep), "all_gather", group, begun)
+    name = chosen(algorithm, "all_gather", result.nbytes)
+    if name != NATIVE:
+        return _in_flight(result, collectives(ranks).all_gather(value, result, name), "all_gather", group, begun)
     flat = result.view(size * value.numel())
     work = dist.all_gather_single(flat, value.view(-1), ranks, async_op=True)
     return _in_flight(result, work, "all_gather", group, begun)
@@ -65,14 +59,10 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     value = value.contiguous()
     result = value.new_empty(value.shape[1:])
     ranks = process_group(group)
-    if algorithm == "exchange":
-        mine, flat, reduce = value[ranks.rank()].view(-1), result.view(-1), _REDUCE[op]
-
-        def add(theirs: Tensor, begin: int) -> None:
-            end = begin + theirs.numel()
-            reduce(mine[begin:end], theirs, out=flat[begin:end])
-
-        work: Work | None = exchange(ranks).start(value[1 - ranks.rank()], add)
+    name = chosen(algorithm, "reduce_scatter", value.nbytes)
+    work: Work | None
+    if name != NATIVE:
+        work = collectives(ranks).reduce_scatter(value, result, op, name)
     else:
         work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks, async_op=True)
     return _in_flight(result, work, "reduce_scatter", group, begun)
@@ -85,11 +75,11 @@ def gather_parts_start(parts: list[Tensor], group: str, size: int, algorithm: st
     counts = [part.numel() for part in flat]
     result = flat[0].new_empty(size * sum(counts))
     places = [one.view(size, -1) for one in result.split([size * count for count in counts])]
-    if algorithm == "exchange":
+    name = chosen(algorithm, "all_gather", result.nbytes)
+    if name != NATIVE:
         work: Work | None = None
-        for part, place in zip(flat, places, strict=True):
-            place[ranks.rank()].copy_(part)
-            work = exchange(ranks).start(part, _keeper(place[1 - ranks.rank()]))
+        for part, place in zip(flat, places, strict=True):  # who waits for the last waits for those before
+            work = collectives(ranks).all_gather(part, place, name)
         return _in_flight(result, work, "all_gather", group, begun)
     joined = torch.cat(flat)
     rows = joined.new_empty(size, joined.numel())
@@ -108,10 +98,11 @@ def reduce_to_parts_start(values: list[Tensor], group: str, size: int, algorithm
     rows = [_in_rows(value, size) for value in values]
     counts = [row.shape[1] for row in rows]
     result = values[0].new_empty(sum(counts))
-    if algorithm == "exchange":
+    name = chosen(algorithm, "reduce_scatter", sum(row.nbytes for row in rows))
+    if name != NATIVE:
         work: Work | None = None
         for row, into in zip(rows, result.split(counts), strict=True):
-            work = exchange(ranks).start(row[1 - ranks.rank()], _adder(row[ranks.rank()], into))
+            work = collectives(ranks).reduce_scatter(row, into, "sum", name)
         return _in_flight(result, work, "reduce_scatter", group, begun)
     joined = torch.cat(rows, 1)
     under_way = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks, async_op=True)
@@ -124,21 +115,6 @@ def _in_rows(value: Tensor, size: int) -> Tensor:
     if flat.numel() < size * count:
         flat = torch.nn.functional.pad(flat, (0, size * count - flat.numel()))
     return flat.view(size, count)
-
-
-def _keeper(into: Tensor) -> Callable[[Tensor, int], None]:
-    def keep(theirs: Tensor, begin: int) -> None:
-        into[begin : begin + theirs.numel()].copy_(theirs)
-
-    return keep
-
-
-def _adder(mine: Tensor, into: Tensor) -> Callable[[Tensor, int], None]:
-    def add(theirs: Tensor, begin: int) -> None:
-        end = begin + theirs.numel()
-        torch.add(mine[begin:end], theirs, out=into[begin:end])
-
-    return add
 
 
 class _Then:

@@ -10,17 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from meshwright.comm import collectives as running
+from meshwright.comm.collectives import Collectives
 from meshwright.comm.record import blocking
-from meshwright.comm.transport.base import Channel, Exchange, timeout_of
-from meshwright.comm.transport.point_to_point import PointToPoint
+from meshwright.comm.transport import stream
+from meshwright.comm.transport.base import Channel, Lane, timeout_of
+from meshwright.comm.transport.point_to_point import PointToPoint, Wire
 from meshwright.comm.transport.shared_memory import SharedMemory
+from meshwright.comm.transport.stream import Stream
 from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements, Shard, flat_axis, local_shape, unflattened
 
 T = TypeVar("T")
 
-_EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, Exchange] = WeakKeyDictionary()
+_COLLECTIVES: WeakKeyDictionary[dist.ProcessGroup, Collectives] = WeakKeyDictionary()
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 """What torch.distributed's own table of groups by name has no room for; an entry ends with its group."""
 
@@ -50,8 +54,8 @@ def axis_groups(
         if group is None:
             continue
         algorithm = (algorithms or {}).get(axis.name, "native")
-        if algorithm == "exchange":
-            exchange(group)
+        if algorithm != "native":
+            collectives(group).label = f"axis {axis.name}"
         index = mesh.coordinates(rank - first_rank)[axis.name]
         result[axis.name] = AxisGroup(group.group_name, axis.size, index, algorithm)
     return result
@@ -62,11 +66,19 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def exchange(group: dist.ProcessGroup) -> Exchange:
-    """What the two ranks of a group swap data by; both must ask for it the first time."""
-    if group not in _EXCHANGES:
-        _EXCHANGES[group] = _connected(group, "exchange", 1 - group.rank())
-    return _EXCHANGES[group]
+def collectives(group: dist.ProcessGroup) -> Collectives:
+    """Our collectives among the ranks of a group; all of them must ask for it the first time.
+
+    Ranks of one machine share memory, others send and receive.
+    """
+    if group not in _COLLECTIVES:
+        me, names = group.rank(), dist.get_process_group_ranks(group)
+        shared = _connected(group, "lane", [one for one in names if one != names[me]], running.SLOTS)
+        lanes: dict[int, Lane] = {
+            peer: shared[name] or Wire(group, peer) for peer, name in enumerate(names) if peer != me
+        }
+        _COLLECTIVES[group] = Collectives(me, group.size(), lanes, f"rank {names[me]}")
+    return _COLLECTIVES[group]
 
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:
@@ -76,17 +88,25 @@ def channels(peers: Iterable[int]) -> dict[int, Channel]:
         return {}
     world = dist.group.WORLD
     assert world is not None
-    rank, known = world.rank(), _CHANNELS.setdefault(world, {})
-    for peer in sorted(wanted, key=lambda peer: sorted((rank, peer))):  # else ranks in a circle wait for each other
-        if peer not in known:
-            known[peer] = _connected(world, "channel", peer)
+    known = _CHANNELS.setdefault(world, {})
+    for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
+        known[peer] = PointToPoint(world, peer) if lane is None else Stream(lane)
     return {peer: known[peer] for peer in wanted}
 
 
-def _connected(group: dist.ProcessGroup, name: str, peer: int) -> SharedMemory | PointToPoint:
-    timeout_s = timeout_of(group).total_seconds()
-    made = SharedMemory.connect(group.get_group_store(), name, group.rank(), peer, timeout_s)
-    return made or PointToPoint(group, peer)
+def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots: int) -> dict[int, SharedMemory | None]:
+    """Memory shared with each peer, where that can be; a rank that has none left ends the others' waiting."""
+    rank, store, timeout_s = dist.get_rank(), group.get_group_store(), timeout_of(group).total_seconds()
+    found: dict[int, SharedMemory | None] = {}
+    ordered = sorted(peers, key=lambda peer: sorted((rank, peer)))  # else ranks in a circle wait for each other
+    for peer in ordered:
+        try:
+            found[peer] = SharedMemory.connect(store, name, rank, peer, timeout_s, slots)
+        except RankError as error:
+            for other in ordered:
+                SharedMemory.refuse(store, name, rank, other, error)
+            raise
+    return found
 
 
 def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:

@@ -1,17 +1,23 @@
 """Communication: the seconds of collectives and messages between ranks, by level, group size and bytes."""
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 
 import msgspec
 
 from meshwright.ir.cluster import Cluster, Level
+from meshwright.schedules.collectives.choice import runs, written
 
 START_S = 28e-6
 """Before the first byte of a collective on GPUs moves: launch, rendezvous of the ranks, protocol (NCCL on A100)."""
 
 SHORT_RING = 0.72
 """A ring of p ranks reaches 1 - SHORT_RING / p**2 of its links' rate: rings of two and three fill them less."""
+
+
+CHOSEN = ("all_reduce", "all_gather", "reduce_scatter")
+"""Operations whose algorithm a plan chooses."""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -108,13 +114,27 @@ class Network:
             return level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit) / level.ring_fraction(2)
         return 0.0
 
+    def algorithms(self, group: Group) -> str:
+        """Which algorithm is the fastest from which size on, as plans write it (``schedules/collectives/choice.py``);
+        nothing where nothing was measured for such a group."""
+        ranges = {}
+        for operation in CHOSEN:
+            tables = self._tables(operation, group)
+            if runnable := {name: rows for name, rows in tables.items() if runs(operation, name)}:
+                ranges[operation] = _ranges(runnable)
+        return written(ranges) if ranges else ""
+
     def _table_s(self, operation: str, num_bytes: float, group: Group) -> float | None:
         """What was measured, by the fastest algorithm; None where nothing was."""
+        tables = self._tables(operation, group)
+        return min((_between(rows, num_bytes) for rows in tables.values()), default=None)
+
+    def _tables(self, operation: str, group: Group) -> dict[str, list[tuple[float, float]]]:
+        """By algorithm, what was measured: (bytes, seconds)."""
         members = self._members(group) if self._measured else []
         if len(members) != 1:  # a group over several levels is not what a row tells of
-            return None
-        tables = self._measured.get((operation, members[0][0].name, group.size), {})
-        return min((_between(rows, num_bytes) for rows in tables.values()), default=None)
+            return {}
+        return self._measured.get((operation, members[0][0].name, group.size), {})
 
     def _members(self, group: Group) -> list[tuple[Level, int, int]]:
         """By level that the group crosses: how many of its members are inside one unit made up by that level, and how
@@ -148,6 +168,20 @@ class Network:
             beta = max(beta, shared)
             before = inside
         return ring, tree, beta
+
+
+def _ranges(tables: Mapping[str, list[tuple[float, float]]]) -> list[tuple[int, str]]:
+    """From which size on which algorithm is the fastest: at the sizes that were measured, and half-way (in size, by
+    factors) where it changes between two."""
+    sizes = sorted({size for rows in tables.values() for size, _ in rows})
+    found: list[tuple[int, str]] = []
+    before = 0.0
+    for size in sizes:
+        best = min(tables, key=lambda name: _between(tables[name], size))
+        if not found or found[-1][1] != best:
+            found.append((round(math.sqrt(before * size)) if found else 0, best))
+        before = size
+    return found
 
 
 def _between(rows: list[tuple[float, float]], num_bytes: float) -> float:

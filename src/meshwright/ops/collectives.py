@@ -1,10 +1,10 @@
 """Collectives as operators of two halves, start and wait: lowered graphs call them, compilers see through them.
 
-``comm`` gives them their kernels; ``algorithm`` is one of ``native`` (torch.distributed's) and ``exchange`` (two ranks
-swap what they have). A value that has been started must be waited for before it is read. ``exchange_rows`` is only
-called inside of other operators' kernels, because how many rows come is known at run time: it sends ``rows``, of which
-``counts[rank].sum()`` go to each rank in order, and returns what came, by sender, with the senders' counts for this
-rank; ``shift`` starts to send to the next rank of the group and gives what the one before sends.
+``comm`` gives them their kernels; ``algorithm`` is a text of a plan (``schedules/collectives/choice.py``). A value that
+has been started must be waited for before it is read. ``exchange_rows`` is only called inside of other operators'
+kernels, because how many rows come is known at run time: it sends ``rows``, of which ``counts[rank].sum()`` go to each
+rank in order, and returns what came, by sender, with the senders' counts for this rank; ``shift`` starts to send to the
+next rank of the group and gives what the one before sends.
 
 ``gather_parts`` and ``reduce_to_parts`` move the Flat parts of many tensors together (``ir.placement.Flat``). Tensors
 that were gathered lie one after the other, each with its padding; so do the parts that are left of a sum:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from meshwright.catalog import load_cluster
+from meshwright.cost.collective import Group, Network
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
@@ -289,10 +290,20 @@ class _Planner:
         )
 
     def _algorithms(self) -> dict[str, str]:
-        """Two CPU ranks of one box swap what they have in one round; elsewhere torch.distributed's own collectives."""
+        """By axis, what the cluster's file has measured to be the fastest. Where that is nothing, two CPU ranks of one
+        box swap what they have in one round, and others take torch.distributed's own collectives."""
         if self.base is not None:
             return self.base.algorithms
-        return {axis: "exchange" if self._swaps(axis) else "native" for axis in self.sizes if axis != TIME}
+        return {axis: self._measured(axis) or self._usual(axis) for axis in self.sizes if axis != TIME}
+
+    def _measured(self, axis: str) -> str:
+        if self.sizes[axis] < 2 or self.cluster is None or self.cluster.device.kind != "cpu":
+            return ""
+        ranks = self.mesh.groups(axis)[0]
+        return Network(self.cluster).algorithms(Group(len(ranks), ranks[1] - ranks[0]))
+
+    def _usual(self, axis: str) -> str:
+        return "exchange" if self._swaps(axis) else "native"
 
     def _swaps(self, axis: str) -> bool:
         if self.sizes[axis] != 2 or self.cluster is None:

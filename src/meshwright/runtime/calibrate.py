@@ -38,8 +38,11 @@ from meshwright.runtime.probes import (
     matmul_probes,
     memory_probes,
 )
+from meshwright.schedules.collectives.choice import NATIVE
 
 MAX_RANKS = 8
+OURS = "ring"
+"""Any algorithm that is not torch.distributed's: groups are made with what ours need."""
 TINY_S, TINY_CALLS = 2e-5, 50
 """Calls shorter than this are timed several at once, for a clock takes its time too."""
 
@@ -180,17 +183,25 @@ def _between(effort: Effort, ranks: int, rank: int, advance: Advance) -> list[Co
 
     if ranks % 2 == 0:
         timed("send", "channel", 2, partial(_ping_pong, channels([rank ^ 1])[rank ^ 1], rank % 2 == 0), part=0.5)
-    groups = [axis_groups(Mesh.of(all=ranks), rank, {"all": "exchange" if ranks == 2 else "native"})["all"]]
+    groups = [axis_groups(Mesh.of(all=ranks), rank, {"all": OURS})["all"]]
     if ranks > 2 and ranks % 2 == 0:
-        groups.append(axis_groups(Mesh.of(rest=ranks // 2, pair=2), rank, {"pair": "exchange"})["pair"])
+        groups.append(axis_groups(Mesh.of(rest=ranks // 2, pair=2), rank, {"pair": OURS})["pair"])
     for group in groups:
-        timed("all_gather", group.algorithm, group.size, partial(_all_gather, group))
-        timed("reduce_scatter", group.algorithm, group.size, partial(_reduce_scatter, group))
-        timed("broadcast", "native", group.size, partial(_broadcast, group))
-        for algorithm in dict.fromkeys((group.algorithm, "native")):
-            one = msgspec.structs.replace(group, algorithm=algorithm)
-            timed("all_reduce", algorithm, group.size, partial(_all_reduce, one))
+        timed("broadcast", NATIVE, group.size, partial(_broadcast, group))
+        for operation, make in _OPERATIONS.items():
+            for algorithm in candidates(operation, group.size):
+                one = msgspec.structs.replace(group, algorithm=algorithm)
+                timed(operation, algorithm, group.size, partial(make, one))
     return rows
+
+
+def candidates(operation: Operation, ranks: int) -> tuple[str, ...]:
+    """The algorithms that are measured: torch.distributed's own, and ours but for those that cannot be the fastest."""
+    if ranks == 2:  # where the others are one of these
+        return (NATIVE, "butterfly", "ring") if operation == "all_reduce" else (NATIVE, "star")
+    if operation == "all_reduce":
+        return (NATIVE, "butterfly", "shares", "ring", "rabenseifner")
+    return (NATIVE, "star", "ring", "halving")
 
 
 def _buffer(num_bytes: int) -> Tensor:
@@ -225,6 +236,13 @@ def _reduce_scatter(group: AxisGroup, num_bytes: int) -> Call:
 def _broadcast(group: AxisGroup, num_bytes: int) -> Call:
     value = _buffer(num_bytes)
     return lambda: broadcast_along(value, group, 0)
+
+
+_OPERATIONS: dict[Operation, Callable[[AxisGroup, int], Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}
 
 
 def _in_step(call: Call, repeats: int) -> float:

@@ -1,14 +1,19 @@
 """What carries bytes between two ranks."""
 
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Finish = Callable[[Tensor, int], object]
-"""Does what is left to do with a part of what the peer sent: the part, flat, and where in the whole it begins."""
+from meshwright.errors import RankError
+
+MESSAGE_BYTES = 512 * 1024
+"""The most that one message of a lane holds: what one rank writes, the other finds in the cache that they share."""
+
+
+OWN_ERROR = "look for its own error"
 
 
 class Work(Protocol):
@@ -17,14 +22,74 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-class Exchange(Protocol):
-    """Two ranks swap equally large tensors: one round, each byte once each way."""
+class Trouble(NamedTuple):
+    """Why a collective cannot be finished: which rank is to blame, and what it has to do with the one at the other end
+    of a lane."""
 
-    def start(self, mine: Tensor, finish: Finish) -> Work:
-        """Send ``mine`` (contiguous) without waiting; waiting calls ``finish`` on all that the peer has sent, in parts.
+    where: str
+    problem: str
 
-        ``mine`` may be overwritten once ``finish`` is called. Both ranks start the same exchanges in the same order.
+
+class Lane(Protocol):
+    """Messages of up to ``MESSAGE_BYTES`` between two ranks, both ways, each way in the order in which they were put.
+
+    A message has a tag, and both sides must name the same one: so ranks that do different things find out.
+    """
+
+    @property
+    def expects(self) -> bool:
+        """Whether messages must be expected before they are taken."""
+        ...
+
+    def room(self) -> bool:
+        """Whether a message would be put without waiting."""
+        ...
+
+    def put(self, part: Tensor, tag: int) -> None:
+        """Lay a flat, contiguous tensor where the peer finds it; then it may be overwritten. Waits for room."""
+        ...
+
+    def expect(self, num: int, like: Tensor) -> None:
+        """Say that a message of ``num`` elements, as those of ``like``, will be taken, after those that were expected
+        before. Only where the lane ``expects``."""
+        ...
+
+    def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
+        """Wait for the next message, if it must be, expected; it is valid until ``release``.
+
+        Raises:
+            LostRankError: the peer has ended, or has put nothing within the timeout.
+            RankError: the message has another size or tag.
         """
+        ...
+
+    def release(self) -> None:
+        """Give back the room of the message that was taken."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that was put has left, where it needs this rank for that."""
+        ...
+
+    def tell(self, words: bytes) -> None:
+        """Say what this rank begins to do, for the errors of the other."""
+        ...
+
+    def finished(self, number: int) -> None:
+        """Say that this rank needs the other no more for the collectives up to that number."""
+        ...
+
+    def give_up(self, words: bytes, because_of: str) -> None:
+        """Say that this rank has failed, in what, and because of which one; the other need not wait any longer."""
+        ...
+
+    def trouble(self, number: int) -> Trouble | None:
+        """Why collective ``number`` cannot be finished because of the other rank: it has ended before, or has given up;
+        None where it may be."""
+        ...
+
+    def told(self) -> str:
+        """A line on what the other said of itself, and whether it has ended; nothing where that is not known."""
         ...
 
 
@@ -38,6 +103,22 @@ class Channel(Protocol):
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Receive into a contiguous tensor, which ``wait`` waits for; ``label`` names it in errors."""
         ...
+
+
+def check_message(peer: int, found: tuple[int, int], wanted: tuple[int, int], what: str) -> None:
+    """Compare what has come with what was expected: (bytes, tag).
+
+    Raises:
+        RankError: they differ.
+    """
+    if found != wanted:
+        raise RankError(
+            f"it sent {found[0]} bytes where {wanted[0]} were expected, in {what}"
+            if found[0] != wanted[0]
+            else f"it sent something else than what was expected, in {what}",
+            where=f"rank {peer}",
+            remedy="all ranks must run the same model with batches of the same shape",
+        )
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -1,58 +1,195 @@
 """Two ranks, wherever they are: torch.distributed's send and receive."""
 
+import struct
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.transport.base import Finish, Work
+from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Trouble, Work, check_message
 from meshwright.errors import LostRankError
+
+T = TypeVar("T")
+
+_HEADER = struct.Struct("=QQ")
+"""Before each message: its bytes and its tag."""
+_TAG, _LAST_TAG = 1, 2
+"""Of torch.distributed: apart from other messages of the group."""
+_LATE = "look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others"
 
 
 class PointToPoint:
-    """A channel, and exchanges, with the rank ``peer`` of a group."""
+    """A channel with the rank ``peer`` of a group."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._group, self._peer = group, peer
-
-    def start(self, mine: Tensor, finish: Finish) -> Work:
-        """Exchange: start both directions at once."""
-        theirs = mine.new_empty(mine.numel())
-        return _Transfer((self.receive(theirs), self.send(mine)), (mine, theirs), lambda: finish(theirs, 0))
+        self._name = dist.get_global_rank(group, peer)
 
     def send(self, tensor: Tensor) -> Work:
         """Start to send."""
-        return _Transfer((self._group.send([tensor], self._peer, 0),), (tensor,))
+        return _Transfer(self._group.send([tensor], self._peer, 0), tensor)
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Start to receive."""
-        return _Transfer((self._group.recv([into], self._peer, 0),), (into,), due=(self._peer, label or "a message"))
+        return _Transfer(self._group.recv([into], self._peer, 0), into, due=(self._name, label or "a message"))
 
 
 class _Transfer:
-    """Works that are under way, with the tensors that must live as long."""
+    """A work under way, with the tensor that must live as long."""
 
-    def __init__(
-        self,
-        works: tuple[Work, ...],
-        kept: tuple[Tensor, ...],
-        finish: Callable[[], object] | None = None,
-        due: tuple[int, str] | None = None,
-    ) -> None:
-        self._works, self._kept, self._finish, self._due = works, kept, finish, due
+    def __init__(self, work: Work, kept: Tensor, due: tuple[int, str] | None = None) -> None:
+        self._work, self._kept, self._due = work, kept, due
 
     def wait(self) -> None:
-        for work in self._works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                if self._due is None:
-                    raise
-                peer, what = self._due
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            if self._due is None:
+                raise
+            peer, what = self._due
+            raise LostRankError(
+                f"it has sent nothing, and {what} is due: {_first_line(error)}", where=f"rank {peer}", remedy=_LATE
+            ) from error
+
+
+class Wire:
+    """A lane to the rank ``peer`` of a group, whose timeout holds.
+
+    Every receive has room for the largest message, whatever is expected: so one of another size arrives, and can be
+    told of. A rank that gives up leaves a note in the group's store and closes its connections, on which others wake.
+    """
+
+    AHEAD = 16
+    """Messages that may be on their way, each with a copy of its own."""
+    expects = True
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self._group, self._peer = group, peer
+        self._name = dist.get_global_rank(group, peer)
+        self._leaving: deque[tuple[_Room, Work]] = deque()
+        self._coming: deque[tuple[_Room, Work]] = deque()
+        self._free: list[_Room] = []
+        self._num_taken = 0
+
+    def room(self) -> bool:
+        """Whether few enough are on their way."""
+        return len(self._leaving) < self.AHEAD
+
+    def put(self, part: Tensor, tag: int) -> None:
+        """Send a copy."""
+        if not self.room():
+            self._depart()
+        room, num_bytes = self._room(), part.nbytes
+        _HEADER.pack_into(room.memory, 0, num_bytes, tag)
+        if num_bytes:
+            room.message(part.numel(), part.dtype).copy_(part)
+        out = [room.whole[: _HEADER.size + num_bytes]]
+        self._leaving.append((room, self._tried(lambda: self._group.send(out, self._peer, _TAG), "it takes nothing")))
+
+    def expect(self, num: int, like: Tensor) -> None:
+        """Start to receive: a message that finds nobody waiting takes another way round."""
+        room = self._room()
+        self._coming.append(
+            (room, self._tried(lambda: self._group.recv([room.whole], self._peer, _TAG), "it sends nothing"))
+        )
+
+    def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
+        """The next message."""
+        room, work = self._coming[0]
+        self._tried(work.wait, "it has sent nothing")
+        check_message(
+            self._name,
+            _HEADER.unpack_from(room.memory),
+            (num * dtype.itemsize, tag),
+            f"message {self._num_taken + 1}",
+        )
+        return room.message(num, dtype)
+
+    def release(self) -> None:
+        """Keep its room for another."""
+        self._num_taken += 1
+        self._free.append(self._coming.popleft()[0])
+
+    def settle(self) -> None:
+        """Wait for what is on its way: a message whose sender has ended does not arrive."""
+        while self._leaving:
+            self._depart()
+
+    def _depart(self) -> None:
+        room, work = self._leaving.popleft()
+        self._tried(work.wait, "it takes nothing")
+        self._free.append(room)
+
+    def _room(self) -> "_Room":
+        return self._free.pop() if self._free else _Room()
+
+    # --- what ranks say of themselves --------------------------------------------------------------------------------
+
+    def tell(self, words: bytes) -> None:
+        """Nothing: to send it would take as long as a collective."""
+
+    def finished(self, number: int) -> None:
+        """Nothing."""
+
+    def give_up(self, words: bytes, because_of: str) -> None:
+        """Leave a note, and close the connections of the group."""
+        store = self._group.get_group_store()
+        with suppress(RuntimeError):  # who kept the store may be the one that has ended
+            store.set(self._note(self._group.rank()), f"{because_of}\n{words.decode(errors='replace')}")
+        with suppress(RuntimeError):  # a receive that has no time is how torch.distributed lets one do it
+            self._group.recv([torch.empty(1)], self._peer, _LAST_TAG).wait(timedelta(milliseconds=1))
+
+    def trouble(self, number: int) -> Trouble | None:
+        """It has given up; that it has ended only a message tells."""
+        found = self._read()
+        return Trouble(found[0], f"rank {self._name} has given up because of it") if found else None
+
+    def told(self) -> str:
+        """What the peer was in, if it has given up."""
+        found = self._read()
+        return f"rank {self._name} was in {found[1]}" if found else ""
+
+    def _note(self, rank: int) -> str:
+        return f"meshwright/given up/{rank}"
+
+    def _read(self) -> tuple[str, str] | None:
+        store, key = self._group.get_group_store(), self._note(self._peer)
+        with suppress(RuntimeError):
+            if store.check([key]):
+                because_of, _, words = store.get(key).decode().partition("\n")
+                return because_of, words
+        return None
+
+    def _tried(self, call: Callable[[], T], otherwise: str) -> T:
+        try:
+            return call()
+        except RuntimeError as error:
+            if (found := self.trouble(0)) is not None:
                 raise LostRankError(
-                    f"it has sent nothing, and {what} is due: {str(error).strip().splitlines()[0]}",
-                    where=f"rank {peer}",
-                    remedy="look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others",
+                    f"{found.problem}, and this rank waits", where=found.where, remedy=OWN_ERROR
                 ) from error
-        if self._finish is not None:
-            self._finish()
+            raise LostRankError(
+                f"{otherwise}: {_first_line(error)}", where=f"rank {self._name}", remedy=_LATE
+            ) from error
+
+
+class _Room:
+    """Where a message and its header lie while they are on their way."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(_HEADER.size + MESSAGE_BYTES)
+        with torch.inference_mode(False):  # else it could not be written to where gradients are wanted
+            self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def message(self, num: int, dtype: torch.dtype) -> Tensor:
+        """The message, as ``num`` elements."""
+        return self.whole[_HEADER.size : _HEADER.size + num * dtype.itemsize].view(dtype)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0]

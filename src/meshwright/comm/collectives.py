@@ -1,0 +1,332 @@
+"""Runs the steps of collectives among the ranks of a group: one executor, over any lanes."""
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.compiled import ADD, COPY, EXPECT, PUT, Compiled, Step, compiled
+from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Lane, Work
+from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
+from meshwright.errors import LostRankError, MeshwrightError, RankError
+from meshwright.schedules.collectives import operations
+from meshwright.schedules.collectives.operations import build
+from meshwright.schedules.collectives.steps import Steps, programs
+
+REDUCE: Mapping[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+HEAR_S = 1.0
+"""How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
+SLOTS = 8
+"""Messages of a lane that may not have been taken."""
+
+
+class Collectives:
+    """The collectives of one rank among those of a group; all of them must start the same ones in the same order.
+
+    Starting sends what the first round has to send, as far as there is room; waiting does the rest, so no thread works
+    beside the model. Waiting for one collective finishes those that were started before it.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, lanes: Mapping[int, Lane], name: str = "") -> None:
+        self.rank, self.num_ranks, self._lanes, self._name = rank, num_ranks, lanes, name or f"rank {rank}"
+        self.label = ""
+        """What the collectives are of, where the caller does not say: the axis."""
+        self._expects = any(lane.expects for lane in lanes.values())
+        self._said: tuple[object, str] = ("", "")
+        for lane in lanes.values():
+            if isinstance(lane, SharedMemory):
+                lane.look = self._look
+        self._open: deque[_Run] = deque()
+        self._known: dict[tuple[object, ...], Compiled] = {}
+        self._number = 0
+        self._failed: MeshwrightError | None = None
+
+    # --- operations --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, value: Tensor, op: str = "sum", algorithm: str = "butterfly", label: str = "") -> Work:
+        """Reduce a contiguous tensor in place."""
+        flat, length = value.view(-1), value.numel()
+        if algorithm not in operations.IN_TURN:
+            return self._start("all_reduce", algorithm, length, flat, op, label)
+        memory = flat.new_empty(2 * length)
+        memory[:length] = flat
+        return self._start("all_reduce", algorithm, length, memory, op, label, lambda: flat.copy_(memory[length:]))
+
+    def reduce_scatter(
+        self, value: Tensor, into: Tensor, op: str = "sum", algorithm: str = "star", label: str = ""
+    ) -> Work:
+        """Reduce a contiguous ``[size, ...]`` and lay this rank's ``[...]`` of it into ``into``; ``value`` stays."""
+        part, mine = into.view(-1), value[self.rank].view(-1)
+        begin = self.rank * part.numel()
+        key = ("reduce_scatter", algorithm, value.numel(), value.element_size())
+        own = self._compiled(key, self._equal).writes
+        if all(begin <= first and last <= begin + part.numel() for first, last in own):
+            # Only the own part is written: it is added up where it is wanted, and nothing else is copied.
+            part.copy_(mine)
+            written = _Written(value.view(-1), part, begin)
+            return self._start("reduce_scatter", algorithm, value.numel(), written, op, label)
+        memory = value.view(-1).clone()
+        end = begin + part.numel()
+        return self._start(
+            "reduce_scatter", algorithm, value.numel(), memory, op, label, lambda: part.copy_(memory[begin:end])
+        )
+
+    def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "star", label: str = "") -> Work:
+        """Lay every rank's ``value`` into ``into``, a contiguous ``[size, ...]``."""
+        into[self.rank].copy_(value)
+        return self._start("all_gather", algorithm, into.numel(), into.view(-1), "sum", label)
+
+    def broadcast(self, value: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
+        """Give every rank ``root``'s value of a contiguous tensor."""
+        return self._start("broadcast", algorithm, value.numel(), value.view(-1), "sum", label, root=root)
+
+    def reduce(self, value: Tensor, root: int = 0, op: str = "sum", algorithm: str = "tree", label: str = "") -> Work:
+        """Reduce a contiguous tensor in place at ``root``; elsewhere its value is not defined afterwards."""
+        return self._start("reduce", algorithm, value.numel(), value.view(-1), op, label, root=root)
+
+    def gather(self, value: Tensor, into: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
+        """Lay every rank's ``value`` into ``root``'s ``into``, a contiguous ``[size, ...]``, which the others need as
+        room."""
+        into[self.rank].copy_(value)
+        return self._start("gather", algorithm, into.numel(), into.view(-1), "sum", label, root=root)
+
+    def scatter(self, value: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
+        """Give each rank its ``value[rank]`` of ``root``'s contiguous ``[size, ...]``, at that place."""
+        return self._start("scatter", algorithm, value.numel(), value.view(-1), "sum", label, root=root)
+
+    def all_to_all(
+        self,
+        value: Tensor,
+        into: Tensor,
+        counts: Sequence[Sequence[int]],
+        algorithm: str = "partitioned",
+        label: str = "",
+    ) -> Work:
+        """Send ``counts[rank][j]`` elements of a flat ``value`` to each rank j, and lay what comes into ``into``, by
+        sender. All ranks give the same counts."""
+        table = tuple(map(tuple, counts))
+        base = max(map(sum, table))
+        memory = value.new_empty(base + max(map(sum, zip(*table, strict=True))))
+        memory[: value.numel()] = value
+        end = base + into.numel()
+
+        def finish() -> None:
+            into.copy_(memory[base:end])
+
+        return self._start("all_to_all", algorithm, sum(map(sum, table)), memory, "sum", label, finish, table)
+
+    def barrier(self, algorithm: str = "dissemination", label: str = "") -> None:
+        """Wait until all ranks have come."""
+        self._start("barrier", algorithm, 0, torch.empty(0, dtype=torch.uint8), "sum", label).wait()
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def _equal(self, operation: str, algorithm: str, length: int) -> Steps:
+        return build(operation, algorithm, self.num_ranks, length)
+
+    def _compiled(self, key: tuple[Any, ...], make: Callable[[str, str, int], Steps]) -> Compiled:
+        """What this rank does; ``key`` begins with operation, algorithm, length and bytes of an element."""
+        found = self._known.get(key)
+        if found is None:
+            steps = make(*key[:3])
+            found = compiled(programs(steps)[self.rank], MESSAGE_BYTES // key[3], SLOTS, expects=self._expects)
+            self._known[key] = found
+        return found
+
+    def _start(
+        self,
+        operation: str,
+        algorithm: str,
+        length: int,
+        memory: "Tensor | _Written",
+        op: str,
+        label: str,
+        finish: Callable[[], object] | None = None,
+        counts: tuple[tuple[int, ...], ...] | None = None,
+        root: int = 0,
+    ) -> Work:
+        if self._failed is not None:
+            raise self._failed
+        if counts is not None:
+            key: tuple[Any, ...] = (operation, algorithm, length, memory.element_size(), counts)
+            found = self._compiled(key, lambda *_: operations.all_to_all(algorithm, counts))
+        elif root:
+            key = (operation, algorithm, length, memory.element_size(), root)
+            found = self._compiled(key, lambda *_: _rooted(operation, algorithm, self.num_ranks, length, root))
+        else:
+            key = (operation, algorithm, length, memory.element_size())
+            found = self._known.get(key) or self._compiled(key, self._equal)
+        self._number += 1
+        what = _what(operation, algorithm, op, length, memory.dtype, root)
+        run = _Run(self, found, memory, REDUCE[op], self._number, what, label, finish)
+        if self._said != (what, label):
+            self._said = (what, label)
+            words = run.text().encode()
+            for lane in self._lanes.values():
+                lane.tell(words)
+        if all(one.has_sent for one in self._open):
+            self._tried(run, run.begin)
+        self._open.append(run)
+        return run
+
+    def _finish(self, run: "_Run") -> None:
+        while not run.done:
+            self._tried(self._open[0], self._open[0].go_on)
+            self._open.popleft()
+
+    def _tried(self, run: "_Run", call: Callable[[Mapping[int, Lane]], None]) -> None:
+        try:
+            call(self._lanes)
+        except MeshwrightError as error:
+            self._failed = self._report(error, run)
+            raise self._failed from error
+
+    def _look(self) -> None:
+        """Whether somebody keeps the first collective from an end, be it one that this rank waits for or not."""
+        number = self._open[0].number if self._open else self._number
+        troubles = [found for lane in self._lanes.values() if (found := lane.trouble(number))]
+        for found in sorted(troubles, key=lambda one: one.problem != ENDED):
+            raise LostRankError(f"{found.problem}, and this rank waits", where=found.where, remedy=OWN_ERROR)
+
+    def _report(self, error: MeshwrightError, run: "_Run") -> MeshwrightError:
+        """The error, with what this rank was in and what the others say of themselves; and they hear of it."""
+        words = f"{run.text()}, and has given up: {error.where}: {error.problem}".encode()
+        for lane in self._lanes.values():
+            lane.give_up(words, error.where)
+        lines = [error.problem, f"{self._name} is in {run.text()}", *self._heard()]
+        kind = type(error) if isinstance(error, RankError) else RankError
+        return kind("\n     ".join(lines), where=error.where, remedy=error.remedy)
+
+    def _heard(self) -> list[str]:
+        """A line for each of the others that says something; over a lane that sends, it may be on its way."""
+        deadline = time.monotonic() + (HEAR_S if self._expects else 0)
+        while True:
+            lines = [lane.told() for _, lane in sorted(self._lanes.items())]
+            if all(lines) or time.monotonic() >= deadline:
+                return [line for line in lines if line]
+            time.sleep(HEAR_S / 50)
+
+
+class _Run:
+    """A collective under way."""
+
+    def __init__(
+        self,
+        owner: Collectives,
+        found: Compiled,
+        memory: "Tensor | _Written",
+        reduce: Callable[..., Tensor],
+        number: int,
+        what: tuple[str, int],
+        label: str,
+        finish: Callable[[], object] | None,
+    ) -> None:
+        self._owner, self._found, self._memory = owner, found, memory
+        self._reduce, self.number, self._what, self._label, self._finish = reduce, number, what, label, finish
+        self._early, self._length = 0, memory.numel() if isinstance(memory, Tensor) else -1
+        self.tag = (number << 32) | what[1]
+        self.done = False
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether nothing is left to send, so that what the next one sends comes behind it."""
+        return self.done or (self._early == len(self._found.ahead) and not self._found.rest_puts)
+
+    def text(self) -> str:
+        label = self._label or self._owner.label
+        label = f" ({label})" if label else ""
+        return f"#{self.number} {self._what[0]}{label}"
+
+    def begin(self, lanes: Mapping[int, Lane]) -> None:
+        """Send ahead, as far as there is room."""
+        for index in self._found.ahead:
+            kind, peer, begin, end, _ = self._found.steps[index]
+            if kind == PUT and not lanes[peer].room():
+                return
+            self._do(lanes, kind, peer, begin, end)
+            self._early += 1
+
+    def wait(self) -> None:
+        if not self.done:
+            self._owner._finish(self)
+
+    def go_on(self, lanes: Mapping[int, Lane]) -> None:
+        """Do all that is left."""
+        found = self._found
+        if self._early == len(found.ahead):
+            left: Iterable[Step] = found.rest
+        else:
+            early = set(found.ahead[: self._early])
+            left = [one for index, one in enumerate(found.steps) if index not in early]
+        for kind, peer, begin, end, into in left:
+            if kind == COPY:
+                self._memory[into : into + end - begin].copy_(self._memory[begin:end])
+            else:
+                self._do(lanes, kind, peer, begin, end)
+        for lane in lanes.values():
+            lane.settle()
+            lane.finished(self.number)
+        if self._finish is not None:
+            self._finish()
+        self.done = True
+        self._memory = self._finish = None  # type: ignore[assignment]
+
+    def _part(self, begin: int, end: int) -> Tensor:
+        memory = self._memory
+        if begin == 0 and end == self._length and isinstance(memory, Tensor):
+            return memory  # a view of it would take longer than to send a short one
+        return memory[begin:end]
+
+    def _do(self, lanes: Mapping[int, Lane], kind: int, peer: int, begin: int, end: int) -> None:
+        lane, memory = lanes[peer], self._memory
+        if kind == PUT:
+            lane.put(self._part(begin, end), self.tag)
+        elif kind == EXPECT:
+            lane.expect(end - begin, memory.like if isinstance(memory, _Written) else memory)
+        else:
+            theirs = lane.take(end - begin, memory.dtype, self.tag)
+            mine = memory.into(begin, end) if isinstance(memory, _Written) else self._part(begin, end)
+            if kind == ADD:
+                self._reduce(mine, theirs, out=mine)
+            else:
+                mine.copy_(theirs)
+            lane.release()
+
+
+class _Written:
+    """A memory that is read in one tensor and written, only in its part from ``begin`` on, in another."""
+
+    def __init__(self, read: Tensor, written: Tensor, begin: int) -> None:
+        self._read, self._written, self._begin = read, written, begin
+        self.dtype, self.like = read.dtype, written
+
+    def element_size(self) -> int:
+        return self._read.element_size()
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return self._read[part]
+
+    def into(self, begin: int, end: int) -> Tensor:
+        return self._written[begin - self._begin : end - self._begin]
+
+
+def _rooted(operation: str, algorithm: str, num_ranks: int, length: int, root: int) -> Steps:
+    if operation == "broadcast":
+        return operations.broadcast(algorithm, num_ranks, length, root)
+    if operation == "reduce":
+        return operations.reduce(algorithm, num_ranks, length, root)
+    counts = [length // num_ranks] * num_ranks
+    return (operations.gather if operation == "gather" else operations.scatter)(algorithm, counts, root)
+
+
+@lru_cache(maxsize=4096)
+def _what(operation: str, algorithm: str, op: str, length: int, dtype: torch.dtype, root: int) -> tuple[str, int]:
+    """A collective in words, and as a number that tells it from others."""
+    text = f"{operation} of {length} x {str(dtype).removeprefix('torch.')}, {op}, {algorithm}"
+    text += f", root {root}" if root else ""
+    return text, zlib.crc32(text.encode())

@@ -1,0 +1,116 @@
+"""A rank's part of a collective's steps as a flat list of messages, so short that they stay in cache.
+
+In each round messages leave ahead of those that come, and a message is added up while the next is under way:
+
+    put 0   put 1   put 2   take 0   put 3   take 1   put 4   take 2   take 3   take 4
+
+All ranks order their messages alike, by round and number, so the rank that is furthest behind can always go on: what it
+waits for has been put, and of the lane that it puts into no more than ``LAG`` messages have not been taken. So a lane
+needs room for ``LAG`` + 1.
+"""
+
+from typing import NamedTuple
+
+from meshwright.errors import ScheduleError
+from meshwright.schedules.collectives.steps import Copy, Program, Receive, Send
+
+LAG = 2
+"""How many messages leave before the first is awaited."""
+
+PUT, EXPECT, ADD, KEEP, COPY = range(5)
+
+
+class Step(NamedTuple):
+    """One thing to do with elements ``begin`` to ``end``: put them into the lane to ``peer``, or expect as many from
+    it, or take as many and add them to these, or keep them there. A COPY goes to ``into`` of the own memory."""
+
+    kind: int
+    peer: int
+    begin: int
+    end: int
+    into: int = 0
+
+
+class Compiled(NamedTuple):
+    """``steps`` in order. Those at ``ahead`` are puts and expectations of the first round, which may be done before all
+    others while there is room; ``rest`` are the others, and ``rest_puts`` says whether there are puts among them."""
+
+    steps: tuple[Step, ...]
+    ahead: tuple[int, ...]
+    rest: tuple[Step, ...]
+    rest_puts: bool
+    writes: tuple[tuple[int, int], ...]
+    """What is written, by the begin and end of each receive and copy."""
+
+
+def compiled(program: Program, num_per_message: int, slots: int, *, expects: bool) -> Compiled:
+    """The messages of at most ``num_per_message`` elements that a rank puts and takes, and (``expects``) expects.
+
+    Raises:
+        ScheduleError: a round would overwrite what it has still to send.
+    """
+    found: list[Step] = []
+    ahead: list[int] = []
+    writes: list[tuple[int, int]] = []
+    for index, actions in enumerate(program):
+        puts: dict[int, list[Step]] = {}
+        takes: dict[int, list[Step]] = {}
+        copies: list[Step] = []
+        for action in actions:
+            if isinstance(action, Copy):
+                copies.append(Step(COPY, -1, action.begin, action.begin + action.length, action.into))
+                writes.append((action.into, action.into + action.length))
+                continue
+            kind = PUT if isinstance(action, Send) else ADD if action.adds else KEEP
+            side = puts if isinstance(action, Send) else takes
+            if isinstance(action, Receive):
+                writes.append((action.begin, action.begin + action.length))
+            parts = side.setdefault(action.peer, [])
+            for begin in range(action.begin, action.begin + max(action.length, 1), num_per_message):
+                end = min(begin + num_per_message, action.begin + action.length)
+                parts.append(Step(kind, action.peer, begin, end))
+        this = _in_turn(list(puts.values()), list(takes.values()), expects)
+        _check(this)
+        if not index and not copies:
+            ahead = _first_of_each(this, slots - 1)
+        found += copies + this
+    rest = tuple(one for index, one in enumerate(found) if index not in set(ahead))
+    return Compiled(tuple(found), tuple(ahead), rest, any(one.kind == PUT for one in rest), tuple(writes))
+
+
+def _in_turn(puts: list[list[Step]], takes: list[list[Step]], expects: bool) -> list[Step]:
+    """The messages of a round by their numbers: of each lane one, takes ``LAG`` behind puts and expected as early."""
+    num = max((len(parts) for parts in (*puts, *takes)), default=0)
+    found: list[Step] = []
+    for number in range(num + LAG):
+        if expects:
+            found += [parts[number]._replace(kind=EXPECT) for parts in takes if number < len(parts)]
+        found += [parts[number] for parts in puts if number < len(parts)]
+        found += [parts[number - LAG] for parts in takes if 0 <= number - LAG < len(parts)]
+    return found
+
+
+def _first_of_each(steps: list[Step], most: int) -> list[int]:
+    """Where puts and expectations are, before one that would be more than ``most`` of its kind and peer."""
+    counts: dict[tuple[int, int], int] = {}
+    found = []
+    for number, one in enumerate(steps):
+        if one.kind in (PUT, EXPECT):
+            counts[one.kind, one.peer] = counts.get((one.kind, one.peer), 0) + 1
+            if counts[one.kind, one.peer] > most:
+                break
+            found.append(number)
+    return found
+
+
+def _check(steps: list[Step]) -> None:
+    written: list[Step] = []
+    for one in steps:
+        if one.kind in (ADD, KEEP):
+            written.append(one)
+        elif one.kind == PUT and any(one.begin < other.end and other.begin < one.end for other in written):
+            raise ScheduleError(
+                f"elements {one.begin} to {one.end} are overwritten before they are sent",
+                where="steps of a collective",
+                remedy="send and receive the same elements in a round, or others",
+            )

@@ -1,0 +1,89 @@
+"""Tensors of any size over a lane of shared memory, without waiting for the peer: what finds no room waits in a queue.
+
+It goes when there is room, whenever the rank uses the stream or sleeps. So sending never blocks, and there is no
+deadlock while each rank receives in the order in which the other sends.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from meshwright.comm.transport.base import MESSAGE_BYTES, Work
+from meshwright.comm.transport.shared_memory import SharedMemory
+
+SLOTS = 128
+"""Of a lane for a stream: 64 MiB may be on their way."""
+
+
+class _Part(NamedTuple):
+    """A message to come: where it goes, and what it is called in errors."""
+
+    into: Tensor
+    label: str
+
+
+class Stream:
+    """A channel over a lane."""
+
+    def __init__(self, lane: SharedMemory) -> None:
+        self._lane = lane
+        lane.while_waiting = self._flush
+        self._queue: deque[Tensor] = deque()
+        self._num_sent = 0  # put, or in the queue
+        self._num_put = 0
+        self._expected: deque[_Part] = deque()
+        self._num_done = 0
+
+    def send(self, tensor: Tensor) -> Work:
+        """Lay a tensor where the peer finds it, as far as there is room."""
+        for part in _parts(tensor):
+            self._queue.append(part)
+            self._num_sent += 1
+        self._flush()
+        return _Until(self._depart, self._num_sent)
+
+    def receive(self, into: Tensor, label: str = "") -> Work:
+        """Expect as much as ``into`` holds."""
+        self._expected.extend(_Part(part, label) for part in _parts(into))
+        return _Until(self._complete, self._num_done + len(self._expected))
+
+    def _depart(self, number: int) -> None:
+        """Wait until so many messages are where the peer finds them."""
+        self._flush()
+        while self._num_put < number:
+            self._lane.wait_for_room()
+            self._flush()
+
+    def _flush(self) -> bool:
+        """Put what waits, while there is room; whether some is left."""
+        while self._queue and self._lane.room():
+            self._lane.put(self._queue.popleft(), 0)
+            self._num_put += 1
+        return bool(self._queue)
+
+    def _complete(self, number: int) -> None:
+        """Wait for the peer's messages up to that one, in their order."""
+        self._flush()
+        while self._num_done < number:
+            part = self._expected[0]
+            label = part.label or f"message {self._num_done + 1}"
+            part.into.copy_(self._lane.take(part.into.numel(), part.into.dtype, 0, label))
+            self._lane.release()
+            self._expected.popleft()
+            self._num_done += 1
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    flat = tensor.view(-1)
+    step = MESSAGE_BYTES // tensor.element_size()
+    return [flat[begin : begin + step] for begin in range(0, flat.numel(), step)]
+
+
+class _Until:
+    def __init__(self, reach: Callable[[int], None], number: int) -> None:
+        self._reach, self._number = reach, number
+
+    def wait(self) -> None:
+        self._reach(self._number)

@@ -1,0 +1,84 @@
+"""Which algorithm a collective takes, as a text in a plan: one name for all, or names by operation and size.
+
+native                                                        torch.distributed's own
+exchange                                                      two ranks swap what they have, in one round
+all_reduce butterfly, 262144 rabenseifner; all_gather star    from 0 and from 262,144 bytes on; the rest native
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from meshwright.errors import PlanError
+from meshwright.schedules.collectives.operations import ALGORITHMS
+
+NATIVE = "native"
+EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star"}
+"""Algorithms of one round, where a group has two ranks."""
+
+Ranges = Sequence[tuple[int, str]]
+"""(bytes from which on, algorithm), rising."""
+
+
+@lru_cache(maxsize=4096)
+def chosen(text: str, operation: str, num_bytes: int) -> str:
+    """The algorithm of an operation over a vector of so many bytes.
+
+    Raises:
+        PlanError: the text names what there is not.
+    """
+    if " " not in text:
+        return _plain(operation, _known(operation, text, text))
+    found = NATIVE
+    for least, name in parsed(text).get(operation, ()):
+        if num_bytes >= least:
+            found = name
+    return _plain(operation, found)
+
+
+def runs(operation: str, name: str) -> bool:
+    """Whether an operation can be run by an algorithm of that name."""
+    return name == NATIVE or name in ALGORITHMS.get(operation, ()) or (name == "exchange" and operation in EXCHANGE)
+
+
+def _plain(operation: str, name: str) -> str:
+    return EXCHANGE[operation] if name == "exchange" else name
+
+
+@lru_cache(maxsize=256)
+def parsed(text: str) -> Mapping[str, Ranges]:
+    """The ranges by operation.
+
+    Raises:
+        PlanError: the text is not written so, or names what there is not.
+    """
+    result: dict[str, list[tuple[int, str]]] = {}
+    for part in text.split(";"):
+        operation, _, rest = part.strip().partition(" ")
+        for index, one in enumerate(rest.split(",")):
+            words = one.split()
+            if len(words) != 1 + (index > 0) or (index and not words[0].isdigit()):
+                raise PlanError(
+                    f"{one.strip()!r} is not a size and an algorithm",
+                    where=f"algorithms, {text!r}",
+                    remedy="write OPERATION NAME, BYTES NAME, ...; the first name needs no size",
+                )
+            result.setdefault(operation, []).append((int(words[0]) if index else 0, _known(operation, words[-1], text)))
+    return result
+
+
+def written(ranges: Mapping[str, Ranges]) -> str:
+    """The text of ranges, which begin at 0 each; ``native`` where all are."""
+    if all(name == NATIVE for each in ranges.values() for _, name in each):
+        return NATIVE
+    parts = []
+    for operation, each in ranges.items():
+        parts.append(f"{operation} " + ", ".join(f"{least} {name}" if least else name for least, name in each))
+    return "; ".join(parts)
+
+
+def _known(operation: str, name: str, text: str) -> str:
+    if operation not in ALGORITHMS or not runs(operation, name):
+        there = ", ".join((NATIVE, *ALGORITHMS[operation])) if operation in ALGORITHMS else ", ".join(ALGORITHMS)
+        what = f"algorithm {name!r} of {operation}" if operation in ALGORITHMS else f"operation {operation!r}"
+        raise PlanError(f"there is no {what}", where=f"algorithms, {text!r}", remedy=f"one of {there}")
+    return name

@@ -1,0 +1,376 @@
+"""Our collectives give what one process computes, in float64, for every algorithm, 2 to 4 ranks, any length and dtype,
+over shared memory, over send and receive, and between threads; ranks that differ, are lost or are late are named."""
+
+import gc
+import os
+import random
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm import collectives as running
+from meshwright.comm.collectives import Collectives
+from meshwright.comm.groups import collectives
+from meshwright.comm.transport import base, shared_memory
+from meshwright.comm.transport.base import Lane
+from meshwright.comm.transport.loopback import Loopback
+from meshwright.comm.transport.point_to_point import Wire
+from meshwright.errors import LostRankError, RankError
+from meshwright.schedules.collectives import ALGORITHMS
+from tests.distributed.pool import Ranks, RanksFailedError
+
+SIZES = (0, 5, 200)
+
+
+# --- every operation -------------------------------------------------------------------------------------------------
+
+
+def run_all(ours: Collectives, seed: int = 0) -> int:
+    """Every algorithm of every operation, once for each size; how many were compared."""
+    rank, size, draw = ours.rank, ours.num_ranks, random.Random(seed)
+    done = 0
+    for num in SIZES:
+        values = [_values(num, one, seed) for one in range(size)]
+        parts = [torch.stack([_values(num, one + size * other, seed) for other in range(size)]) for one in range(size)]
+        for name in ALGORITHMS["all_reduce"]:
+            mine = values[rank].clone()
+            ours.all_reduce(mine, "sum", name).wait()
+            _close(mine, sum(values))
+            done += 1
+        for op, reduce in (("max", torch.maximum), ("min", torch.minimum)):
+            mine, expected = values[rank].clone(), values[0]
+            for other in values[1:]:
+                expected = reduce(expected, other)
+            ours.all_reduce(mine, op, "ring").wait()
+            assert torch.equal(mine, expected)
+        for name in ALGORITHMS["reduce_scatter"]:
+            mine, into = parts[rank].clone(), torch.empty(num, dtype=torch.float64)
+            ours.reduce_scatter(mine, into, "sum", name).wait()
+            _close(into, sum(one[rank] for one in parts))
+            assert torch.equal(mine, parts[rank]), "the input stays"
+            whole = torch.empty(size, num, dtype=torch.float64)
+            ours.all_gather(values[rank], whole, name).wait()
+            assert torch.equal(whole, torch.stack(values))
+        for name in ALGORITHMS["reduce"]:
+            root = draw.randrange(size)
+            mine = values[rank].clone()
+            ours.broadcast(mine, root, name).wait()
+            assert torch.equal(mine, values[root])
+            mine = values[rank].clone()
+            ours.reduce(mine, root, "sum", name).wait()
+            if rank == root:
+                _close(mine, sum(values))
+        for name in ALGORITHMS["gather"]:
+            root = draw.randrange(size)
+            whole = torch.empty(size, num, dtype=torch.float64)
+            ours.gather(values[rank], whole, root, name).wait()
+            if rank == root:
+                assert torch.equal(whole, torch.stack(values))
+            mine = parts[rank].clone()
+            ours.scatter(mine, root, name).wait()
+            assert torch.equal(mine[rank], parts[root][rank])
+        counts = [[draw.randrange(num + 1) for _ in range(size)] for _ in range(size)]
+        for name in ALGORITHMS["all_to_all"]:
+            sent = [torch.cat([_values(n, 7 * i + j, seed) for j, n in enumerate(row)]) for i, row in enumerate(counts)]
+            came = [sent[i].split(row)[rank] for i, row in enumerate(counts)]
+            into = torch.empty(sum(map(len, came)), dtype=torch.float64)
+            ours.all_to_all(sent[rank], into, counts, name).wait()
+            assert torch.equal(into, torch.cat(came))
+    for name in ALGORITHMS["barrier"]:
+        ours.barrier(name)
+    return done
+
+
+def _values(num: int, rank: int, seed: int) -> Tensor:
+    return torch.randn(num, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * seed + rank))
+
+
+def _close(found: Tensor, expected: Tensor | int) -> None:
+    torch.testing.assert_close(found, torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
+
+
+def over_shared_memory(message_bytes: int) -> int:
+    with small_messages(message_bytes):
+        return run_all(_ours())
+
+
+def over_send_and_receive(message_bytes: int) -> int:
+    with small_messages(message_bytes):
+        return run_all(_over_wires())
+
+
+class small_messages:  # noqa: N801 - used like a function
+    """Messages of so many bytes, so that even short vectors take several."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._patch, self._num_bytes = pytest.MonkeyPatch(), num_bytes
+
+    def __enter__(self) -> None:
+        for module in (running, shared_memory, base):
+            self._patch.setattr(module, "MESSAGE_BYTES", self._num_bytes)
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.undo()
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _ours() -> Collectives:
+    return collectives(_world())
+
+
+def _over_wires() -> Collectives:
+    rank, size = _world().rank(), _world().size()
+    lanes: dict[int, Lane] = {peer: Wire(_world(), peer) for peer in range(size) if peer != rank}
+    return Collectives(rank, size, lanes, f"rank {rank}")
+
+
+@pytest.mark.parametrize(("num_ranks", "message_bytes"), [(2, 256), (3, 512), (4, 1024)])
+def test_every_algorithm_over_shared_memory(ranks: Ranks, num_ranks: int, message_bytes: int) -> None:
+    assert ranks(num_ranks, over_shared_memory, message_bytes)[0] == len(SIZES) * len(ALGORITHMS["all_reduce"])
+
+
+@pytest.mark.parametrize(("num_ranks", "message_bytes"), [(2, 2**19), (3, 1024)])
+def test_every_algorithm_over_send_and_receive(ranks: Ranks, num_ranks: int, message_bytes: int) -> None:
+    assert ranks(num_ranks, over_send_and_receive, message_bytes)[0] > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_every_algorithm_between_threads(num_ranks: int) -> None:
+    """Lanes that hold three messages, of 64 bytes each."""
+    each = threads(num_ranks, slots=3)
+    with small_messages(64):
+        found = together([lambda one=one: run_all(one) for one in each])  # type: ignore[misc]
+    assert found == [len(SIZES) * len(ALGORITHMS["all_reduce"])] * num_ranks
+
+
+def threads(num_ranks: int, slots: int) -> list[Collectives]:
+    lanes: list[dict[int, Lane]] = [{} for _ in range(num_ranks)]
+    for one in range(num_ranks):
+        for other in range(one):
+            lanes[one][other], lanes[other][one] = Loopback.pair(one, other, slots)
+    return [Collectives(rank, num_ranks, each) for rank, each in enumerate(lanes)]
+
+
+def together(calls: list[Callable[[], object]]) -> list[object]:
+    """What calls return that are made at the same time, each in a thread of its own."""
+    found: list[object] = [None] * len(calls)
+
+    def call(index: int) -> None:
+        try:
+            found[index] = calls[index]()
+        except Exception as error:  # noqa: BLE001 - told by the comparison with what was expected
+            found[index] = error
+
+    started = [threading.Thread(target=call, args=(index,)) for index in range(len(calls))]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join(60)
+    return found
+
+
+# --- many at once ----------------------------------------------------------------------------------------------------
+
+
+def overlapping(seed: int) -> bool:
+    """Collectives of all sizes are started, and waited for in another order, some after all have been started."""
+    ours, draw = _ours(), random.Random(seed)
+    size, rank = _world().size(), _world().rank()
+    waiting = []
+    for index in range(60):
+        num = draw.choice([0, 1, 7, 1000, 300_000, draw.randrange(20_000)])
+        dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.int64])
+        name = draw.choice([one for one in ALGORITHMS["all_reduce"] if one != "one-by-one"])
+        whole = [torch.full((num,), index % 5 + one, dtype=dtype) for one in range(size)]
+        mine = whole[rank].clone()
+        expected = torch.stack(whole).sum(0, dtype=dtype)
+        waiting.append((ours.all_reduce(mine, "sum", name, f"{index}"), mine, expected))
+        if draw.random() < 0.05:
+            time.sleep(0.002 * rank)
+        while waiting and draw.random() < 0.4:
+            work, value, expected = waiting.pop(draw.randrange(len(waiting)))
+            work.wait()
+            assert torch.equal(value, expected)
+    for work, value, expected in waiting:
+        work.wait()
+        assert torch.equal(value, expected)
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_several_may_be_under_way(ranks: Ranks, num_ranks: int, seed: int) -> None:
+    assert all(ranks(num_ranks, overlapping, seed))
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def ours_over(kind: str) -> Collectives:
+    return _ours() if kind == "shared memory" else _over_wires()
+
+
+def differing(kind: str, lanes: str) -> str:
+    ours, rank = ours_over(lanes), _world().rank()
+    ours.all_reduce(torch.zeros(3), label="first").wait()
+    last = rank == _world().size() - 1
+    value = torch.zeros(
+        10 + (kind == "size" and last), dtype=torch.int32 if kind == "dtype" and last else torch.float32
+    )
+    try:
+        if kind == "order" and last:
+            ours.all_gather(value, torch.zeros(_world().size(), 10), label="axis tp").wait()
+        else:
+            ours.all_reduce(value, "max" if kind == "op" and last else "sum", label="axis dp").wait()
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+USUAL = "all_reduce of 10 x float32, sum, butterfly (axis dp)"
+THEIRS = {
+    "size": "all_reduce of 11 x float32, sum, butterfly (axis dp)",
+    "dtype": "all_reduce of 10 x int32, sum, butterfly (axis dp)",
+    "op": "all_reduce of 10 x float32, max, butterfly (axis dp)",
+    "order": "all_gather of {} x float32, sum, star (axis tp)",
+}
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_ranks_that_differ_are_named_with_what_each_was_in(ranks: Ranks, kind: str) -> None:
+    first, second = ranks(2, differing, kind, "shared memory")
+    assert first.startswith("rank 1: it sent ")
+    assert second.startswith("rank 0: it sent ")
+    assert f"rank 0 is in #2 {USUAL}" in first
+    theirs = THEIRS[kind].format(20)
+    assert f"rank 1 was in #2 {theirs}" in first
+    assert f"rank 1 is in #2 {theirs}" in second
+
+
+@pytest.mark.parametrize("lanes", ["shared memory", "send and receive"])
+@pytest.mark.parametrize("kind", THEIRS)
+def test_all_of_three_report_that_one_differs(ranks: Ranks, kind: str, lanes: str) -> None:
+    """Also one that waits for a rank that does as it does."""
+    told = ranks(3, differing, kind, lanes)
+    theirs = THEIRS[kind].format(30)
+    for rank, report in enumerate(told):
+        assert "it sent " in report, report
+        assert f"rank {rank} is in #2 {theirs if rank == 2 else USUAL}" in report
+    assert any(f"rank 2 was in #2 {theirs}" in report for report in told[:2]), told
+
+
+def lost(lanes: str, after: int) -> None:
+    """Rank 1 is killed after so many of its steps of an all-reduce that has about a dozen."""
+    ours, rank = ours_over(lanes), _world().rank()
+    ours.all_reduce(torch.zeros(3), label="first").wait()
+    done = 0
+
+    def step(self: Any, *given: Any) -> None:
+        nonlocal done
+        if rank == 1 and done == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done += 1
+        usual(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        usual = running._Run._do
+        patch.setattr(running._Run, "_do", step)
+        with pytest.raises(LostRankError) as caught:
+            ours.all_reduce(torch.zeros(500_000), algorithm="ring", label="second").wait()
+    assert caught.value.where == "rank 1", caught.value
+    assert f"rank {rank} is in #2 all_reduce of 500000 x float32, sum, ring (second)" in str(caught.value)
+    if lanes == "shared memory":
+        assert re.search(r"rank 1 was in #2 all_reduce.*has ended", str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("after", [0, 3, 9])
+@pytest.mark.parametrize("lanes", ["shared memory", "send and receive"])
+def test_a_rank_that_is_killed_in_the_middle_is_named_by_all_others(ranks: Ranks, lanes: str, after: int) -> None:
+    with pytest.raises(RanksFailedError) as error:
+        ranks(3, lost, lanes, after)
+    assert list(error.value.failures) == [1], error.value
+
+
+def share_and_forget() -> tuple[int, int, list[str]]:
+    """How much more of this process's memory is shared with another rank: while there are collectives, and after they
+    failed and were dropped; and the files that were made."""
+    before, usual = set(os.listdir("/dev/shm")), _shared_parts()
+    me, others = _world().rank(), [one for one in range(_world().size()) if one != _world().rank()]
+    store = _world().get_group_store()
+    made = {peer: shared_memory.SharedMemory.connect(store, "forgotten", me, peer, 0.2) for peer in others}
+    ours = Collectives(me, _world().size(), {peer: lane for peer, lane in made.items() if lane is not None})
+    held = _shared_parts() - usual
+    if me == 0:
+        with pytest.raises(LostRankError):
+            ours.all_reduce(torch.zeros(500_000), algorithm="ring").wait()
+    files = sorted(set(os.listdir("/dev/shm")) - before)
+    del ours, made
+    return held, _shared_parts() - usual, files
+
+
+def _shared_parts() -> int:
+    gc.collect()
+    return sum("meshwright" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_no_file_is_made_and_no_memory_is_kept(ranks: Ranks) -> None:
+    assert ranks(2, share_and_forget) == [(2, 0, []), (2, 0, [])]
+
+
+def late() -> str:
+    ours = _ours()
+    ours.all_reduce(torch.zeros(3), label="first").wait()
+    message = ""
+    if _world().rank() == 0:
+        for lane in ours._lanes.values():
+            lane.timeout_s = 0.1  # type: ignore[attr-defined]
+        with pytest.raises(LostRankError) as error:
+            ours.all_reduce(torch.zeros(10), label="second").wait()
+        with pytest.raises(LostRankError):  # for good: nobody knows what is still on its way
+            ours.all_reduce(torch.zeros(10))
+        message = str(error.value)
+    dist.barrier()
+    return message
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(ranks: Ranks) -> None:
+    told = ranks(2, late)[0]
+    assert told.startswith("rank 1: it has sent nothing for 0.1 s")
+    assert "rank 0 is in #2 all_reduce of 10 x float32, sum, butterfly (second)" in told
+    assert (
+        "rank 1 was in #1 all_reduce of 3 x float32, sum, butterfly (first), has last sent to this rank in #1" in told
+    )
+
+
+def without_memory() -> str:
+    """Rank 1 may make no file as large as that, also not in memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if _world().rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        _ours()
+    except RankError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return ""
+
+
+def test_memory_that_one_rank_cannot_have_is_an_error_on_all(ranks: Ranks) -> None:
+    one, *others = ranks(3, without_memory)
+    assert one.startswith("rank 1: no 4 MiB of memory to share with another rank: File too large\n  -> free memory")
+    assert others == [one, one]
