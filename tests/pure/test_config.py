@@ -38,6 +38,11 @@ def message(text: str = TEXT, *options: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(("text", "parts"), [("2", (2,)), ("2,2", (2, 2)), ("[2, 1]", (2, 1))])
+def test_lists_need_no_brackets(text: str, parts: tuple[int, ...]) -> None:
+    assert made(TEXT, "--layout.spatial", text).layout.chosen() == Layout(dp=-1, spatial=parts)
+
+
 def test_what_is_not_said_has_its_default() -> None:
     run = made()
     assert isinstance(run.model, GPTModel)
@@ -143,6 +148,7 @@ def test_options_do_not_change_the_tables_they_are_put_into() -> None:
         (["--steps", "3"], "--steps: there is no such key in RUN.toml\n  -> did you mean `--train.steps`?"),
         (["--optimizer.lr", "high"], "--optimizer.lr: 'high': Expected `float`, got `str`"),
         (["--train.steps", "0"], "--train.steps: '0': Expected `int` >= 1"),
+        (["--layout.zero", "4"], "--layout.zero: '4': Invalid enum value 4\n  -> give one of 0, 1, 2, 3"),
         (["--train.steps"], "--train.steps: has no value"),
         (["--optimizer", "sgd"], "--optimizer: is a table\n  -> give one of its keys"),
         (["--optimizer.momentum", "1"], "--optimizer.momentum: there is no such key in RUN.toml\n  -> only another"),

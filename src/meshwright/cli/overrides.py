@@ -84,10 +84,11 @@ def _override(raw: dict[str, Any], option: str, text: str) -> None:
 
 
 def _value(text: str, kind: Any, option: str) -> Any:
-    """The text as the type that the key has: TOML where it is, else the text itself."""
+    """The text as the type that the key has: TOML where it is, else the text itself, or a list without brackets."""
     candidates: list[Any] = [text]
-    with suppress(msgspec.DecodeError):
-        candidates.insert(0, msgspec.toml.decode(f"value = {text}".encode())["value"])
+    for index, toml in enumerate((text, f"[{text}]")):
+        with suppress(msgspec.DecodeError):
+            candidates.insert(2 * index, msgspec.toml.decode(f"value = {toml}".encode())["value"])
     problem = ""
     for candidate in candidates:
         try:
@@ -96,7 +97,11 @@ def _value(text: str, kind: Any, option: str) -> Any:
             problem = problem or str(error)
             continue
         return candidate
-    raise FileFormatError(f"{text!r}: {problem}", where=f"--{option}", remedy="correct the value")
+    node = inspect.type_info(kind)
+    literals = [one for one in getattr(node, "types", (node,)) if isinstance(one, inspect.LiteralType)]
+    allowed = ", ".join(str(value) for one in literals for value in one.values)
+    remedy = f"give one of {allowed}" if allowed else "correct the value"
+    raise FileFormatError(f"{text!r}: {problem}", where=f"--{option}", remedy=remedy)
 
 
 def _unknown_option(option: str, beside: Sequence[str] = ()) -> FileFormatError:
