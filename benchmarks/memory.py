@@ -59,14 +59,15 @@ def peak_bytes(case: Case) -> int:
     """What two steps need at their peak beyond what is there before the first: VmHWM minus resident memory."""
     trainer, batch = trainer_of(case, MODELS[case.model])
     gc.collect()
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):
         trainer.step(batch)
-    return _status("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
-def _status(key: str) -> int:
+def status_bytes(key: str) -> int:
+    """A line of this process's status: ``VmRSS`` is resident now, ``VmHWM`` was at most."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 

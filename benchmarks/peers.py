@@ -1,15 +1,17 @@
-"""What the foundation is measured against, each written as its own documentation advises, for the same GPT."""
+"""What we are measured against, each written as its own documentation advises, for the same model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,6 +26,7 @@ from meshwright.models import GPT, language_model_loss
 from meshwright.models.gpt import Attention
 
 Batch = Mapping[str, Tensor]
+Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
 Optimizer = Callable[..., torch.optim.Optimizer]
 StepOn = Callable[[Batch], Tensor]
 
@@ -33,10 +36,26 @@ def eager(model: GPT, optimizer: Optimizer) -> StepOn:
     return _training_step(model, optimizer(model.parameters()))
 
 
-def data_parallel(model: GPT, optimizer: Optimizer, **options: bool) -> StepOn:
+def data_parallel(
+    model: nn.Module, optimizer: Optimizer, loss_fn: Loss = language_model_loss, **options: bool
+) -> StepOn:
     """DistributedDataParallel; the step takes this rank's part of the batch."""
     wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
-    return _training_step(wrapped, optimizer(wrapped.parameters()))
+    return _training_step(wrapped, optimizer(wrapped.parameters()), loss_fn)
+
+
+def fully_sharded(
+    model: GPT, optimizer: Optimizer, loss_fn: Loss = language_model_loss, *, foreach: bool | None = None
+) -> StepOn:
+    """FSDP2: ``fully_shard`` on every block, then on what is left; the step takes this rank's part of the batch.
+
+    ``foreach`` has the optimizer work through all parameters at once, not one DTensor after the other.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _training_step(model, optimizer(model.parameters(), foreach=foreach), loss_fn)
 
 
 def tensor_parallel(
@@ -64,11 +83,13 @@ def tensor_parallel(
     parallelize_module(model, mesh, plan)
     if tied:
         model.head.weight = model.token_embedding.weight
-    loss = _vocabulary_loss if vocabulary else None
     split = [value for value in model.parameters() if isinstance(value, DTensor)]
     whole = [value for value in model.parameters() if not isinstance(value, DTensor)]
     # Two groups, because the fast path of optimizers takes either kind but not both at once.
-    return _training_step(model, optimizer([{"params": split}, {"params": whole}], foreach=foreach), loss)
+    stepped = optimizer([{"params": split}, {"params": whole}], foreach=foreach)
+    if vocabulary:
+        return _training_step(model, stepped, _vocabulary_loss, loss_parallel)
+    return _training_step(model, stepped)
 
 
 class _LocalHeads(nn.Module):
@@ -99,12 +120,13 @@ def _vocabulary_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, 
 def _training_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]] | None = None,
+    loss_fn: Loss = language_model_loss,
+    context: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepOn:
     def step(batch: Batch) -> Tensor:
         optimizer.zero_grad()
-        with loss_parallel() if loss_fn is not None else nullcontext():
-            loss, _ = (loss_fn or language_model_loss)(model, batch)
+        with context():
+            loss, _ = loss_fn(model, batch)
             loss.backward()
         optimizer.step()
         return loss.detach()

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from meshwright.bench.lint import lint
 from meshwright.bench.machine import this_machine, versions
 from meshwright.ir import files
@@ -27,8 +29,13 @@ def judged(
     num_ranks: int,
     steps: int,
     losses: Mapping[str, Sequence[float]],
+    loss_spread: float | None = None,
 ) -> Comparison:
-    """Our seconds over the fastest peer's, which must be at most ``limit``; more ranks than cores are only reported."""
+    """Our seconds over the fastest peer's, which must be at most ``limit``; more ranks than cores are only reported.
+
+    Losses that differ by more than ``loss_spread`` (None: by anything) fail, whatever the ratio: the sides compute
+    different things.
+    """
     run = new_run()
     series = {
         name: Series.of(list(values), steps=steps, settings=settings, run=run, losses=tuple(losses[name]))
@@ -38,10 +45,16 @@ def judged(
     fastest = min(peers, key=lambda name: series[name].value_s)
     found = ratio(seconds[ours], seconds[fastest])
     verdict: Verdict = "reported" if num_ranks > num_cores() else "pass" if found.value <= limit else "fail"
+    measured = f"{found}: {ms(series[ours].value_s)} against {ms(series[fastest].value_s)} ({fastest})"
+    if loss_spread is not None:
+        spread = float(np.ptp(np.array(list(losses.values())), axis=0).max())
+        if not spread <= loss_spread:
+            verdict = "fail"
+            measured += f"; the sides do not compute the same: their losses differ by {spread:.1e}"
     return Comparison(
         target=target,
         verdict=verdict,
-        measured=f"{found}: {ms(series[ours].value_s)} against {ms(series[fastest].value_s)} ({fastest})",
+        measured=measured,
         series=series,
         ours=ours,
         baseline=fastest,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import meshwright as mw
-from benchmarks import foundation, kills, matrix, pipelines, report
+from benchmarks import foundation, kills, matrix, pipelines, prediction, report, zero
+from meshwright import models
 from meshwright.bench.lint import lint
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
 from meshwright.ir import files
@@ -62,6 +65,47 @@ def test_peers_train_the_same_model(ranks: Ranks, layout: mw.Layout, peers: dict
         assert len(set(losses[foundation.OURS])) == foundation.NUM_BATCHES, "it trains"
 
 
+@pytest.mark.parametrize(
+    ("stage", "peers"), [(3, zero.FSDP), (1, zero.DDP)], ids=["fully_shard", "DistributedDataParallel"]
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_peers_of_zero_train_the_same_model(ranks: Ranks, stage: int, peers: zero.Peers) -> None:
+    model = zero.Model("tiny", tiny, models.language_model_loss, partial(prediction.text, length=8, vocabulary=256), 8)
+    comparison = zero.Comparison(model, mw.Layout(dp=2, zero=stage), peers, 1.0)
+    for seconds, losses in ranks(zero.NUM_RANKS, zero.measure, comparison, 1, 1):
+        assert list(seconds) == list(losses) == [foundation.OURS, *peers]
+        for found in losses.values():
+            assert found == pytest.approx(losses[foundation.OURS], abs=foundation.LOSS_SPREAD)
+        assert len(set(losses[foundation.OURS])) == foundation.NUM_BATCHES, "it trains"
+
+
+def test_every_reference_model_is_compared_with_data_parallel() -> None:
+    known = {one for name in models.__all__ if isinstance(one := getattr(models, name), type)}
+    compared = {type(one.model.make()) for one in zero.COMPARISONS if not one.layout.zero}
+    assert compared == {one for one in known if issubclass(one, nn.Module)}
+
+
+def test_memory_is_judged_by_the_rank_that_needs_most_and_not_on_small_cases() -> None:
+    gib = 2**30
+    predicted, found = zero.Memory(4 * gib, 4 * gib), [zero.Memory(gib, 4 * gib), zero.Memory(4 * gib, 5 * gib)]
+    persistent, peak = zero.compared(zero.LAYOUTS[0], predicted, found)
+    assert (persistent.verdict, peak.verdict) == ("pass", "fail")
+    assert peak.measured == "-20.0%: predicted 4096 MiB, measured 5120 MiB"
+    small = zero.Memory(gib // 2, gib // 2)
+    assert {one.verdict for one in zero.compared(zero.LAYOUTS[0], small, [small])} == {"fail"}
+
+
+def test_sides_that_compute_different_things_fail() -> None:
+    seconds = {"a": [1.0] * 5, "b": [2.0] * 5}
+    common: dict[str, Any] = {"settings": "s", "num_ranks": 1, "steps": 1, "loss_spread": 0.1}
+    same = report.judged("t", seconds, "a", 1.0, losses={"a": [1.0], "b": [1.05]}, **common)
+    other = report.judged("t", seconds, "a", 1.0, losses={"a": [1.0], "b": [1.2]}, **common)
+    assert (same.verdict, other.verdict) == ("pass", "fail")
+    assert other.measured.endswith("the sides do not compute the same: their losses differ by 2.0e-01")
+    lost = report.judged("t", seconds, "a", 1.0, losses={"a": [1.0], "b": [float("nan")]}, **common)
+    assert lost.verdict == "fail"
+
+
 class Canned:
     """In place of the pool of ranks: what they would return."""
 
@@ -84,7 +128,7 @@ class Canned:
 
 
 def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (foundation, pipelines):
+    for module in (foundation, pipelines, zero):
         monkeypatch.setattr(module, "Ranks", Canned)
     for module in (report, pipelines):
         monkeypatch.setattr(module, "num_cores", lambda: 2)
@@ -94,10 +138,14 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
     foundation.write(found, 5, 1)
     found = [pipelines.speed(pipelines.CASES[0], 5, 1), pipelines.throughput(5, 1)]
     report.write("pipelines", "Pipelines", "make bench-pipelines", "a step", pipelines.settings(), found, "text")
-    for name in ("foundation", "pipelines"):
+    found = [zero.speed(one, 5, 1) for one in zero.COMPARISONS]
+    memory = zero.Memory(2 * 2**30, 3 * 2**30)
+    zero.write([*found, *zero.compared(zero.LAYOUTS[0], memory, [memory, memory])], 5, 1)
+    expected = {"foundation": "pass", "pipelines": "pass", "zero": "fail"}  # 0.97 is more than 0.85 x fully_shard
+    for name, first in expected.items():
         written = files.load(tmp_path / f"{name}.json", Result)
         assert lint(written) == ()
-        assert [finding.verdict for finding in written.findings][:2] == ["pass", "pass"]
+        assert [finding.verdict for finding in written.findings][:2] == [first, "pass"]
     assert "| meshwright | 300.0 ms | 290.0 ms | 320.0 ms |" in (tmp_path / "foundation.md").read_text()
     with pytest.raises(ValueError, match=r"timed: nothing says what is timed"):
         report.write("none", "None", "make none", "", pipelines.settings(), found, "text")
