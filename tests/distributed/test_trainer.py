@@ -302,7 +302,7 @@ def widened_state_into_plain_model(layout: mw.Layout, make: Callable[[bool], Sub
 
 
 def whole_and_split(layout: mw.Layout) -> tuple[dict[str, bool], dict[str, bool], bool]:
-    mine, _ = fresh(lambda: oracle.gpt(False))
+    mine, _ = fresh(lambda: oracle.gpt(False, vocabulary=oracle.LARGE_VOCABULARY))
     before = dict(mine.model.named_parameters())
     trainer = trainer_of(mine, layout)
     trainer.step(mine.batches[0])
