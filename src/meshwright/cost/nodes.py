@@ -12,7 +12,7 @@ The walk is that of ``lower/spmd.py`` and ``lower/pipeline.py``, on sizes instea
 from dataclasses import dataclass, field
 from math import prod
 
-from meshwright.cost.decomposed import Decomposed, Exchange
+from meshwright.cost.decomposed import Decomposed, Exchange, Fetch
 from meshwright.cost.operators import Cost, Parts, Rates, operator_cost
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
 from meshwright.ir.kind import kind_of
@@ -36,7 +36,8 @@ _WRITES_INTO = frozenset({"aten.mm", "aten.add", "aten.sum"})
 class Node:
     """Something that runs in one go: kernels, then collectives. ``storages`` are the memory that it makes, by key, with
     bytes; ``early`` says that its collectives could start as soon as its input is made, ``accumulates`` that it adds to
-    what is there before the micro-batch; ``scratch_bytes`` are needed while it runs."""
+    what is there before the micro-batch, ``halo`` that it is rows of neighbours and nothing else; ``scratch_bytes`` are
+    needed while it runs."""
 
     what: str
     phase: str
@@ -50,6 +51,7 @@ class Node:
     in_place: bool = False
     returned: bool = False
     accumulates: bool = False
+    halo: bool = False
     scratch_bytes: int = 0
 
 
@@ -86,6 +88,7 @@ class StageNodes:
         self._readers = _storage_readers(graph)
         self._consumers = graph.consumers()
         self.decomposed = Decomposed(self.parts)
+        self.halos: dict[tuple[object, ...], Node] = {}
         self._walk()
 
     # --- the walk --------------------------------------------------------------------------------------------------
@@ -154,7 +157,8 @@ class StageNodes:
         node = Node(
             operator.name, phase, operator.name, cost, inputs, in_place=base in _IN_PLACE, scratch_bytes=scratch
         )
-        inside = self.decomposed.of(operator, strategy, inputs)
+        inside = self.decomposed.of(operator, strategy)
+        node.inputs += [self._fetched(operator, inputs[one.operand], one, phase) for one in inside.fetched]
         node.exchanges += inside.exchanges
         node.cost += self.rates.stream("copy", 2 * inside.copied_bytes)
         node.scratch_bytes += inside.copied_bytes
@@ -169,6 +173,16 @@ class StageNodes:
             else:
                 node.views.append(storage)
             self._put(name, placements, node, phase)
+
+    def _fetched(self, operator: Operator, value: Node, fetch: Fetch, phase: str) -> Node:
+        """The rows of neighbours, which are kept for whoever reads them too."""
+        key = (value, *fetch.key)
+        if key not in self.halos:
+            node = Node(f"{fetch.exchange.what}", phase, operator.name, Cost(), [value], [fetch.exchange], halo=True)
+            node.storages[f"{operator.name} {fetch.exchange.what}"] = fetch.num_bytes
+            self.nodes.append(node)
+            self.halos[key] = node
+        return self.halos[key]
 
     def _scratch_bytes(self, operator: Operator, strategy: Strategy) -> int:
         """oneDNN convolutions copy images in blocks of channels: one of them, for the weights' gradient both."""
