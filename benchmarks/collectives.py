@@ -103,7 +103,7 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
 def _mpi(value: torch.Tensor) -> Callable[[], object] | None:
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
         return None
-    from mpi4py import MPI as mpi  # type: ignore[import-not-found]
+    from mpi4py import MPI as mpi
 
     array, world = value.numpy(), mpi.COMM_WORLD
     return lambda: world.Allreduce(mpi.IN_PLACE, array)

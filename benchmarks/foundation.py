@@ -106,7 +106,7 @@ def sides_of(comparison: Comparison) -> Sides:
         if comparison.layout.tp > 1:
             sides[name] = over(peers.tensor_parallel(peer, ranks, sgd, **options), batches)
         elif comparison.layout.dp > 1:
-            sides[name] = over(peers.data_parallel(peer, sgd, **options), parts)
+            sides[name] = over(peers.data_parallel(peer, sgd, language_model_loss, **options), parts)
         else:
             sides[name] = over(peers.eager(peer, sgd), batches)
     return sides

@@ -71,7 +71,8 @@ def test_peers_train_the_same_model(ranks: Ranks, layout: mw.Layout, peers: dict
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_peers_of_zero_train_the_same_model(ranks: Ranks, stage: int, peers: zero.Peers) -> None:
     model = zero.Model("tiny", tiny, models.language_model_loss, partial(prediction.text, length=8, vocabulary=256), 8)
-    comparison = zero.Comparison(model, mw.Layout(dp=2, zero=stage), peers, 1.0)
+    layout = mw.Layout(dp=2, zero=3 if stage == 3 else 1)
+    comparison = zero.Comparison(model, layout, peers, 1.0)
     for seconds, losses in ranks(zero.NUM_RANKS, zero.measure, comparison, 1, 1):
         assert list(seconds) == list(losses) == [foundation.OURS, *peers]
         for found in losses.values():

@@ -86,10 +86,10 @@ CASES = [
     ("U-Net", mw.Layout(spatial=(2,))),
     ("U-Net", mw.Layout(spatial=(1, 2), microbatches=2, recompute="full")),
     ("U-Net", mw.Layout(spatial=(2,), pp=2, microbatches=2)),
-    ("U-Net of one image", mw.Layout(spatial=(4,))),
+    ("U-Net of one image", mw.Layout(spatial=(2, 2))),
     ("ResNet", mw.Layout(spatial=(2, 2))),
     ("ResNet", mw.Layout(dp=2, spatial=(2,))),
-    ("signals", mw.Layout(spatial=(4,))),
+    ("signals", mw.Layout(spatial=(2,))),
     ("volumes", mw.Layout(spatial=(2, 1, 2))),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,6 +19,7 @@ from meshwright.cost.closed_form import predict_step
 from meshwright.cost.operators import Rates
 from meshwright.cost.optimizer import ADAMW, MOMENTUM, SGD
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.ir.halo import most_rows
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import Schedule
@@ -26,7 +27,16 @@ from meshwright.ir.stages import cut
 from meshwright.lower.pipeline import lower_stage
 from meshwright.lower.program import StageProgram
 from meshwright.lower.spmd import lower
-from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, language_model_loss
+from meshwright.models import (
+    GPT,
+    MLP,
+    GPTConfig,
+    ResNet,
+    UNet,
+    classification_loss,
+    language_model_loss,
+    segmentation_loss,
+)
 from meshwright.ops import collectives
 from meshwright.planner.explicit import plan_layout
 from meshwright.schedules.passes import add_communication, add_reduction
@@ -40,6 +50,8 @@ KINDS = {
     collectives.REDUCE_SCATTER: "reduce_scatter",
     collectives.GATHER_PARTS: "all_gather",
     collectives.REDUCE_TO_PARTS: "reduce_scatter",
+    collectives.HALO_EXCHANGE: "halo",
+    collectives.HALO_REDUCE: "halo",
 }
 
 
@@ -51,6 +63,9 @@ def captured(model: str) -> Capture:
         config = GPTConfig(layers=2, width=32, heads=4, vocabulary=64, sequence_length=16)
         return capture(GPT(config), language_model_loss, {"tokens": tokens, "targets": tokens})
     label = torch.zeros(8, dtype=torch.int64)
+    if model == "U-Net":
+        picture = {"image": torch.zeros(2, 3, 16, 16), "label": torch.zeros(2, 16, 16, dtype=torch.int64)}
+        return capture(UNet(1, 4), segmentation_loss, picture)
     if model == "ResNet":
         return capture(ResNet(8, 4), classification_loss, {"image": torch.zeros(8, 3, 16, 16), "label": label})
     return capture(MLP((16, 32, 32, 10)), classification_loss, {"inputs": torch.zeros(8, 16), "label": label})
@@ -77,15 +92,27 @@ def programs_of(model: str, plan: Plan) -> list[StageProgram]:
 
 
 def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
-    """The collectives of a lowered graph: kind, axis, bytes of the whole vector."""
+    """The collectives of a lowered graph: kind, axis, bytes of the whole vector, or of what the busiest rank gets."""
     found: Counter[tuple[str, str, int]] = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and node.target in KINDS:
-            axis = next(argument for argument in node.args if argument in ("dp", "dp_shard", "tp", "pp"))
+            axis = next(argument for argument in node.args if argument in ("dp", "dp_shard", "tp", "pp", "sy", "sx"))
             value = node.meta["val"]
+            if KINDS[node.target] == "halo":
+                found["halo", str(axis), halo_bytes(node)] += 1
+                continue
             largest = max(value.numel(), sum(one.meta.get("val", value).numel() for one in node.all_input_nodes))
             found[KINDS[node.target], str(axis), largest * value.element_size()] += 1
     return found
+
+
+def halo_bytes(node: fx.Node) -> int:
+    """What the busiest rank of a halo exchange gets."""
+    given, dim, lows, highs, *rest = cast(Any, node.args)
+    value = given.meta["val"]
+    rows = value.shape[dim] if node.target is collectives.HALO_EXCHANGE else rest[0]
+    ranges = tuple(zip(lows, highs, strict=True))
+    return int(value.numel() // value.shape[dim] * most_rows(ranges, rows) * value.element_size())
 
 
 def counted(pieces: tuple[Piece, ...]) -> Counter[tuple[str, str, int]]:
@@ -96,6 +123,8 @@ WHOLE = [
     ("GPT", {"dp": 2}), ("GPT", {"tp": 2}), ("GPT", {"dp": 2, "tp": 2}), ("MLP", {"dp": 2}), ("MLP", {"tp": 2}),
     ("ResNet", {"dp": 2}), ("GPT", {"dp": 2, "zero": 1}), ("GPT", {"dp": 2, "tp": 2, "zero": 2}),
     ("GPT", {"dp": 4, "zero": 2, "zero_ranks": 2}), ("ResNet", {"dp": 2, "zero": 1}),
+    ("ResNet", {"dp": 2}), ("ResNet", {"spatial": (2,)}), ("ResNet", {"dp": 2, "spatial": (2,)}),
+    ("U-Net", {"spatial": (2, 2)}),
 ]  # fmt: skip
 
 
@@ -130,6 +159,8 @@ STAGED: list[tuple[str, dict[str, Any]]] = [
     ("GPT", {"dp": 2, "tp": 2, "zero": 3}),
     ("MLP", {"dp": 2, "zero": 3}),
     ("ResNet", {"dp": 2, "zero": 3}),
+    ("ResNet", {"pp": 2, "spatial": (2,), "microbatches": 2}),
+    ("U-Net", {"spatial": (2,), "microbatches": 2, "recompute": "full"}),
 ]
 PHASES = {"F": ("forward",), "B": ("backward",), "I": ("input",), "W": ("weight",)}
 

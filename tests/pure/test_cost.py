@@ -107,6 +107,18 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, stride: 
         assert whole == network.all_to_all_s(num_bytes, group) == 0
 
 
+def test_a_halo_costs_what_its_slowest_pair_of_neighbours_does() -> None:
+    """Two boxes of 8: inside of one over NVLink, between them over the network, whose links 8 devices share."""
+    network, levels = Network(load_cluster(DGX, 16)), load_cluster(DGX, 16).levels
+    inside, between = network.halo_s(1e7, Group(4)), network.halo_s(1e7, Group(2, 8))
+    assert inside == pytest.approx(network.start_s + levels[0].alpha_s + 1e7 * levels[0].shared_beta_s_per_byte(1))
+    assert between == pytest.approx(network.start_s + levels[1].alpha_s + 1e7 * levels[1].shared_beta_s_per_byte(8))
+    alone = network.start_s + levels[1].alpha_s + 1e7 * levels[1].shared_beta_s_per_byte(1)
+    assert network.halo_s(1e7, Group(16)) == pytest.approx(max(inside, alone))
+    assert max(inside, alone) < between
+    assert network.halo_s(1e7, Group(1)) == 0
+
+
 def test_ranks_of_a_box_share_its_adapters() -> None:
     eight, four = (Network(load_cluster(f"a100-80gb-dgx-{fabric}", 64)) for fabric in ("hdr200x8", "hdr200x4"))
     spread = Group(8, 8)  # one rank of each box; seven more such groups beside it

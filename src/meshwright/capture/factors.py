@@ -199,13 +199,21 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
         tuple(refined(operand, False, index) for index, operand in enumerate(pattern.inputs)),
         tuple(refined(operand, True, index) for index, operand in enumerate(pattern.outputs)),
     )
-    kept = {name: value for name, value in decompositions.items() if name not in doubled}
+    kept = {name: _renamed(value, became) for name, value in decompositions.items() if name not in doubled}
     joint: dict[str, tuple[str, ...]] = {}
     for name, members in bound.rule.joint.items():
         outermost = tuple(became[member][0] for member in members if became[member])
         if len(outermost) == len(members) and not (fixed - set(kept)) & set(outermost):
             joint[name], became[name] = outermost, (name,)
             sizes[name] = math.gcd(*(sizes[letter] for letter in outermost))
-            kept[name] = bound.rule.decompositions[name]
+            kept[name] = _renamed(bound.rule.decompositions[name], became)
     rule = Rule(pattern=str(text), sizes=sizes, reduction=bound.rule.reduction, decompositions=kept, joint=joint)
     return rule, classes, became
+
+
+def _renamed(texts: tuple[str, ...], became: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """What a decomposition communicates (``sum 2 c``), by the letters that its own became."""
+    return tuple(
+        " ".join([first, *(letter for word in rest for letter in became.get(word, (word,)))])
+        for first, *rest in map(str.split, texts)
+    )

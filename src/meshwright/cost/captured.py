@@ -148,7 +148,7 @@ class _Stage:
             return False
         if node not in self.repeated:
             self.repeated[node] = False
-            if node.exchanges and node.early:
+            if node.exchanges and (node.early or node.halo):
                 self.repeated[node] = all(self._again(source) for source in node.inputs)
             elif self.again.whole_block(node.operator):
                 block = self.again.block(node.operator)

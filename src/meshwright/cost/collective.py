@@ -103,8 +103,12 @@ class Network:
             return 0.0
         if (measured := self._table_s("send", num_bytes, Group(2, group.stride))) is not None:
             return measured
-        paths = [(level.alpha_s, level.shared_beta_s_per_byte(unit)) for level, _, unit in self._members(group)]
-        return self.start_s + max((alpha_s + num_bytes * beta for alpha_s, beta in paths), default=0.0)
+        slowest, before = 0.0, 1
+        for level, inside, unit in self._members(group):
+            # Of a group, only the ranks at a unit's border send out of it.
+            beta = level.shared_beta_s_per_byte(max(1, unit // before))
+            slowest, before = max(slowest, level.alpha_s + num_bytes * beta), inside
+        return self.start_s + slowest
 
     def send_s(self, num_bytes: float, stride: int) -> float:
         """A message to the rank ``stride`` further, while all ranks of a unit send theirs."""

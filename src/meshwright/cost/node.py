@@ -27,6 +27,7 @@ class Node:
     joins        it reduces many gradients, when the last is made
     gathers      it makes parameters whole, and could start when those before have arrived
     released     parameters that were gathered for one use, or a view of one
+    halo         rows of neighbours and nothing else
     """
 
     what: str
@@ -44,6 +45,7 @@ class Node:
     joins: bool = False
     gathers: bool = False
     released: bool = False
+    halo: bool = False
     scratch_bytes: int = 0
 
 

@@ -12,7 +12,7 @@ The walk is that of ``lower/spmd.py`` and ``lower/pipeline.py``, on sizes instea
 from dataclasses import dataclass, field
 from math import prod
 
-from meshwright.cost.decomposed import Decomposed
+from meshwright.cost.decomposed import Decomposed, Fetch
 from meshwright.cost.node import Exchange, Node, storage_readers
 from meshwright.cost.operators import Cost, Parts, Rates, operator_cost
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
@@ -68,6 +68,7 @@ class StageNodes:
         self._readers = storage_readers(graph)
         self._consumers = graph.consumers()
         self.decomposed = Decomposed(self.parts)
+        self.halos: dict[tuple[object, ...], Node] = {}
         self._walk()
 
     # --- the walk --------------------------------------------------------------------------------------------------
@@ -136,7 +137,8 @@ class StageNodes:
         node = Node(
             operator.name, phase, operator.name, cost, inputs, in_place=base in _IN_PLACE, scratch_bytes=scratch
         )
-        inside = self.decomposed.of(operator, strategy, inputs)
+        inside = self.decomposed.of(operator, strategy)
+        node.inputs += [self._fetched(operator, inputs[one.operand], one, phase) for one in inside.fetched]
         node.exchanges += inside.exchanges
         node.cost += self.rates.stream("copy", 2 * inside.copied_bytes)
         node.scratch_bytes += inside.copied_bytes
@@ -152,6 +154,16 @@ class StageNodes:
                 node.views.append(storage)
             self._put(name, placements, node, phase)
         node.released = not node.storages and bool(node.inputs) and all(source.released for source in node.inputs)
+
+    def _fetched(self, operator: Operator, value: Node, fetch: Fetch, phase: str) -> Node:
+        """The rows of neighbours, which are kept for whoever reads them too."""
+        key = (value, *fetch.key)
+        if key not in self.halos:
+            node = Node(f"{fetch.exchange.what}", phase, operator.name, Cost(), [value], [fetch.exchange], halo=True)
+            node.storages[f"{operator.name} {fetch.exchange.what}"] = fetch.num_bytes
+            self.nodes.append(node)
+            self.halos[key] = node
+        return self.halos[key]
 
     def _scratch_bytes(self, operator: Operator, strategy: Strategy) -> int:
         """oneDNN convolutions copy images in blocks of channels: one of them, for the weights' gradient both."""

@@ -8,6 +8,7 @@ A dim over several axes is first gathered over the inner ones.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -19,8 +20,14 @@ from meshwright.ops import collectives
 
 aten = torch.ops.aten
 
-Exchanged = dict[tuple[object, ...], fx.Node]
-"""What has been exchanged in a graph: by value, dim, rows, filling and group."""
+
+@dataclass
+class Exchanged:
+    """What has been exchanged in a graph: ``strips`` by value, dim, rows, filling and group; ``extended`` tells, of
+    values with their halo, which those are, for the next dim's exchange."""
+
+    strips: dict[tuple[object, ...], fx.Node] = field(default_factory=dict)
+    extended: dict[fx.Node, tuple[object, ...]] = field(default_factory=dict)
 
 
 class HaloEmitter:
@@ -39,7 +46,15 @@ class HaloEmitter:
 
     def extended(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> fx.Node:
         """The rows of this rank's range, given its part."""
-        value, mine = self._joined(value), self._mine(ranges)
+        mine = self._mine(ranges)
+        key = (known.extended.get(value, value), self._dim, mine, fill, self._group.name, self._place)
+        result = self._extended(self._joined(value), mine, fill, key, known)
+        known.extended[result] = key
+        return result
+
+    def _extended(
+        self, value: fx.Node, mine: tuple[Rows, ...], fill: float, key: tuple[object, ...], known: Exchanged
+    ) -> fx.Node:
         here = mine[self._group.index]
         sides = outside(here, self._own)
         before, after = (high - low for low, high in sides)
@@ -50,14 +65,13 @@ class HaloEmitter:
         if not self._meets(mine):
             padding = [0, 0] * (-self._dim - 1) + [before, after]
             return self._emit(aten.constant_pad_nd.default, pieces[0], padding, fill) if any(padding) else pieces[0]
-        key = (value, self._dim, mine, fill, self._group.name)
-        if key not in known:
+        if key not in known.strips:
             lows, highs = map(list, zip(*mine, strict=True))
             started = self._emit(
                 collectives.HALO_EXCHANGE, value, self._dim, lows, highs, fill, self._group.name, self._group.index
             )
-            known[key] = self._emit(collectives.WAIT, started)
-        strips = known[key]
+            known.strips[key] = self._emit(collectives.WAIT, started)
+        strips = known.strips[key]
         if before and after and pieces:
             pieces = [self._slice(strips, 0, before), *pieces, self._slice(strips, before, before + after)]
         else:  # a rank that gets nothing reads its strips too, for it has something to send

@@ -43,7 +43,7 @@ class LocalCall:
         self._graph, self._groups, self._operator, self._letters = graph, groups, operator, letters
         self._strategy, self._emit, self._random_key = strategy, emit, random_key
         self._drawn = drawn if drawn is not None else {}
-        self._exchanged = exchanged if exchanged is not None else {}
+        self._exchanged = exchanged if exchanged is not None else Exchanged()
 
     def shape(self, output: int = 0) -> list[int]:
         name = self._operator.outputs[output]

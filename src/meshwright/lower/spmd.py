@@ -79,7 +79,7 @@ class Lowering:
         self.meta: dict[str, Any] = {}
         self.random_key: fx.Node | None = None
         self.drawn: dict[str, dict[str, str]] = {}
-        self.exchanged: Exchanged = {}
+        self.exchanged = Exchanged()
         self.strategies = {
             name: {axis: choice for axis, choice in strategy.items() if axis in groups}
             for name, strategy in plan.strategies(self.ir).items()

@@ -279,7 +279,8 @@ def _count(local: Local) -> int:
 
 
 def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
-    """Mean and biased variance over all shards (equal counts): gathered once, merged as Chan et al. 1983, eq. 2.1."""
+    """Mean and biased variance over all shards (equal counts): gathered over one factor after the other, and merged as
+    Chan et al. 1983, eq. 2.1."""
     split = split_factors(local, _BATCH)
     parts = prod(local.coordinate(name)[1] for name in split)
     dims, count = [0, *range(2, len(local.input_shape(0)))], _count(local) // parts
@@ -287,10 +288,16 @@ def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
     shape = [1, -1, *[1] * (len(dims) - 1)]
     centered = local.call(aten.sub.Tensor, source, local.call(aten.reshape.default, mean, shape))
     squares = local.call(aten.sum.dim_IntList, local.call(aten.mul.Tensor, centered, centered), dims)
-    pair = local.call(aten.stack.default, [mean, local.call(aten.div.Tensor, squares, count)])
+    variance = local.call(aten.div.Tensor, squares, count)
     for name in split:
-        pair = local.all_gather(pair, name)
-    gathered = local.call(aten.reshape.default, pair, [parts, 2, -1])
+        pair = local.all_gather(local.call(aten.stack.default, [mean, variance]), name)
+        mean, variance = _merged(local, pair, local.coordinate(name)[1])
+    return mean, variance
+
+
+def _merged(local: Local, pairs: Value, parts: int) -> tuple[Value, Value]:
+    """The mean and variance of equal parts, from theirs."""
+    gathered = local.call(aten.reshape.default, pairs, [parts, 2, -1])
     means, variances = (local.call(aten.select.int, gathered, 1, index) for index in (0, 1))
     merged = local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, means, [0]), parts)
     offset = local.call(aten.sub.Tensor, means, merged)

@@ -43,9 +43,9 @@ class Prices:
             letter = self._time_letter(operator, strategy)
             within = {**strategy, TIME: letter} if letter else strategy
         seconds = operator_cost(self.parts, self.rates, operator, within).seconds
-        inside = Decomposed(self.parts).of(operator, within, operator.inputs)
+        inside = Decomposed(self.parts).of(operator, within)
         seconds += self.rates.stream("copy", 2 * inside.copied_bytes).seconds
-        for one in inside.exchanges:
+        for one in (*inside.exchanges, *(fetch.exchange for fetch in inside.fetched)):
             seconds += duration_s(self.network, one.kind, one.bytes, self.groups[one.axis])  # type: ignore[arg-type]
         return times * seconds
 
