@@ -108,8 +108,9 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, stride: 
 
 
 def test_a_halo_costs_what_its_slowest_pair_of_neighbours_does() -> None:
-    """Two boxes of 8: inside of one over NVLink, between them over the network, whose links 8 devices share."""
-    network, levels = Network(load_cluster(DGX, 16)), load_cluster(DGX, 16).levels
+    """Two boxes of 8: inside of one over NVLink, between them over the network, whose 4 links 8 devices share."""
+    cluster = load_cluster("a100-80gb-dgx-hdr200x4", 16)
+    network, levels = Network(cluster), cluster.levels
     inside, between = network.halo_s(1e7, Group(4)), network.halo_s(1e7, Group(2, 8))
     assert inside == pytest.approx(network.start_s + levels[0].alpha_s + 1e7 * levels[0].shared_beta_s_per_byte(1))
     assert between == pytest.approx(network.start_s + levels[1].alpha_s + 1e7 * levels[1].shared_beta_s_per_byte(8))
