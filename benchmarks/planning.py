@@ -22,6 +22,7 @@ from benchmarks.report import new_run
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Comparison, Duration, Finding, Series, Settings
+from meshwright.ir.statistics import ratio
 from meshwright.planner.intra_op.assign import assign
 from meshwright.planner.intra_op.solve import solve
 
@@ -93,15 +94,17 @@ def growth(rounds: int, layers: Sequence[int]) -> Comparison:
         for count, problem in problems.items():
             seconds[count] += timed(lambda problem=problem: solve(problem), 1)  # type: ignore[misc]
     few, many = (statistics.median(seconds[count]) for count in layers)
-    series = {f"{count} layers": Series.of(found, steps=1, settings="8x8", run=run) for count, found in seconds.items()}
+    found = ratio(seconds[layers[1]], seconds[layers[0]])
+    series = {f"{count} layers": Series.of(one, steps=1, settings="8x8", run=run) for count, one in seconds.items()}
     return Comparison(
         target=f"the solve grows at most {GROWTH}x from {layers[0]} to {layers[1]} layers",
-        verdict="pass" if many / few <= GROWTH else "fail",
-        measured=f"{many / few:.2f}x: {few:.2f} s and {many:.2f} s",
+        verdict="pass" if found.value <= GROWTH else "fail",
+        measured=f"{found}: {few:.3f} s and {many:.3f} s",
         series=series,
         ours=f"{layers[1]} layers",
         baseline=f"{layers[0]} layers",
-        ratio=many / few,
+        ratio=found.value,
+        interval=found.interval,
         limit=GROWTH,
     )
 
@@ -128,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rounds >= ROUNDS:
         sizes: dict[str, str | int | float | bool] = {"model": "Llama-3-8B", "batch": BATCH, "sequence": SEQUENCE}
         settings = {
-            name: Settings(dtype="bfloat16", ranks=ranks, threads=1, sizes=sizes)
-            for name, ranks in (("capture", 1), ("8x8", 64), ("8x8x8", 512))
+            name: Settings(dtype="bfloat16", ranks=1, threads=1, sizes=sizes | {"devices planned for": devices})
+            for name, devices in (("capture", 1), ("8x8", 64), ("8x8x8", 512))
         }
         text = "Nothing is computed: tensors are on the meta device, and planning takes one core."
         timed_text = "capture, the program's solve, or capture and planning together, as each target says"
