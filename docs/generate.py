@@ -310,7 +310,7 @@ def option_text(parameter: Any) -> str:
 
 
 LONGEST = 20
-"""Rows of a table in README; of longer ones it shows what does not pass, and medians."""
+"""Rows of a table in README; of longer ones it shows what is judged, or even what does not pass, and medians."""
 
 
 def readme() -> str:
@@ -319,17 +319,17 @@ def readme() -> str:
     before, start, rest = text.partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
     tables = []
-    for name in ("foundation", "pipelines", "zero", "prediction", "memory"):
+    for name in ("foundation", "pipelines", "zero", "collectives", "planning", "prediction", "memory"):
         results = HERE.parent / "benchmarks" / "results" / f"{name}.md"
         if results.exists():
             found = results.read_text()
             made = next(line for line in found.splitlines() if line.startswith("Made by"))
             rows = found[found.index("| target") :].split("\n\n")[0].rstrip().splitlines()
             link = f"[benchmarks/results/{name}.md](benchmarks/results/{name}.md)"
-            shown = [row for row in rows[2:] if len(rows) < LONGEST or "| pass |" not in row or "median" in row]
-            passed = sum("| pass |" in row for row in rows[2:])
-            judged = sum("| reported |" not in row for row in rows[2:])
-            count = f"{passed} of {judged} targets pass."
+            judged = [row for row in rows[2:] if "| reported |" not in row]
+            short = [row for row in judged if "| pass |" not in row or "median" in row]
+            shown = rows[2:] if len(rows) < LONGEST else judged if len(judged) < LONGEST else short
+            count = f"{sum('| pass |' in row for row in judged)} of {len(judged)} targets pass."
             tables.append("\n".join([f"{made} {count} All of it: {link}.", "", *rows[:2], *shown, ""]))
     measured = "\n".join(tables) or "No result has been written yet.\n"
     return f"{before}{start}\n{measured}\n{end}{after}"
