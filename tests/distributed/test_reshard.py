@@ -12,6 +12,7 @@ import meshwright.comm.backend  # noqa: F401 - gives the collective operators th
 from meshwright.comm.groups import axis_groups, gather_whole
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Flat, Partial, Placement, Placements, Replicate, Shard
+from meshwright.ir.resharding import Link
 from meshwright.lower.reshard import Resharder, local_part
 from meshwright.ops import collectives
 from tests.distributed.pool import Ranks
@@ -69,18 +70,20 @@ def _finished(steps: Any) -> Any:
 
 def _reshard(cases: list[tuple[int, Placements, Placements]], algorithm: str) -> list[str]:
     mesh = Mesh.of(dp=2, tp=2)
-    groups = axis_groups(mesh, torch.distributed.get_rank(), {"dp": algorithm, "tp": algorithm})
+    groups = axis_groups(mesh, torch.distributed.get_rank(), dict.fromkeys(("dp", "tp", "dp+tp"), algorithm))
 
     def emit(target: Any, *args: Any) -> Any:
         return target(*args)
 
     wrong = []
+    links = {axis: Link() for axis in groups}
     for seed, have, want in cases:
         partial = [axis for axis, placement in have.items() if isinstance(placement, Partial)]
         op = next((p.op for p in have.values() if isinstance(p, Partial)), "sum")
         term, whole = _terms(seed, op, groups, partial)
         start = local_part(term, have, groups).clone()
-        steps = Resharder(emit, groups).steps(start, SHAPE, have, want, owned=True)  # type: ignore[arg-type]
+        resharder = Resharder(emit, groups, links)
+        steps = resharder.steps(start, SHAPE, have, want, item_bytes=8, owned=True)  # type: ignore[arg-type]
         result = _finished(steps)
         expected = local_part(whole, want, groups)
         if result.shape != expected.shape or not torch.allclose(result, expected, rtol=0, atol=1e-12):

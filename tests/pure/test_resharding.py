@@ -1,18 +1,31 @@
-"""Moves between placements: they arrive, they cost nothing where nothing differs, and they come in one order."""
+"""Moves between placements: they arrive, no other sequence is cheaper, and equals come in one order."""
 
+from itertools import product
+from math import ceil, inf, log2, prod
+
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.ir.mesh import members
 from meshwright.ir.placement import REPLICATE, Flat, Partial, Placement, Placements, Replicate, Shard
-from meshwright.ir.resharding import moves
+from meshwright.ir.resharding import Kind, Link, Move, Mover
 
 SIZES = {"dp": 2, "tp": 2}
+SHAPE = (48, 48)
 SUM = Partial("sum")
+ALIKE = {"dp": Link(1e-6, 1e-9), "tp": Link(1e-6, 1e-9)}
+JOINED = ALIKE | {"dp+tp": Link(1e-6, 1e-9)}
+SLOW_DP = {"dp": Link(1e-6, 1e-6), "tp": Link(1e-6, 1e-9), "dp+tp": Link(1e-6, 1e-6)}
 
 
-def text(have: Placements, want: Placements) -> str:
-    return " ".join(f"{move.axis}:{move.kind}" for move in moves(have, want, SIZES))
+def moves(have: Placements, want: Placements, links: dict[str, Link], shape: tuple[int, ...]) -> tuple[Move, ...]:
+    return Mover(SIZES, links).moves(have, want, shape, 4)
+
+
+def text(have: Placements, want: Placements, links: dict[str, Link], shape: tuple[int, ...] = SHAPE) -> str:
+    return " ".join(f"{move.axis}:{move.kind}" for move in moves(have, want, links, shape))
 
 
 @pytest.mark.parametrize(
@@ -26,15 +39,15 @@ def text(have: Placements, want: Placements) -> str:
         ({"tp": SUM}, {"tp": Shard(1)}, "tp:reduce_scatter"),
         ({"tp": Partial("max")}, {"tp": Shard(1)}, "tp:all_reduce tp:slice"),
         ({"tp": Shard(0)}, {}, "tp:all_gather"),
-        ({"tp": Shard(0)}, {"tp": Shard(1)}, "tp:all_gather tp:slice"),
+        ({"tp": Shard(0)}, {"tp": Shard(1)}, "tp:all_to_all"),
+        ({"tp": Shard(0)}, {"tp": Shard(0, 2)}, "tp:all_gather tp:slice"),
         ({}, {"tp": Shard(1)}, "tp:slice"),
-        ({"dp": SUM, "tp": SUM}, {}, "dp:all_reduce tp:all_reduce"),
+        # what is only wanted in part is only reduced in part
+        ({"tp": SUM}, {"dp": Shard(0)}, "dp:slice tp:all_reduce"),
         ({"dp": SUM, "tp": Shard(0)}, {}, "dp:all_reduce tp:all_gather"),
         # one dim over both axes: the inner axis is gathered first, for the outer parts lie around it
         ({"dp": Shard(0), "tp": Shard(0)}, {}, "tp:all_gather dp:all_gather"),
         ({"dp": Shard(0), "tp": Shard(0)}, {"tp": Shard(0)}, "tp:all_gather dp:all_gather tp:slice"),
-        # tp cannot scatter between the parts that dp has cut of a factor further in
-        ({"dp": Shard(0, 3), "tp": SUM}, {"dp": Shard(0, 3), "tp": Shard(0)}, "tp:all_reduce tp:slice"),
         # flat: gathered before all else, and cut last, or first where nothing else changes
         ({"dp": Flat()}, {}, "dp:all_gather"),
         ({"dp": SUM}, {"dp": Flat()}, "dp:reduce_scatter"),
@@ -44,45 +57,187 @@ def text(have: Placements, want: Placements) -> str:
         ({"dp": Flat(), "tp": Shard(0)}, {"dp": Flat()}, "dp:all_gather tp:all_gather dp:slice"),
         ({"dp": SUM, "tp": Shard(0)}, {"dp": Flat(), "tp": Shard(0)}, "dp:reduce_scatter"),
         ({"dp": SUM, "tp": SUM}, {"dp": Flat()}, "dp:reduce_scatter tp:all_reduce"),
-        ({"dp": SUM, "tp": SUM}, {"dp": Flat(), "tp": Shard(0)}, "tp:reduce_scatter dp:reduce_scatter"),
         ({"dp": Shard(0)}, {"dp": Flat()}, "dp:all_gather dp:slice"),
     ],
 )
-def test_moves_come_in_one_order(have: Placements, want: Placements, expected: str) -> None:
-    assert text(have, want) == expected
+def test_moves_of_single_axes(have: Placements, want: Placements, expected: str) -> None:
+    assert text(have, want, ALIKE) == expected
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "expected"),
+    [
+        ({"dp": SUM, "tp": SUM}, {}, "dp+tp:all_reduce"),
+        ({"dp": Shard(1), "tp": Shard(1)}, {}, "dp+tp:all_gather"),
+        ({"dp": SUM, "tp": SUM}, {"dp": Shard(1), "tp": Shard(1)}, "dp+tp:reduce_scatter"),
+        ({"dp": Shard(1), "tp": Shard(1)}, {"dp": Shard(0), "tp": Shard(0)}, "dp+tp:all_to_all"),
+        ({"dp": SUM, "tp": Shard(0)}, {}, "dp:all_reduce tp:all_gather"),
+    ],
+)
+def test_axes_that_lie_alike_move_as_one(have: Placements, want: Placements, expected: str) -> None:
+    assert text(have, want, JOINED) == expected
+
+
+def test_over_a_slow_axis_goes_a_part_of_the_sum() -> None:
+    both: Placements = {"dp": SUM, "tp": SUM}
+    assert text(both, {}, SLOW_DP) == "tp:reduce_scatter dp:all_reduce tp:all_gather"
+    assert text(both, {}, SLOW_DP, shape=()) == "dp:all_reduce tp:all_reduce"  # of a scalar there are no parts
+
+
+def test_many_small_messages_are_dearer_than_a_large_one_where_latency_counts() -> None:
+    slow = dict.fromkeys(JOINED, Link(latency_s=1.0, byte_s=1e-9))
+    assert text({"dp": SUM}, {"tp": Shard(0)}, slow) == "tp:slice dp:all_reduce"
+    assert text({"dp": Shard(1), "tp": SUM}, {"dp": Shard(0)}, slow) == "tp:all_reduce dp:all_to_all"
 
 
 PLACEMENTS: st.SearchStrategy[Placement] = st.one_of(
     st.just(REPLICATE),
     st.builds(Partial, st.sampled_from(["sum", "max", "min"])),
-    st.builds(Shard, st.integers(0, 2), st.sampled_from([1, 2, 4])),
+    st.builds(Shard, st.integers(0, 1), st.sampled_from([1, 2, 4])),
     st.just(Flat()),
+)
+LINKS = st.fixed_dictionaries(
+    {
+        axis: st.builds(Link, st.sampled_from([1e-6, 1e-4]), st.sampled_from([1e-10, 1e-7]))
+        for axis in ("dp", "tp", "dp+tp")
+    }
 )
 
 
-def by_axis(placements: st.SearchStrategy[Placement]) -> st.SearchStrategy[Placements]:
-    """At most one axis is flat."""
-    found = st.dictionaries(st.sampled_from(sorted(SIZES)), placements)
-    return found.filter(lambda one: list(one.values()).count(Flat()) < 2)
+def legal(placements: Placements) -> bool:
+    """At most one axis is flat; two axes cut one dim alike, or one within the parts of the other."""
+    shards = [one for one in placements.values() if isinstance(one, Shard)]
+    return list(placements.values()).count(Flat()) < 2 and (
+        len(shards) < 2
+        or shards[0].dim != shards[1].dim
+        or shards[0] == shards[1]
+        or max(one.outer for one in shards) % (2 * min(one.outer for one in shards)) == 0
+    )
 
 
-BY_AXIS = by_axis(PLACEMENTS)
+BY_AXIS = st.dictionaries(st.sampled_from(sorted(SIZES)), PLACEMENTS).filter(legal)
+WHOLE = BY_AXIS.map(lambda found: {a: one for a, one in found.items() if not isinstance(one, Partial)})
 
 
 def explicit(placements: Placements) -> Placements:
     return {axis: one for axis, one in placements.items() if not isinstance(one, Replicate)}
 
 
-@given(BY_AXIS, by_axis(PLACEMENTS.filter(lambda one: one != SUM)))
-def test_each_move_begins_where_the_one_before_ends_and_the_last_arrives(have: Placements, want: Placements) -> None:
-    want = {axis: one for axis, one in want.items() if not isinstance(one, Partial)}
+def seconds(path: tuple[Move, ...], links: dict[str, Link]) -> float:
+    """By the formulas of the module's text, from the bytes that each move leaves or finds."""
+    total = 0.0
+    for move in path:
+        p = prod(SIZES[axis] for axis in members(move.axis))
+        held = [4 * prod(SHAPE) for _ in range(2)]
+        for index, placements in enumerate((move.before, move.after)):
+            for axis, one in placements.items():
+                if isinstance(one, Shard | Flat):
+                    held[index] //= SIZES[axis]
+        link = links[move.axis]
+        if move.kind != "slice":
+            rounds = {"all_reduce": 2 * ceil(log2(p)), "all_to_all": p - 1}.get(move.kind, ceil(log2(p)))
+            passes = 2 if move.kind == "all_reduce" else 1
+            total += rounds * link.latency_s + passes * (p - 1) / p * max(held) * link.byte_s
+    return total
+
+
+@given(BY_AXIS, WHOLE, LINKS)
+def test_each_move_begins_where_the_one_before_ends_and_the_last_arrives(
+    have: Placements, want: Placements, links: dict[str, Link]
+) -> None:
     now = explicit(have)
-    for move in moves(have, want, SIZES):
+    for move in moves(have, want, links, SHAPE):
         assert move.before == now
         now = move.after
     assert explicit(now) == explicit(want)
 
 
+def parts(placements: Placements) -> list[frozenset[int]]:
+    """The elements of the whole that each rank has, rank by rank."""
+    whole = np.arange(prod(SHAPE)).reshape(SHAPE)
+    found = []
+    for place in product(*map(range, SIZES.values())):
+        value, now = whole, list[Shard]()
+        for (axis, size), index in zip(SIZES.items(), place, strict=True):
+            if not isinstance(one := placements.get(axis), Shard):
+                continue
+            blocks = one.outer // prod(2 for other in now if other.dim == one.dim and other.outer < one.outer)
+            value = np.moveaxis(value, one.dim, 0)
+            rest = value.shape[1:]
+            value = value.reshape(blocks, size, -1, *rest)[:, index].reshape(-1, *rest)
+            value = np.moveaxis(value, 0, one.dim)
+            now.append(one)
+        found.append(frozenset(value.reshape(-1).tolist()))
+    return found
+
+
+GROUPS: dict[str, list[tuple[int, ...]]] = {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)], "dp+tp": [(0, 1, 2, 3)]}
+
+
+def allowed(kind: Kind, axis: str, before: Placements, after: Placements) -> bool:
+    """Whether a collective can do it: only its axes change, sums are sums, and in every group somebody has what each
+    rank is to have. An all-gather leaves all ranks of a group the same, an all-to-all and a scatter do not."""
+    names = members(axis)
+    source, target = before.get(names[0]), after.get(names[0])
+    if any(before.get(one) != source or after.get(one) != target for one in names):
+        return False
+    if any(before.get(one) != after.get(one) for one in SIZES if one not in names):
+        return False
+    match kind:
+        case "all_reduce":
+            return isinstance(source, Partial) and target is None
+        case "reduce_scatter":
+            fits = source == SUM and isinstance(target, Shard)
+        case "all_gather":
+            fits = isinstance(source, Shard) and target is None
+        case "all_to_all":
+            fits = isinstance(source, Shard) and isinstance(target, Shard) and source.dim != target.dim
+        case _:
+            fits = source is None and isinstance(target, Shard) and len(names) == 1
+    if not fits:
+        return False
+    have, want = parts(before), parts(after)
+    if kind == "slice":
+        return all(part <= own for own, part in zip(have, want, strict=True))
+    held = {group: {part for one in group for part in have[one]} for group in GROUPS[axis]}
+    return all(want[rank] <= union for group, union in held.items() for rank in group)
+
+
+def cheapest(have: Placements, want: Placements, links: dict[str, Link]) -> float:
+    """By relaxing every pair of placements until nothing gets cheaper (Bellman, Ford)."""
+    cuts: list[Placement] = list({one for one in (*have.values(), *want.values()) if isinstance(one, Shard)})
+    cuts += [Shard(0)] if sum(isinstance(one, Partial) for one in have.values()) > 1 else []
+    sums: dict[str, list[Placement]] = {axis: [one] for axis, one in have.items() if isinstance(one, Partial)}
+    choices = [[REPLICATE, *cuts, *sums.get(axis, [])] for axis in SIZES]
+    states = [explicit(dict(zip(SIZES, pair, strict=True))) for pair in product(*choices)]
+    states = [one for one in states if legal(one)]
+    cost = [0.0 if one == explicit(have) else inf for one in states]
+    kinds: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice")
+    edges = [
+        (first, second, seconds((Move(kind, axis, SUM, states[first], states[second]),), links))
+        for first, second in product(range(len(states)), repeat=2)
+        if first != second
+        for kind in kinds
+        for axis in GROUPS
+        if allowed(kind, axis, states[first], states[second])
+    ]
+    for _ in states:
+        for first, second, took in edges:
+            cost[second] = min(cost[second], cost[first] + took)
+    return min(took for took, one in zip(cost, states, strict=True) if one == explicit(want))
+
+
+SOLID = st.dictionaries(
+    st.sampled_from(sorted(SIZES)), PLACEMENTS.filter(lambda one: not isinstance(one, Flat))
+).filter(legal)
+
+
+@settings(max_examples=40)
+@given(SOLID, SOLID.filter(lambda one: not any(isinstance(each, Partial) for each in one.values())), LINKS)
+def test_the_search_is_equal_to_brute_force(have: Placements, want: Placements, links: dict[str, Link]) -> None:
+    assert seconds(moves(have, want, links, SHAPE), links) == pytest.approx(cheapest(have, want, links))
+
+
 @given(BY_AXIS)
 def test_what_lies_right_does_not_move(placements: Placements) -> None:
-    assert moves(placements, placements, SIZES) == ()
+    assert moves(placements, placements, JOINED, SHAPE) == ()

@@ -68,6 +68,21 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     return _in_flight(result, work, "reduce_scatter", group, begun)
 
 
+def all_to_all_start(value: Tensor, group: str, algorithm: str) -> Tensor:
+    """Start to send ``value[rank]`` of ``[size, ...]`` to each rank; what they send comes in the same shape."""
+    begun, ranks = time.perf_counter(), process_group(group)
+    value = value.contiguous()
+    result = torch.empty_like(value)
+    name = chosen(algorithm, "all_to_all", value.nbytes)
+    work: Work | None
+    if name != NATIVE:
+        counts = [[value.numel() // len(value)] * len(value)] * len(value)
+        work = collectives(ranks).all_to_all(value.view(-1), result.view(-1), counts, name)
+    else:
+        work = dist.all_to_all_single(result, value, group=ranks, async_op=True)
+    return _in_flight(result, _Then(work, lambda: None, value), "all_to_all", group, begun)
+
+
 def gather_parts_start(parts: list[Tensor], group: str, size: int, algorithm: str) -> Tensor:
     """Start to gather the Flat parts of many tensors: the tensors one after the other, each with its padding."""
     begun, ranks = time.perf_counter(), process_group(group)
@@ -202,6 +217,7 @@ for _name, _function in (
     ("all_reduce_start", all_reduce_start),
     ("all_gather_start", all_gather_start),
     ("reduce_scatter_start", reduce_scatter_start),
+    ("all_to_all_start", all_to_all_start),
     ("gather_parts_start", gather_parts_start),
     ("reduce_to_parts_start", reduce_to_parts_start),
     ("exchange_rows", exchange_rows),

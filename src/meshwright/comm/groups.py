@@ -19,7 +19,7 @@ from meshwright.comm.transport.point_to_point import PointToPoint, Wire
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
 from meshwright.errors import MeshwrightError, RankError
-from meshwright.ir.mesh import AxisGroup, Mesh
+from meshwright.ir.mesh import AxisGroup, Mesh, members
 from meshwright.ir.placement import Placements, Shard, flat_axis, local_shape, unflattened
 
 T = TypeVar("T")
@@ -34,30 +34,33 @@ def axis_groups(
 ) -> dict[str, AxisGroup]:
     """Make the process groups of every axis (all ranks of the world must call this), and return this rank's.
 
-    The mesh is laid over the ranks from ``first_rank`` on; a rank that is not there has no groups.
+    ``algorithms`` are by axis; joined axes that it names (``dp+tp``) have a group too. The mesh is laid over the ranks
+    from ``first_rank`` on; a rank that is not there has no groups.
     """
     world = dist.group.WORLD
     assert world is not None
     result: dict[str, AxisGroup] = {}
-    for axis in mesh.axes:
-        if axis.size == 1:
+    joined = [name for name in algorithms or {} if len(members(name)) > 1 and mesh.has(name)]
+    for name in (*mesh.names, *joined):
+        size = mesh.size(name)
+        if size == 1:
             continue
-        if axis.size == dist.get_world_size():
+        if size == dist.get_world_size():
             group: dist.ProcessGroup | None = world
         else:
             group = None
-            for ranks in mesh.groups(axis.name):
-                members = [first_rank + one for one in ranks]
-                made = dist.new_group(members, timeout=timeout_of(world))
-                if rank in members:
+            for ranks in mesh.groups(name):
+                those = [first_rank + one for one in ranks]
+                made = dist.new_group(those, timeout=timeout_of(world))
+                if rank in those:
                     group = made
         if group is None:
             continue
-        algorithm = (algorithms or {}).get(axis.name, "native")
+        algorithm = (algorithms or {}).get(name, "native")
         if algorithm != "native":
-            collectives(group).label = f"axis {axis.name}"
-        index = mesh.coordinates(rank - first_rank)[axis.name]
-        result[axis.name] = AxisGroup(group.group_name, axis.size, index, algorithm)
+            collectives(group).label = f"axis {name}"
+        index = mesh.group_ranks(name, rank - first_rank).index(rank - first_rank)
+        result[name] = AxisGroup(group.group_name, size, index, algorithm)
     return result
 
 

@@ -98,8 +98,9 @@ def duration_s(network: Network, collective: Collective, num_bytes: float, group
 
 
 def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
-    """The ranks of an axis (or those with coordinates ``members`` on it): how many, and how far apart they are."""
-    if axis not in mesh.names:
+    """The ranks of an axis, or of joined ones (or those with coordinates ``members`` on it): how many, and their
+    distance."""
+    if not mesh.has(axis):
         return Group(1)
     ranks = mesh.group_ranks(axis, 0)
     ranks = tuple(ranks[one] for one in members) or ranks

@@ -7,6 +7,7 @@ from itertools import pairwise
 import msgspec
 
 from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.resharding import Link
 from meshwright.schedules.collectives.choice import runs, written
 
 START_S = 28e-6
@@ -16,6 +17,8 @@ SHORT_RING = 0.72
 """A ring of p ranks reaches 1 - SHORT_RING / p**2 of its links' rate: rings of two and three fill them less."""
 
 
+LARGE_BYTES = 16 * 2**20
+"""A message in which latency does not count."""
 CHOSEN = ("all_reduce", "all_gather", "reduce_scatter")
 """Operations whose algorithm a plan chooses."""
 
@@ -117,6 +120,13 @@ class Network:
         for level, _, unit in self._members(Group(2, stride)):
             return level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit) / level.ring_fraction(2)
         return 0.0
+
+    def link(self, group: Group) -> Link:
+        """Latency and seconds per byte of a group's all-reduce, as the search for cheap resharding takes them: from
+        one without content, and one of ``LARGE_BYTES``."""
+        least, most = (self.all_reduce_s(num_bytes, group) for num_bytes in (0, LARGE_BYTES))
+        wire = 2 * (group.size - 1) / group.size * LARGE_BYTES
+        return Link(latency_s=least / (2 * math.ceil(math.log2(group.size))), byte_s=max(0.0, most - least) / wire)
 
     def algorithms(self, group: Group) -> str:
         """Which algorithm is the fastest from which size on, as plans write it (``schedules/collectives/choice.py``);

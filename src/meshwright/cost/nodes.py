@@ -12,15 +12,18 @@ The walk is that of ``lower/spmd.py`` and ``lower/pipeline.py``, on sizes instea
 from dataclasses import dataclass, field
 from math import prod
 
+import msgspec
+
 from meshwright.cost.decomposed import Decomposed, Fetch
 from meshwright.cost.node import Exchange, Node, storage_readers
 from meshwright.cost.operators import Cost, Parts, Rates, operator_cost
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
 from meshwright.ir.kind import kind_of
 from meshwright.ir.layout import DATA_AXES, TIME
+from meshwright.ir.mesh import members
 from meshwright.ir.placement import Flat, Partial, Placements, Shard, local_shape, unflattened
 from meshwright.ir.plan import Bucket, Plan, Strategy
-from meshwright.ir.resharding import Move, moves
+from meshwright.ir.resharding import Move, Mover
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, STEP, Cut, border
 
 _IN_PLACE = frozenset({
@@ -48,6 +51,7 @@ class StageNodes:
     def __init__(self, graph: Graph, plan: Plan, divided: Cut, stage: int, rates: Rates) -> None:
         self.graph, self.plan, self.divided, self.stage, self.rates = graph, plan, divided, stage, rates
         self.sizes = {axis: size for axis, size in plan.sizes(stage).items() if size > 1}
+        self.mover = Mover({axis: size for axis, size in self.sizes.items() if axis != TIME}, plan.links)
         self.parts = Parts(graph, self.sizes)
         self.whole = plan.whole_step
         self.last = stage == divided.num_stages - 1
@@ -212,8 +216,7 @@ class StageNodes:
         if stepwise:  # whole in time: parts of it are views
             wanted = {axis: one for axis, one in wanted.items() if axis != TIME}
         have = {axis: one for axis, one in value.placements.items() if not (stepwise and axis == TIME)}
-        sizes = {axis: size for axis, size in self.sizes.items() if not (stepwise and axis == TIME)}
-        steps = [move for move in moves(have, wanted, sizes) if move.axis != TIME]
+        steps = self._moves(name, have, wanted)
         if not steps:
             return value.node
         key = tuple(sorted(wanted.items()))
@@ -237,6 +240,15 @@ class StageNodes:
                 self.gathered[one] = _Value(node, placements, STEP, one)
         return self.gathered[name]
 
+    def _moves(self, name: str, have: Placements, want: Placements) -> list[Move]:
+        """What brings a tensor from one placement to another; what micro-batches have of it, all of them cut alike."""
+        tensor = self.graph.tensors[name]
+        over_time = {TIME: have[TIME]} if TIME in have else {}
+        shape = local_shape(tensor.shape, over_time, self.sizes)
+        found = self.mover.moves(have, want, shape, ITEM_BYTES[tensor.dtype])
+        replace = msgspec.structs.replace
+        return [replace(one, before=one.before | over_time, after=one.after | over_time) for one in found]
+
     def _reshard(self, name: str, value: _Value, steps: list[Move], phase: str) -> Node:
         node = Node(f"{name} resharded", phase, value.node.operator, Cost(), [value.node], early=True)
         owned = self._readers.get(value.storage, 0) <= 1 and value.phase != STEP and not value.versions
@@ -254,6 +266,8 @@ class StageNodes:
             inner = isinstance(move.placement, Shard) and (move.placement.dim > 0 or move.placement.outer > 1)
             if move.kind != "all_reduce" and inner:  # parts are put in order
                 node.cost += stream("copy", 2 * max(before, after))
+            if move.target is not None:  # and taken apart
+                node.cost += stream("copy", 2 * before)
             if move.kind != "all_reduce" or not owned:
                 fresh = after
             owned = True
@@ -280,7 +294,7 @@ class StageNodes:
         return {
             parameter: index
             for index, bucket in enumerate(self.plan.buckets)
-            if bucket.axis in self.sizes
+            if self._divides(bucket)
             for parameter in bucket.parameters
         }
 
@@ -294,7 +308,7 @@ class StageNodes:
                 want = self.parts.known(self.plan.storage(parameter))
                 self._want(gradient, want, BACKWARD).returned = True
         for index, bucket in enumerate(self.plan.buckets):
-            if bucket.axis not in self.sizes:
+            if not self._divides(bucket):
                 continue
             if self._in_parts(bucket):
                 self._reduced_to_parts(index, bucket, [self.values[gradients[one]].node for one in bucket.parameters])
@@ -308,9 +322,17 @@ class StageNodes:
             for source in sources:
                 source.returned = True
             node = Node(f"bucket {index}", BACKWARD, "", self.rates.stream("pointwise", copied), sources, early=True)
-            node.exchanges.append(Exchange(f"bucket {index}", "all_reduce", bucket.axis, bucket.num_bytes))
+            node.exchanges += self._summed(bucket, node.what, bucket.num_bytes)
             node.returned = True
             self.nodes.append(node)
+
+    def _divides(self, bucket: Bucket) -> bool:
+        return self.sizes.keys() >= set(members(bucket.axis))
+
+    def _summed(self, bucket: Bucket, what: str, num_bytes: int) -> list[Exchange]:
+        axes = (bucket.axis, *bucket.across)
+        return [Exchange(f"{what} over {axis}" if axis in bucket.across else what, "all_reduce", axis, num_bytes)
+                for axis in axes]  # fmt: skip
 
     def _in_parts(self, bucket: Bucket) -> bool:
         return isinstance(self.plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
@@ -355,27 +377,27 @@ class StageNodes:
                 self.nodes.append(node)
             if parameter not in bucketed:
                 self._reduce(parameter, placements, storage)
-        for index, members in waiting.items():
-            source = self._reduced_to_parts(index, self.plan.buckets[index], list(members.values()))
-            for parameter in members:
+        for index, makers in waiting.items():
+            source = self._reduced_to_parts(index, self.plan.buckets[index], list(makers.values()))
+            for parameter in makers:
                 cost = self.rates.stream("pointwise", 3 * self.accumulators[parameter])
                 node = Node(f"{parameter} summed up", BACKWARD, "", cost, [source], returned=True, accumulates=True)
                 self.nodes.append(node)
         for index, bucket in enumerate(self.plan.buckets):
             held = [parameter for parameter in bucket.parameters if parameter in self.accumulators]
-            if bucket.axis in self.sizes and held and index not in waiting:
+            if self._divides(bucket) and held and index not in waiting:
                 if self._in_parts(bucket):
                     self._reduced_to_parts(index, bucket, [], REDUCE)
                     continue
                 num_bytes = sum(self.accumulators[parameter] for parameter in held)
                 node = Node(f"bucket {index}", REDUCE, "", Cost(), early=True)
-                node.exchanges.append(Exchange(f"bucket {index}", "all_reduce", bucket.axis, num_bytes))
+                node.exchanges += self._summed(bucket, node.what, num_bytes)
                 self.nodes.append(node)
 
     def _reduce(self, parameter: str, have: Placements, want: Placements) -> None:
         tensor = self.graph.tensors[parameter]
         node = Node(f"gradient of {parameter}", REDUCE, "", Cost(), early=True)
-        for number, move in enumerate(moves(have, want, self.sizes)):
+        for number, move in enumerate(self._moves(parameter, have, want)):
             if move.kind != "slice":
                 size = max(self._bytes(tensor.shape, tensor.dtype, one) for one in (move.before, move.after))
                 node.exchanges.append(Exchange(f"gradient of {parameter} #{number}", move.kind, move.axis, size))
@@ -393,7 +415,7 @@ class StageNodes:
             have = {axis: one for axis, one in value.placements.items() if axis != TIME}
             item = ITEM_BYTES[self.graph.tensors[name].dtype]
             node = Node(label, phase, "", Cost(), returned=True)
-            for number, move in enumerate(moves(have, {}, self.sizes)):
+            for number, move in enumerate(self._moves(name, have, {})):
                 node.exchanges.append(Exchange(f"{label} #{number}", move.kind, move.axis, item))
             if node.exchanges:
                 self.nodes.append(node)

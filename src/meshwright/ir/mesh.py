@@ -7,6 +7,14 @@ import msgspec
 
 from meshwright.errors import LayoutError
 
+JOIN = "+"
+"""Between the names of neighbouring axes that communicate as one: ``dp+tp``."""
+
+
+def members(axis: str) -> tuple[str, ...]:
+    """The axes of a joined one; of another, itself."""
+    return tuple(axis.split(JOIN))
+
 
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named axis of ``size`` coordinates."""
@@ -16,8 +24,8 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AxisGroup(msgspec.Struct, frozen=True):
-    """The ranks that differ from one rank on one axis only: the group's name, its size, that rank's index in it, and
-    the algorithm of its collectives."""
+    """The ranks that differ from one rank on one axis only (or on joined ones): the group's name, its size, that rank's
+    index in it, and the algorithm of its collectives."""
 
     name: str
     size: int
@@ -80,10 +88,15 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The number of ranks."""
         return math.prod(axis.size for axis in self.axes)
 
+    def has(self, axis: str) -> bool:
+        """Whether there is such an axis, or all of those that are joined."""
+        return set(members(axis)) <= set(self.names)
+
     def size(self, *names: str) -> int:
         """The number of coordinates along these axes together."""
-        self._known(names)
-        return math.prod(axis.size for axis in self.axes if axis.name in names)
+        single = [one for name in names for one in members(name)]
+        self._known(single)
+        return math.prod(axis.size for axis in self.axes if axis.name in single)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's coordinate on every axis."""
@@ -125,14 +138,14 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def group_ranks(self, axis: str | Sequence[str], rank: int) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` only on ``axis`` (or only on these axes), itself included, rising."""
-        varying = (axis,) if isinstance(axis, str) else tuple(axis)
+        varying = members(axis) if isinstance(axis, str) else tuple(axis)
         self._known(varying)
         here = self.coordinates(rank)
         return self.ranks_at({name: here[name] for name in self.names if name not in varying})
 
     def groups(self, axis: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups of ``axis`` (or of these axes), by their first rank; each rank is in exactly one."""
-        varying = (axis,) if isinstance(axis, str) else tuple(axis)
+        varying = members(axis) if isinstance(axis, str) else tuple(axis)
         self._known(varying)
         return tuple(self.group_ranks(varying, first) for first in self.ranks_at(dict.fromkeys(varying, 0)))
 

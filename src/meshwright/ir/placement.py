@@ -1,5 +1,6 @@
 """Where the parts of a tensor live: Shard, Flat, Replicate or Partial on each mesh axis."""
 
+from collections.abc import Mapping
 from math import prod
 from typing import TypeGuard
 
@@ -120,7 +121,7 @@ def output_placements(rule: Rule, strategy: dict[str, str], output: int) -> Plac
     return result
 
 
-def local_shape(shape: tuple[int, ...], placements: Placements, axis_sizes: dict[str, int]) -> tuple[int, ...]:
+def local_shape(shape: tuple[int, ...], placements: Placements, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of one rank's part (all splits even, but that of Flat, which is padded)."""
     result = list(shape)
     for axis, placement in placements.items():

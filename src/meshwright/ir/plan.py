@@ -19,6 +19,7 @@ from meshwright.ir.placement import (
     is_linear,
     output_placements,
 )
+from meshwright.ir.resharding import Link
 from meshwright.ir.stages import cut
 from meshwright.ir.stored import check_buckets, check_gathers, check_storage
 
@@ -29,9 +30,9 @@ Strategy = dict[str, str]
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Gradients (by parameter) that are reduced together over one axis, and by which algorithm; what is stored Flat
-    there is reduced to parts. The sums are then summed over the axes ``across``. Or parameters, stored Flat over the
-    axis, that are gathered together. ``num_bytes`` are of the whole, on one rank."""
+    """Gradients (by parameter) that are reduced together over one axis (or joined ones), and by which algorithm; what
+    is stored Flat there is reduced to parts. The sums are then summed over the axes ``across``. Or parameters, stored
+    Flat over the axis, that are gathered together. ``num_bytes`` are of the whole, on one rank."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -90,7 +91,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that was decided about a training step."""
+    """Everything that was decided about a training step. ``algorithms`` of collectives, and the ``links`` for which the
+    cheapest resharding is searched, are by axis, or by neighbouring axes that may communicate as one (``dp+tp``)."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -108,6 +110,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     buckets: tuple[Bucket, ...] = ()
     gathers: tuple[Bucket, ...] = ()
     algorithms: dict[str, str] = {}
+    links: dict[str, Link] = {}
     codec: str | None = None
     consistency: str = "sync"
     notes: tuple[Note, ...] = ()

@@ -1,106 +1,236 @@
-"""From one placement of a tensor to another: which moves, in which order, over which axes."""
+"""From one placement of a tensor to another: the cheapest moves, searched on what latency and bandwidth each axis has.
 
-from collections.abc import Mapping
+A sequence of moves is a path between placements. The path of least time is found with Dijkstra's algorithm; a move over
+``p`` ranks, of ``n`` bytes on each of them, takes (Thakur, Rabenseifner, Gropp 2005; Chan et al. 2007)
+
+    all_reduce       2 log2(p) latencies and 2 (p - 1)/p n / bandwidth
+    reduce_scatter     log2(p) latencies and   (p - 1)/p n / bandwidth      n: before
+    all_gather         log2(p) latencies and   (p - 1)/p n / bandwidth      n: afterwards
+    all_to_all         (p - 1) latencies and   (p - 1)/p n / bandwidth
+    slice              nothing
+
+and neighbouring axes that lie alike may move as one (``dp+tp``), over a group of all their ranks.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise
+from math import ceil, log2, prod
 from typing import Literal
 
 import msgspec
 
-from meshwright.ir.placement import REPLICATE, Flat, Partial, Placements, Shard, flat_axis, is_split, unflattened
+from meshwright.ir.mesh import members
+from meshwright.ir.placement import REPLICATE, Flat, Partial, Placement, Placements, Shard, flat_axis, local_shape
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_to_all", "all_gather", "slice"]
+_ORDER = {"all_reduce": 0, "reduce_scatter": 0, "all_to_all": 1, "all_gather": 2, "slice": 3}
+"""Of moves that take as long."""
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What joins the ranks of an axis: seconds of a message without content, and seconds of each byte."""
+
+    latency_s: float = 1e-5
+    byte_s: float = 1e-9
 
 
 class Move(msgspec.Struct, frozen=True):
-    """One step: a collective over ``axis``, or a ``slice`` of what is held already. ``placement`` is the Partial that
-    is reduced, the Shard (or Flat) that is gathered, or the one that comes of it; ``before`` are the placements that it
-    starts from, and ``after`` those that it leaves."""
+    """One step: a collective over ``axis`` (or axes, joined), or a ``slice`` of what is held already. ``placement`` is
+    the Partial that is reduced, the Shard (or Flat) that is gathered or sent away, or the one that is cut out or
+    scattered; ``target`` is that which an all-to-all makes of it. ``before`` are the placements that it starts from,
+    and ``after`` those that it leaves."""
 
-    kind: Literal["all_reduce", "reduce_scatter", "all_gather", "slice"]
+    kind: Kind
     axis: str
     placement: Shard | Flat | Partial
     before: Placements
     after: Placements
+    target: Shard | None = None
 
 
-def moves(have: Placements, want: Placements, sizes: Mapping[str, int]) -> tuple[Move, ...]:
-    """The moves from ``have`` to ``want``; ``sizes`` are of the axes with more than one rank, outermost first.
+class Mover(msgspec.Struct, frozen=True):
+    """The moves of a mesh: ``sizes`` of its axes with more than one rank, outermost first, and ``links`` of them and of
+    those that may move as one. An axis without a link has a usual one."""
 
-    First Partials are reduced (scattered at once where that dim is wanted split), then shards are gathered, the
-    innermost axis first, then wanted parts are cut out, the outermost axis first. Flat, which cuts what other axes
-    leave, is gathered before all else; it is cut as soon as the shards of other axes are as they are wanted: before
-    other Partials are reduced, if they are so from the beginning, so that only parts are.
-    """
-    order = list(sizes)
-    now = {axis: placement for axis, placement in have.items() if placement != REPLICATE}
-    found: list[Move] = []
-    flat = flat_axis(want)
+    sizes: Mapping[str, int]
+    links: Mapping[str, Link] = {}
 
-    def move(
-        kind: Literal["all_reduce", "reduce_scatter", "all_gather", "slice"],
-        axis: str,
-        placement: Shard | Flat | Partial,
+    def moves(self, have: Placements, want: Placements, shape: tuple[int, ...], item_bytes: int) -> tuple[Move, ...]:
+        """The moves from ``have`` to ``want`` that take the least time for a tensor of ``shape``; of equals the fewest,
+        and then reductions before gathers before slices, outer axes first (of gathers, inner ones)."""
+        sizes = tuple((axis, size) for axis, size in self.sizes.items() if len(members(axis)) == 1)
+        axes = {axis for axis, _ in sizes}
+        links = tuple((name, link) for name, link in self.links.items() if axes.issuperset(members(name)))
+        start, end = (_named(placements, axes) for placements in (have, want))
+        if start == end:
+            return ()
+        return _cheapest(start, end, sizes, links, shape, item_bytes)
+
+
+_State = tuple[tuple[str, Placement], ...]
+"""The axes that are not Replicate, outermost first."""
+
+
+def _named(placements: Mapping[str, Placement], axes: set[str]) -> _State:
+    return tuple(sorted((axis, one) for axis, one in placements.items() if one != REPLICATE and axis in axes))
+
+
+@lru_cache(maxsize=65536)
+def _cheapest(
+    start: _State,
+    end: _State,
+    sizes: tuple[tuple[str, int], ...],
+    links: tuple[tuple[str, Link], ...],
+    shape: tuple[int, ...],
+    item_bytes: int,
+) -> tuple[Move, ...]:
+    search = _Search(dict(sizes), dict(links), shape, item_bytes, dict(start), dict(end))
+    axes = {axis for axis, _ in sizes}
+    queue: list[tuple[float, int, tuple[tuple[int, int, str], ...], int]] = [(0.0, 0, (), 0)]
+    paths: list[tuple[_State, tuple[Move, ...]]] = [(start, ())]
+    done: set[_State] = set()
+    while queue:
+        seconds, count, order, number = heapq.heappop(queue)
+        state, path = paths[number]
+        if state == end:
+            return path
+        if state in done:
+            continue
+        done.add(state)
+        for move in search.moves(dict(state)):
+            after = _named(move.after, axes)
+            if after not in done:
+                paths.append((after, (*path, move)))
+                cost = seconds + search.seconds(move)
+                heapq.heappush(queue, (cost, count + 1, (*order, search.order(move)), len(paths) - 1))
+    lost = [axis for axis, one in end if isinstance(one, Partial) and dict(start).get(axis) != one]
+    raise AssertionError(f"no partial sum over {lost} to pass on: {start} to {end}")  # it would count once a rank
+
+
+class _Search:
+    """All moves from a placement, and what they take."""
+
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        links: dict[str, Link],
+        shape: tuple[int, ...],
+        item_bytes: int,
+        have: Placements,
+        want: Placements,
     ) -> None:
-        nonlocal now
-        after = {other: one for other, one in now.items() if other != axis}
-        if kind in ("reduce_scatter", "slice"):
-            after[axis] = placement
-        found.append(Move(kind, axis, placement, now, after))
-        now = after
+        self.sizes, self.links, self.shape, self.item_bytes = sizes, links, shape, item_bytes
+        self.names = list(sizes)
+        self.joined = [members(name) for name in links if len(members(name)) > 1]
+        cuts = [one for one in (*want.values(), *have.values()) if isinstance(one, Shard)]
+        if sum(isinstance(one, Partial) for one in have.values()) > 1:  # a sum over levels, each on a part of it
+            cuts += [Shard(dim) for dim in range(len(shape)) if shape[dim] > 1][:1]
+        self.cuts = list(dict.fromkeys(cuts))
+        self.flat = flat_axis(want)
+        self._bytes: dict[_State, int] = {}
 
-    def cut_flat() -> None:
-        if flat and now.get(flat) in (None, Partial("sum")):
-            move("reduce_scatter" if now.get(flat) == Partial("sum") else "slice", flat, Flat())
+    def moves(self, now: Placements) -> Iterator[Move]:
+        """Every move from a placement. What is Flat cuts what other axes leave: until it is gathered, these may only
+        be reduced."""
+        flat = flat_axis(now)
+        if flat:
+            yield self._move("all_gather", (flat,), now[flat], now, None)
+        for axes in (*((axis,) for axis in self.names), *self.joined):
+            if len({now.get(axis) for axis in axes}) == 1:
+                yield from self._of(axes, now, bool(flat))
 
-    if (other := flat_axis(now)) and (other != flat or not _alike(now, want)):
-        move("all_gather", other, Flat())
-    if _alike(now, want):
-        cut_flat()
-    for axis in order:
-        source, target = now.get(axis), want.get(axis, REPLICATE)
-        if not isinstance(source, Partial) or target == source or (axis == flat and source.op == "sum"):
-            continue
-        if isinstance(target, Shard) and source.op == "sum" and _fits(axis, target, now, sizes):
-            move("reduce_scatter", axis, target)
-        else:
-            move("all_reduce", axis, source)
-    for axis in reversed(order):
-        source = now.get(axis)
-        if isinstance(source, Shard) and (want.get(axis) != source or _regather(axis, now, want, order)):
-            move("all_gather", axis, source)
-    for axis in order:
-        wanted = want.get(axis)
-        if isinstance(wanted, Shard) and now.get(axis) != wanted:
-            move("slice", axis, wanted)
-    cut_flat()
-    lost = [axis for axis, wanted in want.items() if isinstance(wanted, Partial) and now.get(axis) != wanted]
-    assert not lost, f"no partial sum over {lost} to pass on"  # a whole value would be counted once a rank
-    return tuple(found)
+    def _of(self, axes: tuple[str, ...], now: Placements, flat: bool) -> Iterator[Move]:
+        placement = now.get(axes[0])
+        rest = {axis: one for axis, one in now.items() if axis not in axes}
+        single = len(axes) == 1
+        if isinstance(placement, Partial):
+            yield self._move("all_reduce", axes, placement, now, None)
+        if flat:
+            return
+        if single and axes[0] == self.flat and (placement is None or placement == Partial("sum")):
+            kind: Kind = "slice" if placement is None else "reduce_scatter"
+            yield self._move(kind, axes, Flat(), now, Flat())
+        if isinstance(placement, Shard):
+            if self._blocked(axes[-1], placement, now):
+                return
+            yield self._move("all_gather", axes, placement, now, None)
+        for cut in self.cuts:
+            if not self._fits(axes, cut, rest):
+                continue
+            if placement is None and single:
+                yield self._move("slice", axes, cut, now, cut)
+            elif placement == Partial("sum"):
+                yield self._move("reduce_scatter", axes, cut, now, cut)
+            elif isinstance(placement, Shard) and cut.dim != placement.dim:
+                yield self._move("all_to_all", axes, placement, now, cut)
 
+    def _move(
+        self, kind: Kind, axes: tuple[str, ...], placement: Placement, now: Placements, made: Shard | Flat | None
+    ) -> Move:
+        after = {axis: one for axis, one in now.items() if axis not in axes}
+        after |= {axis: made for axis in axes if made is not None}
+        assert isinstance(placement, Shard | Flat | Partial)
+        target = made if kind == "all_to_all" and isinstance(made, Shard) else None
+        return Move(kind, "+".join(axes), placement, now, after, target)
 
-def _alike(now: Placements, want: Placements) -> bool:
-    """Whether the axes other than Flat's cut alike."""
-    mine, theirs = ({axis: one for axis, one in unflattened(each).items() if is_split(one)} for each in (now, want))
-    return mine == theirs
+    def _blocked(self, axis: str, placement: Shard, now: Placements) -> bool:
+        """Whether an inner axis cuts what this one has left of the same factor."""
+        inner = self.names[self.names.index(axis) + 1 :]
+        return any(now.get(other) == placement for other in inner)
 
-
-def _regather(axis: str, now: Placements, want: Placements, order: list[str]) -> bool:
-    """Whether an outer axis begins or ceases to cut the same factor, which this inner axis would block."""
-    outer = order[: order.index(axis)]
-    return any((now.get(other) == now[axis]) != (want.get(other) == now[axis]) for other in outer)
-
-
-def _fits(axis: str, target: Shard, now: Placements, sizes: Mapping[str, int]) -> bool:
-    """Whether the axis can cut as ``target`` beside what other axes cut now: on one dim, an inner factor must begin
-    where the parts of an outer one begin."""
-    for other, placement in now.items():
-        if other == axis or not isinstance(placement, Shard) or placement.dim != target.dim:
-            continue
-        if placement == target:  # one factor: the inner axis cuts what the outer one has left
-            if list(sizes).index(other) > list(sizes).index(axis):
+    def _fits(self, axes: tuple[str, ...], cut: Shard, rest: Placements) -> bool:
+        """Whether the axes can cut so beside what other axes cut: on one dim, an inner factor must begin where the
+        parts of an outer one begin, and one factor is cut by outer axes first."""
+        now = dict(rest)
+        for axis in axes:
+            if not self._nests(axis, cut, now):
                 return False
-            continue
-        if placement.outer <= target.outer:
-            outer, inner, size = placement.outer, target.outer, sizes[other]
-        else:
-            outer, inner, size = target.outer, placement.outer, sizes[axis]
-        if inner % (outer * size):
-            return False
-    return True
+            now[axis] = cut
+        return self._divides(cut.dim, now)
+
+    def _nests(self, axis: str, cut: Shard, now: Placements) -> bool:
+        for other, placement in now.items():
+            if not isinstance(placement, Shard) or placement.dim != cut.dim:
+                continue
+            if placement == cut:
+                if self.names.index(other) > self.names.index(axis):
+                    return False
+                continue
+            if placement.outer <= cut.outer:
+                outer, inner, size = placement.outer, cut.outer, self.sizes[other]
+            else:
+                outer, inner, size = cut.outer, placement.outer, self.sizes[axis]
+            if inner % (outer * size):
+                return False
+        return True
+
+    def _divides(self, dim: int, now: Placements) -> bool:
+        """Whether all blocks of a dim are cut evenly."""
+        cuts = [(one.outer, self.sizes[axis]) for axis, one in now.items() if isinstance(one, Shard) and one.dim == dim]
+        parts = {outer: prod(size for other, size in cuts if other == outer) for outer, _ in cuts}
+        ends = [*sorted(parts), self.shape[dim]]
+        return all(inner % (outer * parts[outer]) == 0 for outer, inner in pairwise(ends))
+
+    def seconds(self, move: Move) -> float:
+        """Of one move."""
+        if move.kind == "slice":
+            return 0.0
+        parts = prod(self.sizes[axis] for axis in members(move.axis))
+        link = self.links.get(move.axis) or Link()
+        largest = max(self._size(move.before), self._size(move.after))
+        passes = 2 if move.kind == "all_reduce" else 1
+        rounds = parts - 1 if move.kind == "all_to_all" else passes * ceil(log2(parts))
+        return rounds * link.latency_s + passes * (parts - 1) / parts * largest * link.byte_s
+
+    def _size(self, placements: Placements) -> int:
+        key = tuple(sorted(placements.items()))
+        if key not in self._bytes:
+            self._bytes[key] = prod(local_shape(self.shape, placements, self.sizes)) * self.item_bytes
+        return self._bytes[key]
+
+    def order(self, move: Move) -> tuple[int, int, str]:
+        """Where a move comes among equals."""
+        place = self.names.index(members(move.axis)[0])
+        return _ORDER[move.kind], -place if move.kind == "all_gather" else place, str(move.target or move.placement)

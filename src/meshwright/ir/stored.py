@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME
+from meshwright.ir.mesh import members
 from meshwright.ir.placement import Flat, Partial, Placements, Shard, describe, flat_axis
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def check_buckets(plan: "Plan", graph: Graph, placements: dict[str, Placements],
             seen.add(gradient)
             storage = plan.storage(parameter)
             wanted: Placements = {axis: one for axis, one in storage.items() if isinstance(one, Shard)}
-            wanted |= dict.fromkeys((bucket.axis, *bucket.across), Partial("sum"))
+            wanted |= dict.fromkeys((*members(bucket.axis), *bucket.across), Partial("sum"))
             have = dict(placements.get(gradients.get(parameter) or "", {}))
             have.pop(TIME, None)
             if have != wanted:

@@ -131,7 +131,8 @@ class GradientLowering(Lowering):
 
     def _reshard(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements) -> fx.Node:
         """Start now, and finish in ``finish``."""
-        steps = self.resharder.steps(node, shape, have, want, True)
+        item_bytes = node.meta["dtype"].itemsize
+        steps = self.resharder.steps(node, shape, have, want, item_bytes=item_bytes, owned=True)
         while True:
             try:
                 next(steps)

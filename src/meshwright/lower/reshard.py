@@ -1,13 +1,13 @@
 """From one placement to another: which collective, on which part, started early and finished at first use."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.placement import (
     Flat,
     Partial,
@@ -18,7 +18,7 @@ from meshwright.ir.placement import (
     local_shape,
     unflattened,
 )
-from meshwright.ir.resharding import moves
+from meshwright.ir.resharding import Link, Move, Mover
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -30,19 +30,33 @@ Steps = Generator[None, None, fx.Node]
 class Resharder:
     """Emits resharding into one per-rank graph."""
 
-    def __init__(self, emit: Emit, groups: dict[str, AxisGroup]) -> None:
+    def __init__(self, emit: Emit, groups: dict[str, AxisGroup], links: Mapping[str, Link] | None = None) -> None:
         self._emit = emit
         self._groups = groups
         self._sizes = {axis: group.size for axis, group in groups.items()}
+        self._mover = Mover(self._sizes, {axis: link for axis, link in (links or {}).items() if axis in groups})
 
-    def steps(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements, owned: bool) -> Steps:
+    def steps(
+        self,
+        node: fx.Node,
+        shape: tuple[int, ...],
+        have: Placements,
+        want: Placements,
+        *,
+        item_bytes: int,
+        owned: bool,
+    ) -> Steps:
         """Reshard ``node`` (global ``shape``) from ``have`` to ``want``.
 
-        The moves and their order are those of ``ir.resharding.moves``. ``owned`` says that nobody else reads the node's
+        The moves and their order are those of ``ir.resharding``. ``owned`` says that nobody else reads the node's
         memory, so that it may be reduced in place.
         """
-        for move in moves(have, want, self._sizes):
+        for move in self._mover.moves(have, want, shape, item_bytes):
             group, placement, before = self._groups[move.axis], move.placement, move.before
+            if move.kind == "slice":
+                assert not isinstance(placement, Partial)
+                node = self._slice(node, move.axis, placement, before, shape)
+                continue  # a view, as much its own as what it is of
             if isinstance(placement, Partial):
                 if not owned:
                     node = self._emit(aten.clone.default, node)
@@ -51,10 +65,10 @@ class Resharder:
                 node = self._emit(collectives.WAIT, node)
             elif move.kind == "reduce_scatter":
                 node = yield from self._reduce_scatter(node, move.axis, placement, move.after, shape)
-            elif move.kind == "all_gather":
-                node = yield from self._all_gather(node, move.axis, placement, before, shape)
+            elif move.target is not None:
+                node = yield from self._all_to_all(node, move, shape)
             else:
-                node = self._slice(node, move.axis, placement, before, shape)
+                node = yield from self._all_gather(node, move.axis, placement, before, shape)
             owned = True
         return node
 
@@ -63,7 +77,7 @@ class Resharder:
         blocks = shard.outer
         for other, placement in now.items():
             if (
-                other != axis
+                other not in members(axis)
                 and isinstance(placement, Shard)
                 and placement.dim == shard.dim
                 and placement.outer < shard.outer
@@ -79,36 +93,51 @@ class Resharder:
     ) -> Steps:
         group = self._groups[axis]
         local = self._local(shape, now)
-        rest = {other: placement for other, placement in now.items() if other != axis}
+        rest = {other: placement for other, placement in now.items() if other not in members(axis)}
         node = self._emit(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm)
         yield
         node = self._emit(collectives.WAIT, node)
         if isinstance(shard, Flat):
             return self.unpadded(node, self._local(shape, rest))
-        blocks = self._blocks(axis, shard, now)
-        lead = 1
-        for size in local[: shard.dim]:
-            lead *= size
-        whole = self._local(shape, rest)
-        if lead * blocks > 1:
-            # [parts, lead, blocks, block, tail] -> [lead, blocks, parts, block, tail]
-            node = self._emit(aten.view.default, node, [group.size, lead * blocks, -1])
+        return self._joined(node, group.size, prod(local[: shard.dim]) * self._blocks(axis, shard, now), rest, shape)
+
+    def _joined(self, node: fx.Node, parts: int, lead: int, now: Placements, shape: tuple[int, ...]) -> fx.Node:
+        """Parts put side by side: [parts, lead, block] -> [lead, parts, block]."""
+        if lead > 1:
+            node = self._emit(aten.view.default, node, [parts, lead, -1])
             node = self._emit(aten.transpose.int, node, 0, 1)
-        return self._emit(aten.reshape.default, node, whole)
+        return self._emit(aten.reshape.default, node, self._local(shape, now))
+
+    def _apart(self, node: fx.Node, parts: int, lead: int) -> fx.Node:
+        """What goes to each of ``parts`` ranks: [lead, parts, block] -> [parts, lead, block]."""
+        node = self._emit(aten.reshape.default, node, [lead, parts, -1])
+        return self._emit(aten.transpose.int, node, 0, 1)
+
+    def _all_to_all(self, node: fx.Node, move: Move, shape: tuple[int, ...]) -> Steps:
+        """Each rank sends every other the part that it will hold of what this one holds."""
+        group, source, target = self._groups[move.axis], move.placement, move.target
+        assert isinstance(source, Shard)
+        assert target is not None
+        rest = {other: placement for other, placement in move.before.items() if other != move.axis}
+        before = self._local(shape, move.before)
+        node = self._apart(node, group.size, prod(before[: target.dim]) * self._blocks(move.axis, target, rest))
+        node = self._emit(collectives.ALL_TO_ALL, node, group.name, group.algorithm)
+        yield
+        node = self._emit(collectives.WAIT, node)
+        before[target.dim] //= group.size
+        lead = prod(before[: source.dim]) * self._blocks(move.axis, source, rest)
+        return self._joined(node, group.size, lead, move.after, shape)
 
     def _reduce_scatter(
         self, node: fx.Node, axis: str, target: Shard | Flat, after: Placements, shape: tuple[int, ...]
     ) -> Steps:
         group = self._groups[axis]
-        rest = {other: placement for other, placement in after.items() if other != axis}
+        rest = {other: placement for other, placement in after.items() if other not in members(axis)}
         local = self._local(shape, rest)
         if isinstance(target, Flat):
             node = self._in_rows(node, local, group.size)
         else:
-            blocks = self._blocks(axis, target, rest)
-            lead = prod(local[: target.dim])
-            node = self._emit(aten.reshape.default, node, [lead * blocks, group.size, -1])
-            node = self._emit(aten.transpose.int, node, 0, 1)
+            node = self._apart(node, group.size, prod(local[: target.dim]) * self._blocks(axis, target, rest))
         node = self._emit(collectives.REDUCE_SCATTER, node, "sum", group.name, group.size, group.algorithm)
         yield
         node = self._emit(collectives.WAIT, node)

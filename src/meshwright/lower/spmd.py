@@ -75,7 +75,7 @@ class Lowering:
         self.graph = fx.Graph()
         self.values: dict[str, Value] = {}
         self.names: dict[fx.Node, str] = {}
-        self.resharder = Resharder(self.emit, groups)
+        self.resharder = Resharder(self.emit, groups, plan.links)
         self.meta: dict[str, Any] = {}
         self.random_key: fx.Node | None = None
         self.drawn: dict[str, dict[str, str]] = {}
@@ -280,7 +280,8 @@ class Lowering:
         shape = self.ir.tensors[name].shape
         if version is None:
             exclusive = value.owned and len(value.versions) == 0
-            steps = self.resharder.steps(value.node, shape, have, wanted, exclusive)
+            item_bytes = value.node.meta["dtype"].itemsize
+            steps = self.resharder.steps(value.node, shape, have, wanted, item_bytes=item_bytes, owned=exclusive)
             version = value.versions[key] = _Version(steps)
             self._advance(version)
         while finish and version.node is None:

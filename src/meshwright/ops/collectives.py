@@ -32,6 +32,7 @@ LIBRARY = Library(NAMESPACE, "DEF")
 LIBRARY.define("all_reduce_start(Tensor(a!) value, str op, str group, str algorithm) -> Tensor(a!)")
 LIBRARY.define("all_gather_start(Tensor value, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm) -> Tensor")
+LIBRARY.define("all_to_all_start(Tensor value, str group, str algorithm) -> Tensor")
 LIBRARY.define("gather_parts_start(Tensor[] parts, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("reduce_to_parts_start(Tensor[] values, str group, int size, str algorithm) -> Tensor")
 LIBRARY.define("exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)")
@@ -59,6 +60,9 @@ register_fake(
     f"{NAMESPACE}::reduce_scatter_start",
     lambda value, op, group, size, algorithm: value.new_empty(value.shape[1:]),
     lib=LIBRARY,
+)
+register_fake(
+    f"{NAMESPACE}::all_to_all_start", lambda value, group, algorithm: value.new_empty(value.shape), lib=LIBRARY
 )
 register_fake(
     f"{NAMESPACE}::gather_parts_start",
@@ -95,6 +99,7 @@ _OPERATORS = torch.ops.meshwright_comm
 ALL_REDUCE = _OPERATORS.all_reduce_start.default
 ALL_GATHER = _OPERATORS.all_gather_start.default
 REDUCE_SCATTER = _OPERATORS.reduce_scatter_start.default
+ALL_TO_ALL = _OPERATORS.all_to_all_start.default
 GATHER_PARTS = _OPERATORS.gather_parts_start.default
 REDUCE_TO_PARTS = _OPERATORS.reduce_to_parts_start.default
 EXCHANGE_ROWS = _OPERATORS.exchange_rows.default
@@ -102,4 +107,6 @@ SHIFT = _OPERATORS.shift.default
 HALO_EXCHANGE = _OPERATORS.halo_exchange_start.default
 HALO_REDUCE = _OPERATORS.halo_reduce_start.default
 WAIT = _OPERATORS.wait.default
-STARTS = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, GATHER_PARTS, REDUCE_TO_PARTS, HALO_EXCHANGE, HALO_REDUCE})
+STARTS = frozenset({
+    ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER_PARTS, REDUCE_TO_PARTS, HALO_EXCHANGE, HALO_REDUCE,
+})  # fmt: skip

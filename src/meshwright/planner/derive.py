@@ -20,6 +20,7 @@ from meshwright.ir.placement import (
     unflattened,
 )
 from meshwright.ir.plan import Bucket, Strategy, starred
+from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut
 
 BUCKET_BYTES = 8 * 2**20
@@ -136,7 +137,7 @@ def parameter_gathers(
     return collect.closed()
 
 
-def _local_bytes(graph: Graph, name: str, placements: Placements, axis_sizes: dict[str, int]) -> int:
+def _local_bytes(graph: Graph, name: str, placements: Placements, axis_sizes: Mapping[str, int]) -> int:
     tensor = graph.tensors[name]
     here = {axis: one for axis, one in placements.items() if axis in axis_sizes}
     return prod(local_shape(tensor.shape, here, axis_sizes)) * ITEM_BYTES[tensor.dtype]
@@ -183,11 +184,12 @@ def gradient_buckets(
     divided: Cut,
     placements: dict[str, Placements],
     storage: dict[str, dict[str, Placement]],
-    axis_sizes: dict[str, int],
+    mover: Mover,
     algorithms: dict[str, str],
 ) -> tuple[Bucket, ...]:
-    """Gradients that only lack a sum over one axis (or over others too, where they are reduced to parts over it), by
-    stage, in the order that backward makes them."""
+    """Gradients that only lack a sum, by stage, in the order that backward makes them. Over several axes they are
+    summed as one, where ``mover`` finds that cheaper, else one after the other: first to parts, where they are stored
+    so."""
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
     collect = _Buckets(algorithms)
@@ -203,18 +205,24 @@ def gradient_buckets(
         axes = [axis for axis, placement in have.items() if placement == Partial("sum")]
         rest = {axis: placement for axis, placement in have.items() if axis not in axes and placement != REPLICATE}
         flat = flat_axis(want)
-        axis = flat if flat in axes else axes[0] if axes else ""
-        across = tuple(one for one in axis_sizes if one in axes and one != axis)
-        if not axis or (across and not flat) or (flat and flat != axis):
+        if not axes or (flat and flat not in axes):
             continue
-        if rest != {a: p for a, p in unflattened(want).items() if a in axis_sizes}:
+        axis, *across = [flat, *(one for one in axes if one != flat)] if flat else _summed_over(axes, mover)
+        if rest != {a: p for a, p in unflattened(want).items() if a in mover.sizes}:
             continue
         if counts[gradient] > 1 or consumers.get(gradient) or len(stages) > 1:
             continue
         tensor = graph.tensors[gradient]
-        num_bytes = _local_bytes(graph, gradient, rest, axis_sizes)
-        collect.add((tuple(stages), axis, across, bool(flat), tensor.dtype), entry.parameter, num_bytes)
+        num_bytes = _local_bytes(graph, gradient, rest, mover.sizes)
+        collect.add((tuple(stages), axis, tuple(across), bool(flat), tensor.dtype), entry.parameter, num_bytes)
     return collect.closed()
+
+
+def _summed_over(axes: list[str], mover: Mover) -> list[str]:
+    """Axes of a bucket's sum: one after the other, or a joined one."""
+    have: Placements = dict.fromkeys(axes, Partial("sum"))
+    found = mover.moves(have, {}, (BUCKET_BYTES // 4,), 4)
+    return [found[0].axis] if len(found) == 1 else [axis for axis in mover.sizes if axis in axes]
 
 
 def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:

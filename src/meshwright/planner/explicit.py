@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from meshwright.catalog import load_cluster
-from meshwright.cost.collective import Group, Network
+from meshwright.cost.collective import Network
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
@@ -17,7 +17,9 @@ from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Placement, Shard
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
+from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
+from meshwright.planner.algorithms import algorithms_of, links_of
 from meshwright.planner.cut import choose_cut, follow_cut
 from meshwright.planner.derive import (
     gradient_buckets,
@@ -117,6 +119,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
             if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
         ),
         algorithms={axis: one for plan in plans for axis, one in plan.algorithms.items()},
+        links={axis: one for plan in plans for axis, one in plan.links.items()},
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
 
@@ -194,7 +197,11 @@ class _Planner:
         used = {
             name: {a: c for a, c in strategy.items() if a in self.sizes} for name, strategy in self.strategies.items()
         }
-        algorithms = self._algorithms()
+        axes = [axis for axis in self.sizes if axis != TIME]
+        algorithms = self.base.algorithms if self.base is not None else algorithms_of(self.mesh, axes, self.cluster)
+        network = Network(self.cluster or load_cluster("cpu-local"))
+        links = self.base.links if self.base is not None else links_of(self.mesh, axes, network)
+        sizes = {axis: self.sizes[axis] for axis in axes}
         return Plan(
             model=self.graph.model,
             graph_fingerprint=self.graph.fingerprint,
@@ -208,9 +215,10 @@ class _Planner:
             microbatches=self.layout.microbatches,
             schedule="none" if len(firsts) == 0 else self.layout.schedule,
             chunks=self.layout.chunks,
-            buckets=gradient_buckets(self.graph, divided, placements, storage, self.sizes, algorithms),
+            buckets=gradient_buckets(self.graph, divided, placements, storage, Mover(sizes, links), algorithms),
             gathers=parameter_gathers(self.graph, divided, storage, self.sizes, algorithms),
             algorithms=algorithms,
+            links=links,
             notes=self.base.notes if self.base is not None else self._explained(),
         )
 
@@ -288,31 +296,6 @@ class _Planner:
             first=first,
             recompute=recomputed(mine, divided, self.layout.recompute),
         )
-
-    def _algorithms(self) -> dict[str, str]:
-        """By axis, what the cluster's file has measured to be the fastest. Where that is nothing, two CPU ranks of one
-        box swap what they have in one round, and others take torch.distributed's own collectives."""
-        if self.base is not None:
-            return self.base.algorithms
-        return {axis: self._measured(axis) or self._usual(axis) for axis in self.sizes if axis != TIME}
-
-    def _measured(self, axis: str) -> str:
-        if self.sizes[axis] < 2 or self.cluster is None or self.cluster.device.kind != "cpu":
-            return ""
-        ranks = self.mesh.groups(axis)[0]
-        return Network(self.cluster).algorithms(Group(len(ranks), ranks[1] - ranks[0]))
-
-    def _usual(self, axis: str) -> str:
-        return "exchange" if self._swaps(axis) else "native"
-
-    def _swaps(self, axis: str) -> bool:
-        if self.sizes[axis] != 2 or self.cluster is None:
-            return self.sizes[axis] == 2
-        if self.cluster.device.kind != "cpu" or not self.cluster.levels:
-            return False
-        box = self.cluster.levels[-1]
-        one_box = len(self.cluster.levels) == 1  # which may hold more ranks than devices
-        return one_box or all(self.cluster.level_of(*ranks).name == box.name for ranks in self.mesh.groups(axis))
 
     # --- data parallel -------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
     for all. Without stragglers there is a class for every stage; one straggler among dp x tp replicas makes at most
     four of each.
     """
-    named = [axis for axis in dict.fromkeys(("pp", *axes)) if axis in mesh.names]
+    named = [axis for axis in dict.fromkeys(("pp", *axes)) if mesh.has(axis)]
     groups = {axis: mesh.groups(axis) for axis in named}
     stage = {rank: index for group in groups.get("pp", ()) for index, rank in enumerate(group)}
     of = _numbered([(color, stage.get(rank, 0)) for rank, color in enumerate(colors)])

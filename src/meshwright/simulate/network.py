@@ -42,7 +42,7 @@ class Fabric:
 
     def size(self, axis: str) -> int:
         """The ranks along an axis; 1 where the mesh has no such axis."""
-        return self.mesh.size(axis) if axis in self.mesh.names else 1
+        return self.mesh.size(axis) if self.mesh.has(axis) else 1
 
     def collective_s(self, piece: Communicate) -> float:
         """Seconds of a collective along an axis, while all groups of the axis have theirs."""

@@ -14,7 +14,8 @@ from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Partial, Placements, Shard, local_shape
 from meshwright.ir.plan import Strategy
-from meshwright.ir.resharding import moves
+from meshwright.ir.resharding import Mover
+from meshwright.planner.algorithms import links_of
 from meshwright.planner.derive import BUCKET_BYTES
 
 
@@ -30,7 +31,9 @@ class Prices:
         self.rates = Rates(cluster.device.under(ranks=at_once, threads=1))
         self.parts = Parts(graph, {**self.sizes, **({TIME: microbatches} if microbatches > 1 else {})})
         self.network = Network(cluster)
-        self.groups = {axis: axis_group(mesh, axis) for axis in sizes}
+        links = links_of(mesh, (axis for axis in sizes if axis in mesh.names), self.network)
+        self.mover = Mover(self.sizes, links)
+        self.groups = {axis: axis_group(mesh, axis) for axis in (*sizes, *links)}
         gradients = {entry.gradient for entry in graph.gradients if entry.gradient is not None}
         self.bucket_bytes = min(BUCKET_BYTES, sum(graph.tensors[name].num_bytes for name in gradients))
         self._known: dict[object, float] = {}
@@ -89,7 +92,7 @@ class Prices:
     def _reshard_s(
         self, tensor: Tensor, have: Placements, want: Placements, owned: bool, parts: int, gradient: bool
     ) -> float:
-        steps = moves(have, want, self.sizes)
+        steps = self.mover.moves(have, want, tensor.shape, ITEM_BYTES[tensor.dtype])
         seconds = 0.0
         for move in steps:
             if move.kind == "slice":
@@ -106,6 +109,8 @@ class Prices:
             inner = isinstance(move.placement, Shard) and (move.placement.dim > 0 or move.placement.outer > 1)
             if move.kind != "all_reduce" and inner:  # parts are put in order
                 seconds += self.rates.stream("copy", 2 * largest).seconds
+            if move.target is not None:  # and taken apart
+                seconds += self.rates.stream("copy", 2 * before).seconds
             owned = True
         return seconds
 

@@ -12,7 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.schedules.collectives.operations import ALGORITHMS
 
 NATIVE = "native"
-EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star"}
+EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star", "all_to_all": "partitioned"}
 """Algorithms of one round, where a group has two ranks."""
 
 Ranges = Sequence[tuple[int, str]]

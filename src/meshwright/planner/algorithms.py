@@ -1,0 +1,48 @@
+"""What a plan says of its axes' communication: which algorithms of collectives, and the links that they have."""
+
+from collections.abc import Iterable
+
+from meshwright.cost.closed_form import axis_group
+from meshwright.cost.collective import Network
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.mesh import JOIN, Mesh
+from meshwright.ir.resharding import Link
+
+
+def communicating(axes: Iterable[str]) -> list[str]:
+    """The axes, outermost first, and all runs of neighbours among them, which may communicate as one (``dp+tp``)."""
+    names = list(axes)
+    runs = [names[first:last] for first in range(len(names)) for last in range(first + 2, len(names) + 1)]
+    return [*names, *(JOIN.join(run) for run in runs)]
+
+
+def links_of(mesh: Mesh, axes: Iterable[str], network: Network) -> dict[str, Link]:
+    """The links of axes of more than one rank, and of those that may communicate as one."""
+    return {axis: network.link(axis_group(mesh, axis)) for axis in communicating(axes)}
+
+
+def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> dict[str, str]:
+    """By axis, what the cluster's file has measured to be the fastest. Where that is nothing, two CPU ranks of one box
+    swap what they have in one round, and others take torch.distributed's own collectives."""
+    return {axis: _measured(mesh, axis, cluster) or _usual(mesh, axis, cluster) for axis in communicating(axes)}
+
+
+def _measured(mesh: Mesh, axis: str, cluster: Cluster | None) -> str:
+    if cluster is None or cluster.device.kind != "cpu":
+        return ""
+    return Network(cluster).algorithms(axis_group(mesh, axis))
+
+
+def _usual(mesh: Mesh, axis: str, cluster: Cluster | None) -> str:
+    return "exchange" if mesh.size(axis) == 2 and _in_a_box(mesh, axis, cluster) else "native"
+
+
+def _in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
+    """Whether each group of the axis is inside one box, and its ranks are CPUs."""
+    if cluster is None:
+        return True
+    if cluster.device.kind != "cpu" or not cluster.levels:
+        return False
+    box = cluster.levels[-1]
+    one_box = len(cluster.levels) == 1  # which may hold more ranks than devices
+    return one_box or all(cluster.level_of(*ranks).name == box.name for ranks in mesh.groups(axis))
