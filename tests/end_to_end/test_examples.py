@@ -1,5 +1,7 @@
-"""The examples run as their docstrings say: as one process, and some of them on two ranks under torchrun."""
+"""The examples run as their docstrings say: as one process, and some of them on two ranks (one under torchrun)."""
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -8,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.pool import Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -20,7 +24,23 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return capsys.readouterr().out
 
 
-def run_on_ranks(num_ranks: int, name: str, *arguments: str) -> str:
+def run_on(ranks: Ranks, num_ranks: int, name: str, *arguments: str) -> str:
+    """What an example prints on ranks that are there already."""
+    return "".join(ranks(num_ranks, _run_on_rank, name, arguments))
+
+
+def _run_on_rank(name: str, arguments: tuple[str, ...]) -> str:
+    printed, before = io.StringIO(), (sys.argv, sys.path)
+    sys.argv, sys.path = [name, *arguments], [str(EXAMPLES), *sys.path]
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        sys.argv, sys.path = before
+    return printed.getvalue()
+
+
+def run_under_torchrun(num_ranks: int, name: str, *arguments: str) -> str:
     """What `torchrun --nproc-per-node NUM_RANKS examples/NAME` prints."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     done = subprocess.run(
@@ -71,7 +91,7 @@ def test_lenet_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_lenet_splits_convolutions_by_batch_and_dense_layers_by_features_on_the_same_ranks() -> None:
-    output = run_on_ranks(2, "lenet_digits.py", "--steps", "50", "--goal", "0.8")
+    output = run_under_torchrun(2, "lenet_digits.py", "--steps", "50", "--goal", "0.8")
     assert "dp=1 x tp=2, 2 ranks" in output
     assert split_of(output, "convolutions.*") == "batch@tp"
     assert split_of(output, "dense.0") == "f1@tp"  # by columns: the features that it makes (f are those that it reads)
@@ -87,11 +107,11 @@ def test_lenet_that_learned_too_little_fails(
 
 
 def test_resnet_loses_the_same_on_two_ranks_as_in_one_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: Ranks
 ) -> None:
     """So batch norm sees the global batch: with the statistics of each half, the tenth loss differs by 0.007."""
     serial = run_here(monkeypatch, capsys, "resnet_digits.py", "--steps", "10")
-    parallel = run_on_ranks(2, "resnet_digits.py", "--steps", "10")
+    parallel = run_on(ranks, 2, "resnet_digits.py", "--steps", "10")
     assert "part 1 of 2: 32 digits" in parallel
     assert len(losses(serial)) == 1
     assert losses(parallel) == pytest.approx(losses(serial), abs=1e-3)
@@ -104,8 +124,8 @@ def test_hugging_face_gpt2_in_one_process(monkeypatch: pytest.MonkeyPatch, capsy
     assert 3.0 < float(re.findall(r"held-out bits per byte: (\d+\.\d+)", output)[0]) < 7.0
 
 
-def test_hugging_face_gpt2_splits_heads_and_hidden_features_over_two_ranks() -> None:
-    output = run_on_ranks(2, "hugging_face_gpt2.py", "--dp", "1", "--tp", "2", "--steps", "2")
+def test_hugging_face_gpt2_splits_heads_and_hidden_features_over_two_ranks(ranks: Ranks) -> None:
+    output = run_on(ranks, 2, "hugging_face_gpt2.py", "--dp", "1", "--tp", "2", "--steps", "2")
     assert split_of(output, "transformer.h.*.attn.c_attn") == "h@tp"
     assert split_of(output, "transformer.h.*.mlp.c_fc") == "f@tp"
     assert len(losses(output)) == 1
