@@ -333,23 +333,36 @@ def batch_norm_backward_local(local: Local) -> Any:
     split = split_factors(local, _BATCH)
     if not split or not train:
         return local.call(local.target, *local.args, **local.kwargs)
-    dims = [0, *range(2, len(local.input_shape(0)))]
-    vector, count = [1, -1, *[1] * (len(dims) - 1)], _count(local)
-
-    def broad(value: Value) -> Value:
-        return local.call(aten.reshape.default, value, vector)
-
-    normal = local.call(aten.mul.Tensor, local.call(aten.sub.Tensor, source, broad(mean)), broad(scale))
-    first = local.call(aten.sum.dim_IntList, grad, dims)
-    second = local.call(aten.sum.dim_IntList, local.call(aten.mul.Tensor, grad, normal), dims)
-    sums = _all_reduce(local, local.call(aten.stack.default, [first, second]), split)
+    # with the statistics of all shards, the vectors' gradients are this shard's terms of the sums
+    terms = local.call(local.target, grad, source, weight, None, None, mean, scale, True, eps, [False, True, True])
+    both = [local.call(operator.getitem, terms, index) for index in (2, 1)]
+    sums = _all_reduce(local, local.call(aten.stack.default, both), split)
     bias_grad, weight_grad = (local.call(aten.select.int, sums, 0, index) for index in (0, 1))
-    inner = local.call(aten.sub.Tensor, grad, broad(local.call(aten.div.Tensor, bias_grad, count)))
-    scaled = local.call(aten.mul.Tensor, normal, broad(local.call(aten.div.Tensor, weight_grad, count)))
-    inner = local.call(aten.sub.Tensor, inner, scaled)
-    factor = scale if weight is None else local.call(aten.mul.Tensor, scale, weight)
-    input_grad = local.call(aten.mul.Tensor, inner, broad(factor)) if mask[0] else None
+    input_grad = _input_gradient(local, grad, source, weight, mean, scale, sums) if mask[0] else None
     return input_grad, weight_grad if mask[1] else None, bias_grad if mask[2] else None
+
+
+def _input_gradient(
+    local: Local, grad: Value, source: Value, weight: Value | None, mean: Value, scale: Value, sums: Value
+) -> Value:
+    """``a (grad - m0 - m1 scale (source - mean))``, where ``a`` is weight times scale and ``m`` the sums [2, c] as
+    means, computed as ``a grad + (b source + c)``: two passes over the image."""
+    plain, scaled = (
+        local.call(aten.select.int, local.call(aten.div.Tensor, sums, _count(local)), 0, index) for index in (0, 1)
+    )
+    factor = scale if weight is None else local.call(aten.mul.Tensor, scale, weight)
+    slope = local.call(
+        aten.neg.default, local.call(aten.mul.Tensor, local.call(aten.mul.Tensor, factor, scale), scaled)
+    )
+    offset = local.call(aten.mul.Tensor, factor, plain)
+    offset = local.call(aten.add.Tensor, offset, local.call(aten.mul.Tensor, slope, mean))
+    zeros, ones = local.call(aten.zeros_like.default, mean), local.call(aten.ones_like.default, mean)
+    offset = local.call(aten.neg.default, offset)
+    evaluate = aten._native_batch_norm_legit_no_training.default
+    line = local.call(evaluate, source, slope, offset, zeros, ones, 0.0, 0.0)
+    shape = [1, -1, *[1] * (len(local.input_shape(0)) - 2)]
+    broad = local.call(aten.reshape.default, factor, shape)
+    return local.call(aten.addcmul.default, local.call(operator.getitem, line, 0), grad, broad)
 
 
 def _flops(call: Call, rule: Rule | None) -> float:
