@@ -267,8 +267,7 @@ def batch_norm_local(local: Local) -> Any:
         count = _count(local)
         unbiased = local.call(aten.mul.Tensor, variance, count / max(count - 1, 1))
         for running, new in ((local.args[3], mean), (local.args[4], unbiased)):
-            kept = local.call(aten.mul.Tensor, running, 1.0 - momentum)
-            result.append(local.call(aten.add.Tensor, kept, local.call(aten.mul.Tensor, new, momentum)))
+            result.append(local.call(aten.lerp.Scalar, running, new, momentum))
     return tuple(result)
 
 
@@ -346,20 +345,12 @@ def _input_gradient(
     local: Local, grad: Value, source: Value, weight: Value | None, mean: Value, scale: Value, sums: Value
 ) -> Value:
     """``a (grad - m0 - m1 scale (source - mean))``, where ``a`` is weight times scale and ``m`` the sums [2, c] as
-    means, computed as ``a grad + (b source + c)``: two passes over the image."""
-    plain, scaled = (
-        local.call(aten.select.int, local.call(aten.div.Tensor, sums, _count(local)), 0, index) for index in (0, 1)
-    )
+    means, computed as ``a grad + (b (source - mean) + c)``: two passes over the image."""
     factor = scale if weight is None else local.call(aten.mul.Tensor, scale, weight)
-    slope = local.call(
-        aten.neg.default, local.call(aten.mul.Tensor, local.call(aten.mul.Tensor, factor, scale), scaled)
-    )
-    offset = local.call(aten.mul.Tensor, factor, plain)
-    offset = local.call(aten.add.Tensor, offset, local.call(aten.mul.Tensor, slope, mean))
-    zeros, ones = local.call(aten.zeros_like.default, mean), local.call(aten.ones_like.default, mean)
-    offset = local.call(aten.neg.default, offset)
-    evaluate = aten._native_batch_norm_legit_no_training.default
-    line = local.call(evaluate, source, slope, offset, zeros, ones, 0.0, 0.0)
+    means = local.call(aten.mul.Tensor, local.call(aten.mul.Tensor, sums, -1 / _count(local)), factor)
+    offset, slope = (local.call(aten.select.int, means, 0, index) for index in (0, 1))
+    slope, ones = local.call(aten.mul.Tensor, slope, scale), local.call(aten.ones_like.default, mean)
+    line = local.call(aten._native_batch_norm_legit_no_training.default, source, slope, offset, mean, ones, 0.0, 0.0)
     shape = [1, -1, *[1] * (len(local.input_shape(0)) - 2)]
     broad = local.call(aten.reshape.default, factor, shape)
     return local.call(aten.addcmul.default, local.call(operator.getitem, line, 0), grad, broad)
