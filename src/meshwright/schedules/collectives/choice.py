@@ -2,18 +2,23 @@
 
 native                                                        torch.distributed's own
 exchange                                                      two ranks swap what they have, in one round
+star+ring@2x4                                                 along the levels of a cluster (``hierarchy.py``)
 all_reduce butterfly, 262144 rabenseifner; all_gather star    from 0 and from 262,144 bytes on; the rest native
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from meshwright.errors import PlanError
-from meshwright.schedules.collectives.operations import ALGORITHMS
+from meshwright.schedules.collectives import hierarchy
+from meshwright.schedules.collectives.operations import ALGORITHMS, is_there
 
 NATIVE = "native"
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star"}
 """Algorithms of one round, where a group has two ranks."""
+
+PIECES = 16
+"""In how many pieces long vectors go along levels, where that is faster."""
 
 Ranges = Sequence[tuple[int, str]]
 """(bytes from which on, algorithm), rising."""
@@ -37,7 +42,29 @@ def chosen(text: str, operation: str, num_bytes: int) -> str:
 
 def runs(operation: str, name: str) -> bool:
     """Whether an operation can be run by an algorithm of that name."""
-    return name == NATIVE or name in ALGORITHMS.get(operation, ()) or (name == "exchange" and operation in EXCHANGE)
+    return name == NATIVE or is_there(operation, name) or (name == "exchange" and operation in EXCHANGE)
+
+
+def candidates(operation: str, num_ranks: int, boxes: str = "") -> tuple[str, ...]:
+    """The algorithms that are measured: torch.distributed's own, and ours but for those that cannot be the fastest.
+
+    ``boxes``: how the ranks lie in boxes, as in names of algorithms along levels; nothing where they are all in one, or
+    each is in its own.
+    """
+    whole = operation == "all_reduce"
+    if num_ranks == 2:  # where the others are one of these
+        return (NATIVE, "butterfly", "ring") if whole else (NATIVE, "star")
+    flat = ("butterfly", "shares", "ring", "rabenseifner") if whole else ("star", "ring", "halving")
+    if not boxes:
+        return (NATIVE, *flat)
+    return (NATIVE, *flat, *(name for name in _along(operation, boxes) if is_there(operation, name)))
+
+
+def _along(operation: str, boxes: str) -> Iterator[str]:
+    for across in hierarchy.ACROSS_BY_OPERATION.get(operation, ()):
+        if across != "tree":  # a butterfly takes half as long
+            for pieces in (1, PIECES) if operation == "all_reduce" else (1,):
+                yield hierarchy.written("star", across, boxes, pieces)
 
 
 def _plain(operation: str, name: str) -> str:
