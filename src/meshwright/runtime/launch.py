@@ -43,6 +43,20 @@ def start(device: torch.device | str | None = None) -> torch.device:
     return device
 
 
+def join_by_file(path: str, interface: str) -> None:
+    """Start torch.distributed among ranks that find each other by a file, and talk through this network interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=launched_rank(), world_size=_number("WORLD_SIZE", "1"),
+        timeout=_timeout(),
+    )  # fmt: skip
+    atexit.register(_finish_at_exit)
+
+
+def _timeout() -> timedelta:
+    return timedelta(seconds=float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600")))
+
+
 def _device(device: torch.device | str) -> torch.device:
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     try:
@@ -152,9 +166,10 @@ def _join(backend: str) -> None:
     if os.environ["MASTER_ADDR"] in (HOST, "localhost"):
         # Else gloo asks for the address of this machine's name, which not every machine knows.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    timeout_s = float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600"))
+    timeout = _timeout()
+    timeout_s = timeout.total_seconds()
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, timeout=timeout)
     except dist.DistNetworkError as error:
         text = str(error)
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:

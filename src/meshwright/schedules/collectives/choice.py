@@ -17,7 +17,7 @@ NATIVE = "native"
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star"}
 """Algorithms of one round, where a group has two ranks."""
 
-PIECES = 16
+PIECES = 8
 """In how many pieces long vectors go along levels, where that is faster."""
 
 Ranges = Sequence[tuple[int, str]]
