@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import Library
 
 from meshwright.comm import halo
-from meshwright.comm.groups import collectives, process_group
+from meshwright.comm.groups import carrier, process_group
 from meshwright.comm.record import blocking, current
 from meshwright.comm.transport.base import Work
 from meshwright.ir.placement import flat_shape
@@ -35,7 +35,7 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str) -> Tens
     ranks, begun = process_group(group), time.perf_counter()
     name = chosen(algorithm, "all_reduce", value.nbytes)
     if name != NATIVE:
-        return _in_flight(value, collectives(ranks).all_reduce(value, op, name), "all_reduce", group, begun)
+        return _in_flight(value, carrier(ranks, name).all_reduce(value, op, name), "all_reduce", group, begun)
     return _in_flight(value, dist.all_reduce(value, _OPS[op], ranks, async_op=True), "all_reduce", group, begun)
 
 
@@ -47,7 +47,7 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str) -> Te
     ranks = process_group(group)
     name = chosen(algorithm, "all_gather", result.nbytes)
     if name != NATIVE:
-        return _in_flight(result, collectives(ranks).all_gather(value, result, name), "all_gather", group, begun)
+        return _in_flight(result, carrier(ranks, name).all_gather(value, result, name), "all_gather", group, begun)
     flat = result.view(size * value.numel())
     work = dist.all_gather_single(flat, value.view(-1), ranks, async_op=True)
     return _in_flight(result, work, "all_gather", group, begun)
@@ -62,7 +62,7 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     name = chosen(algorithm, "reduce_scatter", value.nbytes)
     work: Work | None
     if name != NATIVE:
-        work = collectives(ranks).reduce_scatter(value, result, op, name)
+        work = carrier(ranks, name).reduce_scatter(value, result, op, name)
     else:
         work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks, async_op=True)
     return _in_flight(result, work, "reduce_scatter", group, begun)
@@ -79,7 +79,7 @@ def gather_parts_start(parts: list[Tensor], group: str, size: int, algorithm: st
     if name != NATIVE:
         work: Work | None = None
         for part, place in zip(flat, places, strict=True):  # who waits for the last waits for those before
-            work = collectives(ranks).all_gather(part, place, name)
+            work = carrier(ranks, name).all_gather(part, place, name)
         return _in_flight(result, work, "all_gather", group, begun)
     joined = torch.cat(flat)
     rows = joined.new_empty(size, joined.numel())
@@ -102,7 +102,7 @@ def reduce_to_parts_start(values: list[Tensor], group: str, size: int, algorithm
     if name != NATIVE:
         work: Work | None = None
         for row, into in zip(rows, result.split(counts), strict=True):
-            work = collectives(ranks).reduce_scatter(row, into, "sum", name)
+            work = carrier(ranks, name).reduce_scatter(row, into, "sum", name)
         return _in_flight(result, work, "reduce_scatter", group, begun)
     joined = torch.cat(rows, 1)
     under_way = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks, async_op=True)

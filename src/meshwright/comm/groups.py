@@ -13,18 +13,21 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from meshwright.comm import collectives as running
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.record import blocking
-from meshwright.comm.transport import stream
+from meshwright.comm.transport import shared_memory, stream
 from meshwright.comm.transport.base import Channel, Lane, timeout_of
+from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
 from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements, Shard, flat_axis, local_shape, unflattened
+from meshwright.schedules.collectives.choice import MPI, NATIVE, names
 
 T = TypeVar("T")
 
 _COLLECTIVES: WeakKeyDictionary[dist.ProcessGroup, Collectives] = WeakKeyDictionary()
+_BY_MPI: WeakKeyDictionary[dist.ProcessGroup, Mpi] = WeakKeyDictionary()
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 """What torch.distributed's own table of groups by name has no room for; an entry ends with its group."""
 
@@ -54,7 +57,10 @@ def axis_groups(
         if group is None:
             continue
         algorithm = (algorithms or {}).get(axis.name, "native")
-        if algorithm != "native":
+        wanted = names(algorithm)
+        if MPI in wanted:
+            carrier(group, MPI)
+        if wanted - {NATIVE, MPI}:
             collectives(group).label = f"axis {axis.name}"
         index = mesh.coordinates(rank - first_rank)[axis.name]
         result[axis.name] = AxisGroup(group.group_name, axis.size, index, algorithm)
@@ -72,13 +78,34 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
     Ranks of one machine share memory, others send and receive.
     """
     if group not in _COLLECTIVES:
-        me, names = group.rank(), dist.get_process_group_ranks(group)
-        shared = _connected(group, "lane", [one for one in names if one != names[me]], running.SLOTS)
+        me, called = group.rank(), dist.get_process_group_ranks(group)
+        shared = _connected(group, "lane", [one for one in called if one != called[me]], running.SLOTS)
         lanes: dict[int, Lane] = {
-            peer: shared[name] or Wire(group, peer) for peer, name in enumerate(names) if peer != me
+            peer: shared[name] or Wire(group, peer) for peer, name in enumerate(called) if peer != me
         }
-        _COLLECTIVES[group] = Collectives(me, group.size(), lanes, f"rank {names[me]}")
+        _COLLECTIVES[group] = Collectives(me, group.size(), lanes, f"rank {called[me]}")
     return _COLLECTIVES[group]
+
+
+def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Mpi:
+    """Who runs an algorithm that is not torch.distributed's own; all ranks of the group must ask for it the first time.
+
+    Raises:
+        RankError: it is MPI's, and the ranks were not started by MPI.
+    """
+    if algorithm != MPI:
+        return collectives(group)
+    if group not in _BY_MPI:
+        _BY_MPI[group] = Mpi(group)
+    return _BY_MPI[group]
+
+
+def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """The ranks of a group (as they count in it) by the boxes in which they share memory, in the order of the first of
+    each; all of them must call this."""
+    each: list[Any] = [None] * group.size()
+    dist.all_gather_object(each, shared_memory.box(), group)
+    return tuple(tuple(rank for rank, box in enumerate(each) if box == one) for one in dict.fromkeys(each))
 
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:

@@ -1,6 +1,7 @@
 """Which algorithm a collective takes, as a text in a plan: one name for all, or names by operation and size.
 
-native                                                        torch.distributed's own
+native                                                        torch.distributed's own: gloo, or NCCL between GPUs
+mpi                                                           MPI's own, where the ranks were started by it
 exchange                                                      two ranks swap what they have, in one round
 star+ring@2x4                                                 along the levels of a cluster (``hierarchy.py``)
 all_reduce butterfly, 262144 rabenseifner; all_gather star    from 0 and from 262,144 bytes on; the rest native
@@ -13,7 +14,9 @@ from meshwright.errors import PlanError
 from meshwright.schedules.collectives import hierarchy
 from meshwright.schedules.collectives.operations import ALGORITHMS, is_there
 
-NATIVE = "native"
+NATIVE, MPI = "native", "mpi"
+"""torch.distributed's own collectives, and those of the MPI under which the ranks were started."""
+BY_MPI = ("all_reduce", "all_gather", "reduce_scatter")
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star"}
 """Algorithms of one round, where a group has two ranks."""
 
@@ -42,6 +45,8 @@ def chosen(text: str, operation: str, num_bytes: int) -> str:
 
 def runs(operation: str, name: str) -> bool:
     """Whether an operation can be run by an algorithm of that name."""
+    if name == MPI:
+        return operation in BY_MPI
     return name == NATIVE or is_there(operation, name) or (name == "exchange" and operation in EXCHANGE)
 
 
@@ -93,6 +98,13 @@ def parsed(text: str) -> Mapping[str, Ranges]:
     return result
 
 
+def names(text: str) -> frozenset[str]:
+    """All algorithms that a text names."""
+    if " " not in text:
+        return frozenset((text,))
+    return frozenset(name for ranges in parsed(text).values() for _, name in ranges)
+
+
 def written(ranges: Mapping[str, Ranges]) -> str:
     """The text of ranges, which begin at 0 each; ``native`` where all are."""
     if all(name == NATIVE for each in ranges.values() for _, name in each):
@@ -105,7 +117,7 @@ def written(ranges: Mapping[str, Ranges]) -> str:
 
 def _known(operation: str, name: str, text: str) -> str:
     if operation not in ALGORITHMS or not runs(operation, name):
-        there = ", ".join((NATIVE, *ALGORITHMS[operation])) if operation in ALGORITHMS else ", ".join(ALGORITHMS)
+        there = ", ".join((NATIVE, MPI, *ALGORITHMS[operation])) if operation in ALGORITHMS else ", ".join(ALGORITHMS)
         what = f"algorithm {name!r} of {operation}" if operation in ALGORITHMS else f"operation {operation!r}"
         raise PlanError(f"there is no {what}", where=f"algorithms, {text!r}", remedy=f"one of {there}")
     return name
