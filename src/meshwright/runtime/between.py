@@ -1,8 +1,8 @@
 """What joins ranks, measured: messages and collectives by size, inside boxes and across them.
 
-ranks 0 1 | 2 3, two boxes of two       box       0 1        2 3          all boxes at once
-                                        network   0 2        1 3          a rank of each box; all such groups at once
-                                        network   0 1 2 3                 all, with the algorithms along levels
+two boxes of two     box        0 1    2 3       all boxes at once
+                     network    0 2    1 3       a rank of each box, all such groups at once
+                     network    0 1 2 3          all, also by the algorithms along levels
 """
 
 import time
@@ -23,7 +23,7 @@ from meshwright.ir.cluster import CollectiveTiming, Operation
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ops import collectives
 from meshwright.runtime.measured import BOX, NETWORK
-from meshwright.schedules.collectives.choice import MPI, NATIVE, candidates
+from meshwright.schedules.collectives.choice import MPI, NATIVE, candidates, in_pieces
 from meshwright.schedules.collectives.hierarchy import equal_boxes
 
 OURS = "ring"
@@ -45,9 +45,9 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Places(NamedTuple):
-    """How ranks lie: ``count`` boxes of ``each`` neighbouring ranks."""
+    """How ranks lie: ``num_boxes`` boxes of ``each`` neighbouring ranks."""
 
-    count: int
+    num_boxes: int
     each: int
 
 
@@ -103,7 +103,7 @@ def _pairs(places: Places, rank: int) -> Iterator[tuple[str, int, Channel]]:
     if places.each % 2 == 0:
         peer = rank + 1 if rank % places.each % 2 == 0 else rank - 1
         yield BOX, 1, channels([peer])[peer]
-    if places.count % 2 == 0:
+    if places.num_boxes % 2 == 0:
         peer = rank + places.each if rank // places.each % 2 == 0 else rank - places.each
         yield NETWORK, places.each, channels([peer])[peer]
 
@@ -132,13 +132,13 @@ def _by_size(
     left = list(names)
     for size in sizes.bytes:
         seconds: dict[str, float] = {}
-        for name in left:
+        for name in left if size >= LONG_BYTES else (one for one in left if not in_pieces(one)):
             advance(f"{operation} of {size} bytes")
             group = msgspec.structs.replace(one.group, algorithm=name)
             seconds[name] = _in_step(_OPERATIONS[operation](group, size), sizes)
             yield _row(operation, name, one.level, group.size, size, seconds[name], one.fan_outs)
         if size >= LONG_BYTES:
-            left = [name for name in left if seconds[name] <= HOPELESS * min(seconds.values())]
+            left = [name for name in seconds if seconds[name] <= HOPELESS * min(seconds.values())]
 
 
 def _row(

@@ -40,7 +40,7 @@ TINY_S, TINY_CALLS = 2e-5, 50
 
 
 class Effort(msgspec.Struct, frozen=True):
-    """How much is measured: seconds for each call, sides of matrix products, elements of vectors; what goes between ranks."""
+    """How much is measured: seconds for each call, sides of matrix products, elements of vectors; between ranks."""
 
     probe_s: float = 0.012
     sides: tuple[int, ...] = (48, 128, 384, 896)
@@ -86,7 +86,7 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
         timings = between(effort.between, places, advance) if ranks > 1 else []
     if alone is None:
         return None
-    inside, across = places.each, places.count
+    inside, across = places.each, places.num_boxes
     return made_cluster(
         alone, threaded, together, timings, ranks=inside, cores=cores if across == 1 else inside, boxes=across
     )

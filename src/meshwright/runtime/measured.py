@@ -100,7 +100,7 @@ def made_cluster(
 
 
 def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:
-    sent = [(row.bytes, row.time_s) for row in timings if (row.operation, row.level) == ("send", name)]
+    sent = [(float(row.bytes), row.time_s) for row in timings if (row.operation, row.level) == ("send", name)]
     alpha, beta = _line(sent)
     return Level(name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta, source="meshwright calibrate")
 

@@ -65,9 +65,18 @@ def candidates(operation: str, num_ranks: int, boxes: str = "") -> tuple[str, ..
     return (NATIVE, *flat, *(name for name in _along(operation, boxes) if is_there(operation, name)))
 
 
+def in_pieces(name: str) -> bool:
+    """Whether an algorithm cuts the vector in pieces, which only pays where that is long."""
+    found = hierarchy.read(name)
+    return found is not None and found.pieces > 1
+
+
 def _along(operation: str, boxes: str) -> Iterator[str]:
+    found = hierarchy.read(hierarchy.written("star", "ring", boxes))
+    assert found is not None
+    same = ("rabenseifner", "halving", "star") if len(found.boxes) == 2 else ()  # as a ring, then
     for across in hierarchy.ACROSS_BY_OPERATION.get(operation, ()):
-        if across != "tree":  # a butterfly takes half as long
+        if across != "tree" and across not in same:  # a butterfly takes half as long as a tree
             for pieces in (1, PIECES) if operation == "all_reduce" else (1,):
                 yield hierarchy.written("star", across, boxes, pieces)
 
