@@ -1,4 +1,4 @@
-"""Starting ranks and torch.distributed: under plain python, torchrun, or our own launcher."""
+"""Starting ranks and torch.distributed: under plain python, torchrun, mpirun, or our own launcher."""
 
 import atexit
 import contextlib
@@ -16,6 +16,11 @@ from meshwright.errors import LaunchError
 from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
+_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}  # fmt: skip
+"""What Open MPI calls the variables of torchrun."""
 
 
 def start(device: torch.device | str | None = None) -> torch.device:
@@ -29,6 +34,7 @@ def start(device: torch.device | str | None = None) -> torch.device:
     Raises:
         LaunchError: the environment is incomplete, the port is taken, ranks did not come, or there is no such device.
     """
+    _take_over_from_mpi()
     local_rank = _number("LOCAL_RANK", "0")
     if device is None:
         device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -78,13 +84,13 @@ def finish() -> None:
 
 
 def launched() -> bool:
-    """Whether this process is a rank that a launcher (torchrun, our own) has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process is a rank that a launcher (torchrun, mpirun, our own) has started."""
+    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or _MPI["RANK"] in os.environ
 
 
 def launched_rank() -> int:
     """This process's rank, 0 without a launcher."""
-    return _number("RANK", "0")
+    return _number("RANK" if "RANK" in os.environ else _MPI["RANK"], "0")
 
 
 def num_cores() -> int:
@@ -146,6 +152,32 @@ def _number(name: str, default: str) -> int:
     if not text.isdecimal():
         raise LaunchError(f"{text!r} is not a number", where=f"environment variable {name}", remedy="use torchrun")
     return int(text)
+
+
+def _take_over_from_mpi() -> None:
+    """Under Open MPI's mpirun: set what torchrun would set. Ranks hear from rank 0, through MPI, where they meet.
+
+    Raises:
+        LaunchError: mpi4py is not installed, and MASTER_ADDR does not say where ranks meet.
+    """
+    if _MPI["RANK"] not in os.environ or "RANK" in os.environ:
+        return
+    os.environ.update({name: os.environ[theirs] for name, theirs in _MPI.items()})
+    if "MASTER_ADDR" in os.environ or _number("WORLD_SIZE", "1") == 1:
+        return
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise LaunchError(
+            f"mpirun started {os.environ['WORLD_SIZE']} ranks, and mpi4py cannot be loaded: {error}",
+            where="environment",
+            remedy="pip install mpi4py, or set MASTER_ADDR and MASTER_PORT",
+        ) from None
+    address = HOST if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else socket.gethostname()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        found = (address, str(probe.getsockname()[1]))
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = MPI.COMM_WORLD.bcast(found, root=0)
 
 
 def _join(backend: str) -> None:
