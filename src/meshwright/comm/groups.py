@@ -27,6 +27,8 @@ from meshwright.schedules.collectives.choice import MPI, NATIVE, names
 T = TypeVar("T")
 
 _COLLECTIVES: WeakKeyDictionary[dist.ProcessGroup, Collectives] = WeakKeyDictionary()
+_AXES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_BEGUN: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _BY_MPI: WeakKeyDictionary[dist.ProcessGroup, Mpi] = WeakKeyDictionary()
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 """What torch.distributed's own table of groups by name has no room for; an entry ends with its group."""
@@ -61,7 +63,8 @@ def axis_groups(
         if MPI in wanted:
             carrier(group, MPI)
         if wanted - {NATIVE, MPI}:
-            collectives(group).label = f"axis {axis.name}"
+            collectives(group)
+        _AXES[group] = f"axis {axis.name}"
         index = mesh.coordinates(rank - first_rank)[axis.name]
         result[axis.name] = AxisGroup(group.group_name, axis.size, index, algorithm)
     return result
@@ -70,6 +73,17 @@ def axis_groups(
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def count(group: dist.ProcessGroup) -> int:
+    """Note that a collective begins in a group; how many have by then."""
+    _BEGUN[group] = _BEGUN.get(group, 0) + 1
+    return _BEGUN[group]
+
+
+def axis_of(name: str) -> str:
+    """``axis dp``: of which axis the group of that name was made; nothing for others."""
+    return _AXES.get(process_group(name), "")
 
 
 def collectives(group: dist.ProcessGroup) -> Collectives:

@@ -35,24 +35,26 @@ class Resharder:
         self._groups = groups
         self._sizes = {axis: group.size for axis, group in groups.items()}
 
-    def steps(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements, owned: bool) -> Steps:
+    def steps(
+        self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements, owned: bool, label: str = ""
+    ) -> Steps:
         """Reshard ``node`` (global ``shape``) from ``have`` to ``want``.
 
         The moves and their order are those of ``ir.resharding.moves``. ``owned`` says that nobody else reads the node's
-        memory, so that it may be reduced in place.
+        memory, so that it may be reduced in place; ``label`` names the tensor in errors.
         """
         for move in moves(have, want, self._sizes):
             group, placement, before = self._groups[move.axis], move.placement, move.before
             if isinstance(placement, Partial):
                 if not owned:
                     node = self._emit(aten.clone.default, node)
-                node = self._emit(collectives.ALL_REDUCE, node, placement.op, group.name, group.algorithm)
+                node = self._emit(collectives.ALL_REDUCE, node, placement.op, group.name, group.algorithm, label=label)
                 yield
                 node = self._emit(collectives.WAIT, node)
             elif move.kind == "reduce_scatter":
-                node = yield from self._reduce_scatter(node, move.axis, placement, move.after, shape)
+                node = yield from self._reduce_scatter(node, move.axis, placement, move.after, shape, label)
             elif move.kind == "all_gather":
-                node = yield from self._all_gather(node, move.axis, placement, before, shape)
+                node = yield from self._all_gather(node, move.axis, placement, before, shape, label)
             else:
                 node = self._slice(node, move.axis, placement, before, shape)
             owned = True
@@ -75,12 +77,12 @@ class Resharder:
         return list(local_shape(shape, now, self._sizes))
 
     def _all_gather(
-        self, node: fx.Node, axis: str, shard: Shard | Flat, now: Placements, shape: tuple[int, ...]
+        self, node: fx.Node, axis: str, shard: Shard | Flat, now: Placements, shape: tuple[int, ...], label: str
     ) -> Steps:
         group = self._groups[axis]
         local = self._local(shape, now)
         rest = {other: placement for other, placement in now.items() if other != axis}
-        node = self._emit(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm)
+        node = self._emit(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm, label=label)
         yield
         node = self._emit(collectives.WAIT, node)
         if isinstance(shard, Flat):
@@ -97,7 +99,7 @@ class Resharder:
         return self._emit(aten.reshape.default, node, whole)
 
     def _reduce_scatter(
-        self, node: fx.Node, axis: str, target: Shard | Flat, after: Placements, shape: tuple[int, ...]
+        self, node: fx.Node, axis: str, target: Shard | Flat, after: Placements, shape: tuple[int, ...], label: str
     ) -> Steps:
         group = self._groups[axis]
         rest = {other: placement for other, placement in after.items() if other != axis}
@@ -109,7 +111,7 @@ class Resharder:
             lead = prod(local[: target.dim])
             node = self._emit(aten.reshape.default, node, [lead * blocks, group.size, -1])
             node = self._emit(aten.transpose.int, node, 0, 1)
-        node = self._emit(collectives.REDUCE_SCATTER, node, "sum", group.name, group.size, group.algorithm)
+        node = self._emit(collectives.REDUCE_SCATTER, node, "sum", group.name, group.size, group.algorithm, label=label)
         yield
         node = self._emit(collectives.WAIT, node)
         return self._emit(aten.reshape.default, node, self._local(shape, after))
