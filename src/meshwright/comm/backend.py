@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import Library
 
 from meshwright.comm import halo
-from meshwright.comm.groups import axis_of, carrier, count, process_group
+from meshwright.comm.groups import axis_of, carrier, count, process_group, watch_of
 from meshwright.comm.record import blocking, current, place
 from meshwright.comm.transport.base import OWN_ERROR, Work
 from meshwright.errors import LostRankError
@@ -36,12 +36,23 @@ class _Flight(NamedTuple):
     label: str
     place: object
     number: int
+    num_bytes: int
 
 
-def _in_flight(value: Tensor, work: Work | None, what: str, group: str, begun: float, label: str = "") -> Tensor:
-    number = count(process_group(group))
-    setattr(value, _WORK, _Flight(work, what, group, begun, time.perf_counter(), label, place(), number))
+def _in_flight(
+    value: Tensor, work: Work | None, what: str, group: str, begun: float, label: str = "", num_bytes: int = -1
+) -> Tensor:
+    """``num_bytes``: of the whole vector, where that is not ``value``."""
+    number, num_bytes = count(process_group(group)), value.nbytes if num_bytes < 0 else num_bytes
+    flight = _Flight(work, what, group, begun, time.perf_counter(), label, place(), number, num_bytes)
+    setattr(value, _WORK, flight)
     return value
+
+
+def _chosen(ranks: dist.ProcessGroup, text: str, operation: str, num_bytes: int) -> str:
+    """The algorithm of a collective over a vector of so many bytes."""
+    found = watch_of(ranks)
+    return chosen(text, operation, num_bytes) if found is None else found.algorithm(text, operation, num_bytes)
 
 
 def _told(group: str, label: str, where: object) -> str:
@@ -54,7 +65,7 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str, label: 
     if not value.is_contiguous():
         value = value.contiguous()
     ranks, begun = process_group(group), time.perf_counter()
-    name = chosen(algorithm, "all_reduce", value.nbytes)
+    name = _chosen(ranks, algorithm, "all_reduce", value.nbytes)
     if name != NATIVE:
         work = carrier(ranks, name).all_reduce(value, op, name, _told(group, label, place()))
     else:
@@ -68,7 +79,7 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str, label
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
     ranks = process_group(group)
-    name = chosen(algorithm, "all_gather", result.nbytes)
+    name = _chosen(ranks, algorithm, "all_gather", result.nbytes)
     if name != NATIVE:
         work = carrier(ranks, name).all_gather(value, result, name, _told(group, label, place()))
     else:
@@ -83,13 +94,13 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     value = value.contiguous()
     result = value.new_empty(value.shape[1:])
     ranks = process_group(group)
-    name = chosen(algorithm, "reduce_scatter", value.nbytes)
+    name = _chosen(ranks, algorithm, "reduce_scatter", value.nbytes)
     work: Work | None
     if name != NATIVE:
         work = carrier(ranks, name).reduce_scatter(value, result, op, name, _told(group, label, place()))
     else:
         work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks, async_op=True)
-    return _in_flight(result, work, "reduce_scatter", group, begun, label)
+    return _in_flight(result, work, "reduce_scatter", group, begun, label, value.nbytes)
 
 
 def gather_parts_start(parts: list[Tensor], group: str, size: int, algorithm: str, label: str = "") -> Tensor:
@@ -99,7 +110,7 @@ def gather_parts_start(parts: list[Tensor], group: str, size: int, algorithm: st
     counts = [part.numel() for part in flat]
     result = flat[0].new_empty(size * sum(counts))
     places = [one.view(size, -1) for one in result.split([size * count for count in counts])]
-    name = chosen(algorithm, "all_gather", result.nbytes)
+    name = _chosen(ranks, algorithm, "all_gather", result.nbytes)
     if name != NATIVE:
         work: Work | None = None
         told = _told(group, label, place())
@@ -123,16 +134,17 @@ def reduce_to_parts_start(values: list[Tensor], group: str, size: int, algorithm
     rows = [_in_rows(value, size) for value in values]
     counts = [row.shape[1] for row in rows]
     result = values[0].new_empty(sum(counts))
-    name = chosen(algorithm, "reduce_scatter", sum(row.nbytes for row in rows))
+    num_bytes = sum(row.nbytes for row in rows)
+    name = _chosen(ranks, algorithm, "reduce_scatter", num_bytes)
     if name != NATIVE:
         work: Work | None = None
         told = _told(group, label, place())
         for row, into in zip(rows, result.split(counts), strict=True):
             work = carrier(ranks, name).reduce_scatter(row, into, "sum", name, told)
-        return _in_flight(result, work, "reduce_scatter", group, begun, label)
+        return _in_flight(result, work, "reduce_scatter", group, begun, label, num_bytes)
     joined = torch.cat(rows, 1)
     under_way = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks, async_op=True)
-    return _in_flight(result, _Then(under_way, lambda: None, joined), "reduce_scatter", group, begun, label)
+    return _in_flight(result, _Then(under_way, lambda: None, joined), "reduce_scatter", group, begun, label, num_bytes)
 
 
 def _in_rows(value: Tensor, size: int) -> Tensor:
@@ -216,10 +228,12 @@ def wait(value: Tensor) -> Tensor:
                 found.work.wait()
             except RuntimeError as error:
                 raise _lost(found, value, error) from error
+        done = time.perf_counter()
+        if (looks := watch_of(process_group(found.group))) is not None:
+            looks.note(found.what, found.num_bytes, done - waiting + found.started - found.begun)
         if (recorder := current()) is not None:
             num_bytes = found.work.num_bytes if isinstance(found.work, halo.Transfers) else value.nbytes
-            times = (found.begun, found.started, waiting, time.perf_counter())
-            recorder.collective(found.what, found.group, times, num_bytes)
+            recorder.collective(found.what, found.group, (found.begun, found.started, waiting, done), num_bytes)
     return value
 
 
