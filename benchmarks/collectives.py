@@ -34,7 +34,7 @@ from benchmarks.report import judged
 from meshwright.bench.repeat import alternate
 from meshwright.comm.groups import collectives
 from meshwright.ir.result import Finding, Settings
-from meshwright.runtime.calibrate import candidates
+from meshwright.schedules.collectives.choice import candidates
 
 COMMAND = "make bench-collectives"
 SIZES = (4, 2**10, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)

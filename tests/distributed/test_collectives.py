@@ -27,6 +27,7 @@ from meshwright.comm.transport.loopback import Loopback
 from meshwright.comm.transport.point_to_point import Wire
 from meshwright.errors import LostRankError, RankError
 from meshwright.schedules.collectives import ALGORITHMS
+from meshwright.schedules.collectives.hierarchy import ACROSS_BY_OPERATION, leaves, read, written
 from tests.distributed.pool import Ranks, RanksFailedError
 
 SIZES = (0, 5, 200)
@@ -181,6 +182,68 @@ def together(calls: list[Callable[[], object]]) -> list[object]:
     for one in started:
         one.join(60)
     return found
+
+
+# --- along levels ----------------------------------------------------------------------------------------------------
+
+
+def run_along(ours: Collectives, boxes: str) -> int:
+    """Every algorithm along these levels; how many were compared."""
+    rank, size, done = ours.rank, ours.num_ranks, 0
+    for num in (0, 7, 400):
+        values = [_values(num, one, 1) for one in range(size)]
+        parts = [torch.stack([_values(num, one + size * other, 1) for other in range(size)]) for one in range(size)]
+        for across in ACROSS_BY_OPERATION["all_reduce"]:
+            for name in (written("star", across, boxes), written("ring", across, boxes, 3)):
+                mine = values[rank].clone()
+                ours.all_reduce(mine, "sum", name).wait()
+                _close(mine, sum(values))
+                done += 1
+        for across in ACROSS_BY_OPERATION["reduce_scatter"] if "." not in boxes or boxes == "0.2|1.3" else ():
+            name, into = written("star", across, boxes), torch.empty(num, dtype=torch.float64)
+            ours.reduce_scatter(parts[rank], into, "sum", name).wait()
+            _close(into, sum(one[rank] for one in parts))
+            whole = torch.empty(size, num, dtype=torch.float64)
+            ours.all_gather(values[rank], whole, name).wait()
+            assert torch.equal(whole, torch.stack(values))
+            done += 1
+    return done
+
+
+def in_boxes(boxes: str) -> tuple[int, str]:
+    """Ranks of a box share memory, others send and receive; how many were compared, and over which lanes."""
+    rank, size = _world().rank(), _world().size()
+    found = read(f"star+ring@{boxes}")
+    assert found is not None
+    (box,) = [leaves(box) for box in found.boxes if rank in leaves(box)]
+    lanes: dict[int, Lane] = {}
+    for peer in range(size):
+        if peer in box and peer != rank:
+            lane = shared_memory.SharedMemory.connect(_world().get_group_store(), "levels", rank, peer, 30.0)
+            assert lane is not None
+            lanes[peer] = lane
+        elif peer != rank:
+            lanes[peer] = Wire(_world(), peer)
+    with small_messages(1024):
+        done = run_along(Collectives(rank, size, lanes), boxes)
+    return done, " ".join(type(lanes[peer]).__name__ if peer in lanes else "." for peer in range(size))
+
+
+@pytest.mark.parametrize("boxes", ["2x2", "0.2|1.3", "0.1.2|3"])
+def test_every_algorithm_along_levels_over_memory_and_links(ranks: Ranks, boxes: str) -> None:
+    found = ranks(4, in_boxes, boxes)
+    assert [done for done, _ in found] == [24 if boxes == "0.1.2|3" else 33] * 4
+    if boxes == "2x2":
+        assert found[0][1] == ". SharedMemory Wire Wire"
+
+
+@pytest.mark.parametrize("boxes", ["2x2", "2x3", "2x2x2", "0.1|2||3.4"])
+def test_every_algorithm_along_levels_between_threads(boxes: str) -> None:
+    found = read(f"star+ring@{boxes}")
+    assert found is not None
+    with small_messages(64):
+        done = together([lambda one=one: run_along(one, boxes) for one in threads(len(leaves(found.boxes)), slots=3)])  # type: ignore[misc]
+    assert set(done) == {24 if "|" in boxes else 33}
 
 
 # --- many at once ----------------------------------------------------------------------------------------------------

@@ -72,8 +72,8 @@ def _reshard(cases: list[tuple[int, Placements, Placements]], algorithm: str) ->
     mesh = Mesh.of(dp=2, tp=2)
     groups = axis_groups(mesh, torch.distributed.get_rank(), dict.fromkeys(("dp", "tp", "dp+tp"), algorithm))
 
-    def emit(target: Any, *args: Any) -> Any:
-        return target(*args)
+    def emit(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
 
     wrong = []
     links = {axis: Link() for axis in groups}

@@ -20,10 +20,11 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.kind import COMPUTE, KINDS
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import calibrate, launch
+from meshwright.runtime.between import Sizes
 from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.machine import machine_name
 from meshwright.runtime.measured import Measured, made_cluster, stale
-from meshwright.schedules.collectives.choice import chosen
+from meshwright.schedules.collectives.choice import candidates, chosen
 
 TINY = Effort(
     probe_s=1e-4,
@@ -31,8 +32,7 @@ TINY = Effort(
     flat_sides=(32, 64),
     elements=(2**14, 2**15),
     scale=0.1,
-    message_bytes=(64, 4096),
-    repeats=2,
+    between=Sizes(bytes=(64, 4096), repeats=2),
 )
 
 
@@ -87,7 +87,7 @@ def test_what_joins_cores_is_measured(found: Cluster) -> None:
         assert {(operation, 64), (operation, 4096)} <= measured
     for operation in ("all_reduce", "all_gather", "reduce_scatter"):
         here = [row for row in found.collectives if (row.operation, row.ranks) == (operation, calibrate.num_ranks())]
-        names = set(calibrate.candidates(operation, calibrate.num_ranks()))  # type: ignore[arg-type]
+        names = set(candidates(operation, calibrate.num_ranks()))
         assert {row.algorithm for row in here} == names
     network = Network(found)
     text = network.algorithms(Group(calibrate.num_ranks()))

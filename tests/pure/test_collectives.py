@@ -3,6 +3,7 @@ what the published tables say; faulty steps are refused by name."""
 
 import json
 import math
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,18 @@ from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.prediction.collectives import compare
 from meshwright.schedules.collectives import ALGORITHMS, all_reduce, build, check, count, nested, programs
-from meshwright.schedules.collectives.hierarchy import ACROSS, INSIDE, Boxes, leaves
+from meshwright.schedules.collectives.hierarchy import (
+    ACROSS,
+    HALVES_ACROSS,
+    INSIDE,
+    Boxes,
+    Leveled,
+    equal_boxes,
+    leaves,
+    named_boxes,
+    read,
+    written,
+)
 from meshwright.schedules.collectives.operations import (
     all_gather,
     all_to_all,
@@ -85,15 +97,60 @@ def _boxes() -> st.SearchStrategy[Boxes]:
         ranks = iter(range(100))
         return tuple(tuple(tuple(next(ranks) for _ in range(size)) for size in box) for box in sizes)
 
-    return st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3).map(numbered)
+    return st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=2, max_size=3).map(numbered)
 
 
 @pytest.mark.parametrize("across", ACROSS)
 @pytest.mark.parametrize("inside", INSIDE)
-@given(boxes=_boxes(), length=st.integers(0, 50))
+@given(boxes=_boxes(), length=st.integers(0, 50), pieces=st.integers(1, 4))
 @settings(max_examples=25)
-def test_levels_compose(inside: str, across: str, boxes: Boxes, length: int) -> None:
-    assert check(all_reduce(f"{inside}+{across}", len(leaves(boxes)), length, boxes=boxes)).same
+def test_levels_compose(inside: str, across: str, boxes: Boxes, length: int, pieces: int) -> None:
+    name = written(inside, across, named_boxes(boxes), pieces)
+    assert check(all_reduce(name, len(leaves(boxes)), length)).same
+
+
+@given(boxes=_boxes(), pieces=st.integers(1, 3))
+def test_what_is_written_of_boxes_is_read(boxes: Boxes, pieces: int) -> None:
+    name = written("star", "ring", named_boxes(boxes), pieces)
+    assert read(name) == Leveled("star", "ring", boxes, pieces)
+
+
+def test_boxes_are_written_shortly() -> None:
+    assert named_boxes(((0, 1), (2, 3))) == "2x2"
+    assert named_boxes(((0, 2), (1, 3))) == "0.2|1.3"
+    assert named_boxes(((0, 1, 2), (3,))) == "0.1.2|3"
+    assert named_boxes((((0, 1), (2,)), ((3,),))) == "0.1|2||3"
+    assert named_boxes(nested((2, 3, 4))) == "2x3x4"
+
+
+@pytest.mark.parametrize("across", HALVES_ACROSS)
+@pytest.mark.parametrize("inside", INSIDE)
+@given(
+    fans=st.lists(st.integers(1, 3), min_size=2, max_size=3), data=st.data(), order=st.randoms(use_true_random=False)
+)
+@settings(max_examples=25)
+def test_halves_compose(inside: str, across: str, fans: list[int], data: st.DataObject, order: random.Random) -> None:
+    """Equal boxes, of any ranks."""
+    ranks = list(range(math.prod(fans)))
+    order.shuffle(ranks)
+    name = written(inside, across, named_boxes(_renamed(nested(fans), ranks)))
+    if "|" not in name and "x" not in name:
+        return
+    counts = data.draw(st.lists(st.integers(0, 5), min_size=len(ranks), max_size=len(ranks)))
+    check(reduce_scatter(name, counts))
+    check(all_gather(name, counts))
+
+
+def _renamed(boxes: Boxes, ranks: list[int]) -> Boxes:
+    return tuple(ranks[one] if isinstance(one, int) else _renamed(one, ranks) for one in boxes)
+
+
+@pytest.mark.parametrize("pieces", [2, 5])
+def test_a_piece_goes_across_while_the_next_is_added_up(pieces: int) -> None:
+    steps = all_reduce(f"star+butterfly@2x2/{pieces}", 4, 40 * pieces)
+    crossing = [any(one.source // 2 != one.target // 2 for one in moves) for moves in steps.rounds]
+    assert crossing == [False] + [True] * pieces + [False]
+    assert count(steps).moved == count(all_reduce("star+butterfly@2x2", 4, 40 * pieces)).moved
 
 
 @given(num_ranks=st.integers(3, 9), length=st.integers(1, 20))
@@ -106,7 +163,7 @@ def test_which_all_reduces_end_with_the_same_bits(num_ranks: int, length: int) -
 
 @given(fans=st.lists(st.integers(2, 3), min_size=2, max_size=3), length=st.integers(0, 60))
 def test_every_rank_of_a_box_drives_its_share_of_the_slow_link(fans: list[int], length: int) -> None:
-    steps = all_reduce("star+ring", math.prod(fans), length, boxes=nested(fans))
+    steps = all_reduce(f"star+ring@{equal_boxes(fans)}", math.prod(fans), length)
     box = math.prod(fans[:-1])
     sent = [0] * steps.num_ranks
     for one in (one for moves in steps.rounds for one in moves):
@@ -223,9 +280,13 @@ def test_a_barrier_hears_of_everybody() -> None:
         (lambda: build("all_reduce", "ring", 2, -1), "-1 elements"),
         (lambda: reduce("tree", 2, 1, root=2), "there is no rank 2"),
         (lambda: all_to_all("naive", [[1, 2], [3]]), "a row has another length"),
-        (lambda: all_reduce("star+star", 4, 1, boxes=nested((2, 2))), "no algorithm 'star+star' over levels"),
-        (lambda: all_reduce("star+ring", 4, 1, boxes=((0, 1), (1, 2))), "the boxes hold the ranks 0, 1, 1, 2"),
-        (lambda: all_reduce("star+ring", 5, 1, boxes=nested((2, 2))), "5 ranks, of which the boxes hold 4"),
+        (lambda: all_reduce("star+star@2x2", 4, 1), "there is no algorithm 'star+star@2x2'"),
+        (lambda: all_reduce("star+ring@2", 2, 1), "there is no algorithm 'star+ring@2'"),
+        (lambda: all_reduce("star+ring@0.1|1.2", 4, 1), "the boxes hold the ranks 0, 1, 1, 2"),
+        (lambda: all_reduce("star+ring@2x2", 5, 1), "5 ranks, of which the boxes hold 4"),
+        (lambda: reduce_scatter("star+ring@0.1|2", [1, 1, 1]), "boxes of 1 and 2 ranks"),
+        (lambda: reduce_scatter("star+ring@2x2/3", [1] * 4), "there is no algorithm 'star+ring@2x2/3'"),
+        (lambda: build("broadcast", "star+ring@2x2", 4, 1), "there is no algorithm 'star+ring@2x2'"),
     ],
 )
 def test_what_cannot_be_built_is_refused(call: Callable[[], Steps], told: str) -> None:
@@ -258,7 +319,7 @@ def test_the_comparison_finds_the_crossovers() -> None:
 
 def test_a_cluster_of_boxes_is_compared_with_levels() -> None:
     names = {row.algorithm for row in compare("all_reduce", _two_boxes(), 4, 2**20).rows}
-    assert names == {*ALGORITHMS["all_reduce"], *(f"{inside}+{across}" for inside in INSIDE for across in ACROSS)}
+    assert names == {*ALGORITHMS["all_reduce"], *(f"{inside}+{across}@2x2" for inside in INSIDE for across in ACROSS)}
 
 
 def _two_boxes() -> Cluster:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.cost.alpha_beta import ALL_REDUCE_S
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device
-from meshwright.schedules.collectives import ALGORITHMS, all_reduce, build, nested
+from meshwright.schedules.collectives import ALGORITHMS, all_reduce, build
 from meshwright.simulate.collectives import alone_s, gamma_s_per_byte, shared_s
 
 ALPHA_S, BETA_S, GAMMA_S = 3e-6, 2e-9, 5e-10
@@ -59,7 +59,7 @@ def test_what_shares_a_link_waits_for_it() -> None:
     """Four ranks of a box that send their quarters over one link take as long as one that sends all; over four links a
     quarter of it."""
     num_bytes, cluster = 10**8, _cluster(2, 4)
-    steps = all_reduce("star+butterfly", 8, num_bytes, boxes=nested((4, 2)))
+    steps = all_reduce("star+butterfly@4x2", 8, num_bytes)
     bound = num_bytes * 1e-9
     one, four = shared_s(steps, cluster), shared_s(steps, _cluster(2, 4, links=4))
     assert bound < one < 1.05 * bound
@@ -72,7 +72,7 @@ def test_levels_beat_a_ring_that_crosses_at_every_hop() -> None:
     outer = Level(name="net", fan_out=2, alpha_s=5e-5, beta_s_per_byte=8e-9)
     cluster = Cluster(name="c", num_devices=4, device=_cluster(1, 1).device, levels=(inner, outer))
     num_bytes = 64 * 2**20
-    levels = shared_s(all_reduce("star+butterfly", 4, num_bytes, boxes=nested((2, 2))), cluster)
+    levels = shared_s(all_reduce("star+butterfly@2x2", 4, num_bytes), cluster)
     crossing = all_reduce("ring", 4, num_bytes)
     order = (0, 2, 1, 3)  # a ring in this order crosses boxes at every hop
     moved = tuple(

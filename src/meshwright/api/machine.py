@@ -12,6 +12,8 @@ import msgspec
 import torch
 
 from meshwright.catalog import device_names, load_cluster
+from meshwright.comm.groups import from_rank_0
+from meshwright.comm.transport import mpi
 from meshwright.cost.recalibrate import recalibrate as corrected
 from meshwright.errors import ClusterError, LaunchError, MeshwrightError
 from meshwright.ir import files
@@ -22,6 +24,7 @@ from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.measured import BUSY_SPREAD, stale
 from meshwright.runtime.ranks import run_ranks
+from meshwright.schedules.collectives.choice import MPI
 
 log = logging.getLogger("meshwright")
 
@@ -34,6 +37,9 @@ def calibrate(
 ) -> Cluster:
     """Measure this machine's cores and what joins them, without running any model; takes some seconds.
 
+    Under a launcher (torchrun on one or several machines, mpirun) every rank calls it, and what joins these ranks is
+    measured; under mpirun also MPI's own collectives. Rank 0 writes the file.
+
     Args:
         path: where the cluster file is written; default: this user's cache, where ``calibrated`` finds it.
         again: measure even if what is there still holds.
@@ -45,9 +51,16 @@ def calibrate(
     target = Path(path) if path is not None else calibration_file()
     if not again and path is None and (known := calibrated()) is not None:
         return known
+    if launch.launched():
+        measured = (measured_by or measure_machine)()
+        return from_rank_0(lambda: _kept(measured, target))
     scratch = Path(tempfile.mkdtemp(prefix="meshwright-calibrate-"))
     found = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
     shutil.rmtree(scratch)  # after an error it stays: it holds the ranks' output
+    return _kept(found, target)
+
+
+def _kept(found: Cluster | None, target: Path) -> Cluster:
     assert found is not None
     _keep(found, target)
     return found
@@ -139,7 +152,7 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
         return known.resized(num_ranks) if known.open_ended and num_ranks > known.num_devices else known
     if device.type == "cpu":
         generic = load_cluster("cpu-local")
-        here = calibrated() or generic
+        here = _runnable(calibrated() or generic)
         if num_ranks <= here.num_devices:
             return here
         inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
@@ -151,3 +164,11 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
             f"no cluster is known for {found!r}", where="cluster", remedy="pass cluster= by name or file"
         )
     return load_cluster(f"{name}-dgx")
+
+
+def _runnable(here: Cluster) -> Cluster:
+    """This machine without what it measured of MPI, where the ranks were not started by that."""
+    rows = tuple(row for row in here.collectives if row.algorithm != MPI or mpi.is_there())
+    if len(rows) < len(here.collectives):
+        log.info("what was measured of MPI is left out: these ranks were not started by mpirun")
+    return msgspec.structs.replace(here, collectives=rows)

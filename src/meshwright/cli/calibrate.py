@@ -20,6 +20,10 @@ EPILOG = """[bold]Examples[/bold]
 
   meshwright calibrate --if-stale --json
 
+  torchrun --nnodes 2 ... --no-python meshwright calibrate --output cluster.toml
+
+  mpirun -n 4 meshwright calibrate --output machine.toml
+
 The file is a cluster file: `meshwright clusters FILE` shows it, and --cluster FILE plans for it.
 """
 
@@ -36,6 +40,8 @@ def calibrate(
         found = api.calibrate(output, again=not if_stale, measured_by=measure_rank)
     finally:
         display.restore_cursor()
+    if api.launched_rank() > 0:
+        return
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
@@ -80,7 +86,8 @@ def _print(found: "Cluster") -> None:
     terminal.print(table)
     for level in found.levels:
         rate = 1 / level.beta_s_per_byte / 1e9
-        terminal.print(f"messages between cores: {level.alpha_s * 1e6:.0f} us and {rate:.2f} GB/s")
+        what = "cores" if level is found.levels[0] and level.name == "box" else "boxes"
+        terminal.print(f"messages between {what}: {level.alpha_s * 1e6:.0f} us and {rate:.2f} GB/s")
     calibration = found.calibration
     if calibration is not None and api.is_busy(calibration):
         terminal.print(

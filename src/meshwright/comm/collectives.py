@@ -34,8 +34,6 @@ class Collectives:
 
     def __init__(self, rank: int, num_ranks: int, lanes: Mapping[int, Lane], name: str = "") -> None:
         self.rank, self.num_ranks, self._lanes, self._name = rank, num_ranks, lanes, name or f"rank {rank}"
-        self.label = ""
-        """What the collectives are of, where the caller does not say: the axis."""
         self._expects = any(lane.expects for lane in lanes.values())
         self._said: tuple[object, str] = ("", "")
         for lane in lanes.values():
@@ -238,8 +236,7 @@ class _Run:
         return self.done or (self._early == len(self._found.ahead) and not self._found.rest_puts)
 
     def text(self) -> str:
-        label = self._label or self._owner.label
-        label = f" ({label})" if label else ""
+        label = f" ({self._label})" if self._label else ""
         return f"#{self.number} {self._what[0]}{label}"
 
     def begin(self, lanes: Mapping[int, Lane]) -> None:

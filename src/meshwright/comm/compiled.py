@@ -4,9 +4,9 @@ In each round messages leave ahead of those that come, and a message is added up
 
     put 0   put 1   put 2   take 0   put 3   take 1   put 4   take 2   take 3   take 4
 
-All ranks order their messages alike, by round and number, so the rank that is furthest behind can always go on: what it
-waits for has been put, and of the lane that it puts into no more than ``LAG`` messages have not been taken. So a lane
-needs room for ``LAG`` + 1.
+All ranks order their messages alike: by round, and in it by which part of its lane's messages goes before. So the rank
+that is furthest behind can always go on: what it waits for has been put, and of the lane that it puts into no more than
+``LAG`` messages have not been taken. So a lane needs room for ``LAG`` + 1.
 """
 
 from typing import NamedTuple
@@ -79,15 +79,16 @@ def compiled(program: Program, num_per_message: int, slots: int, *, expects: boo
 
 
 def _in_turn(puts: list[list[Step]], takes: list[list[Step]], expects: bool) -> list[Step]:
-    """The messages of a round by their numbers: of each lane one, takes ``LAG`` behind puts and expected as early."""
-    num = max((len(parts) for parts in (*puts, *takes)), default=0)
-    found: list[Step] = []
-    for number in range(num + LAG):
+    """The messages of a round: of each lane one after the other, lanes with few of them as far as those with many;
+    takes ``LAG`` behind puts, and expected as early."""
+    found: list[tuple[float, int, Step]] = []
+    for parts in puts:
+        found += [(number / len(parts), 1, one) for number, one in enumerate(parts)]
+    for parts in takes:
+        found += [((number + LAG) / len(parts), 2, one) for number, one in enumerate(parts)]
         if expects:
-            found += [parts[number]._replace(kind=EXPECT) for parts in takes if number < len(parts)]
-        found += [parts[number] for parts in puts if number < len(parts)]
-        found += [parts[number - LAG] for parts in takes if 0 <= number - LAG < len(parts)]
-    return found
+            found += [(number / len(parts), 0, one._replace(kind=EXPECT)) for number, one in enumerate(parts)]
+    return [one for _, _, one in sorted(found, key=lambda each: each[:2])]
 
 
 def _first_of_each(steps: list[Step], most: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Process groups of a mesh, by name: the one place that resolves a name to a group."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -11,20 +12,28 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.comm import collectives as running
+from meshwright.comm import watch
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.record import blocking
-from meshwright.comm.transport import stream
-from meshwright.comm.transport.base import Channel, Lane, timeout_of
+from meshwright.comm.transport import shared_memory, stream
+from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
+from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
+from meshwright.comm.watch import Switch, Watch
 from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.mesh import AxisGroup, Mesh, members
 from meshwright.ir.placement import Placements, Shard, flat_axis, local_shape, unflattened
+from meshwright.schedules.collectives.choice import MPI, NATIVE, names
 
 T = TypeVar("T")
 
 _COLLECTIVES: WeakKeyDictionary[dist.ProcessGroup, Collectives] = WeakKeyDictionary()
+_AXES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_WATCHES: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
+_BEGUN: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_BY_MPI: WeakKeyDictionary[dist.ProcessGroup, Mpi] = WeakKeyDictionary()
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 """What torch.distributed's own table of groups by name has no room for; an entry ends with its group."""
 
@@ -57,16 +66,77 @@ def axis_groups(
         if group is None:
             continue
         algorithm = (algorithms or {}).get(name, "native")
-        if algorithm != "native":
-            collectives(group).label = f"axis {name}"
+        wanted = names(algorithm)
+        if MPI in wanted:
+            carrier(group, MPI)
+        if wanted - {NATIVE, MPI}:
+            collectives(group)
+        _AXES[group] = f"axis {name}"
+        if algorithms and name in algorithms and group not in _WATCHES:
+            _watch(group)
         index = mesh.group_ranks(name, rank - first_rank).index(rank - first_rank)
         result[name] = AxisGroup(group.group_name, size, index, algorithm)
     return result
 
 
+def _watch(group: dist.ProcessGroup) -> None:
+    """Watch a group of several boxes; inside of one there are no links, and of GPUs NCCL carries all."""
+    if dist.get_backend(group) == "gloo" and len(boxes := boxes_of(group)) > 1:
+        _WATCHES[group] = Watch(group, boxes, functools.partial(started, group))
+
+
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def watch_of(group: dist.ProcessGroup) -> Watch | None:
+    """Who looks at what the group's collectives take, where that may change."""
+    return _WATCHES.get(group)
+
+
+def look_at_links(step: int, groups: Iterable[AxisGroup]) -> list[Switch]:
+    """After ``step`` steps, and only each ``EVERY``: look at every group that is watched. What changes from the next
+    one on, which is logged too; all ranks of the groups call it."""
+    found: list[Switch] = []
+    for one in groups if step % watch.EVERY == 0 else ():
+        group = process_group(one.name)
+        looks = _WATCHES.get(group)
+        for switch in looks.look(step + 1) if looks is not None else ():
+            found.append(switch)
+            if group.rank() == 0:
+                watch.log.warning("%s: %s", _AXES.get(group, "collectives"), switch)
+    return found
+
+
+def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: str) -> Work | None:
+    """Start an operation on a flat vector, to see what it takes."""
+    size = group.size()
+    rows = value.view(size, -1)
+    part = torch.empty_like(rows[0])
+    if algorithm == NATIVE:
+        if operation == "all_reduce":
+            return dist.all_reduce(value, group=group, async_op=True)
+        if operation == "all_gather":
+            return dist.all_gather_single(value, part, group, async_op=True)
+        return dist.reduce_scatter_single(part, value, group=group, async_op=True)
+    runs = carrier(group, algorithm)
+    if operation == "all_reduce":
+        return runs.all_reduce(value, "sum", algorithm, "measured again")
+    if operation == "all_gather":
+        return runs.all_gather(part, rows, algorithm, "measured again")
+    return runs.reduce_scatter(rows, part, "sum", algorithm, "measured again")
+
+
+def count(group: dist.ProcessGroup) -> int:
+    """Note that a collective begins in a group; how many have by then."""
+    _BEGUN[group] = _BEGUN.get(group, 0) + 1
+    return _BEGUN[group]
+
+
+def axis_of(name: str) -> str:
+    """``axis dp``: of which axis the group of that name was made; nothing for others."""
+    return _AXES.get(process_group(name), "")
 
 
 def collectives(group: dist.ProcessGroup) -> Collectives:
@@ -75,13 +145,34 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
     Ranks of one machine share memory, others send and receive.
     """
     if group not in _COLLECTIVES:
-        me, names = group.rank(), dist.get_process_group_ranks(group)
-        shared = _connected(group, "lane", [one for one in names if one != names[me]], running.SLOTS)
+        me, called = group.rank(), dist.get_process_group_ranks(group)
+        shared = _connected(group, "lane", [one for one in called if one != called[me]], running.SLOTS)
         lanes: dict[int, Lane] = {
-            peer: shared[name] or Wire(group, peer) for peer, name in enumerate(names) if peer != me
+            peer: shared[name] or Wire(group, peer) for peer, name in enumerate(called) if peer != me
         }
-        _COLLECTIVES[group] = Collectives(me, group.size(), lanes, f"rank {names[me]}")
+        _COLLECTIVES[group] = Collectives(me, group.size(), lanes, f"rank {called[me]}")
     return _COLLECTIVES[group]
+
+
+def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Mpi:
+    """Who runs an algorithm that is not torch.distributed's own; all ranks of the group must ask for it the first time.
+
+    Raises:
+        RankError: it is MPI's, and the ranks were not started by MPI.
+    """
+    if algorithm != MPI:
+        return collectives(group)
+    if group not in _BY_MPI:
+        _BY_MPI[group] = Mpi(group)
+    return _BY_MPI[group]
+
+
+def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """The ranks of a group (as they count in it) by the boxes in which they share memory, in the order of the first of
+    each; all of them must call this."""
+    each: list[Any] = [None] * group.size()
+    dist.all_gather_object(each, shared_memory.box(), group)
+    return tuple(tuple(rank for rank, box in enumerate(each) if box == one) for one in dict.fromkeys(each))
 
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:

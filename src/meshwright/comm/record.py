@@ -81,6 +81,19 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+_PLACE: ContextVar[object] = ContextVar("place", default=None)
+
+
+def place() -> object:
+    """Where in a schedule this thread is, if anywhere; it becomes text only where it is read."""
+    return _PLACE.get()
+
+
+def be_at(where: object) -> None:
+    """Say where in a schedule this thread is: collectives are named by it in errors."""
+    _PLACE.set(where)
+
+
 @contextmanager
 def blocking(what: str, group: str, num_bytes: int) -> Iterator[None]:
     """Note a collective that is over when it returns."""

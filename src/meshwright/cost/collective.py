@@ -37,15 +37,15 @@ class Network:
     ``bytes`` is the whole vector: what each rank holds before an all-reduce, a reduce-scatter or an all-to-all, and
     after an all-gather or a broadcast; of a halo, what the busiest rank gets. What the cluster's file has measured is
     taken from there, between its sizes in proportion: of several algorithms the fastest, for a group of as many ranks
-    at the level that joins them.
+    at each level.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.start_s = START_S if cluster.device.kind != "cpu" else 0.0
         self._levels = cluster.levels
-        self._measured: dict[tuple[str, str, int], dict[str, list[tuple[float, float]]]] = {}
+        self._measured: dict[tuple[str, str, tuple[int, ...]], dict[str, list[tuple[float, float]]]] = {}
         for row in cluster.collectives:
-            tables = self._measured.setdefault((row.operation, row.level, row.ranks), {})
+            tables = self._measured.setdefault((row.operation, row.level, row.fan_outs or (row.ranks,)), {})
             tables.setdefault(row.algorithm, []).append((row.bytes, row.time_s))
         self._sizes = tuple(math.prod(level.fan_out for level in cluster.levels[: i + 1]) for i in range(self._depth))
 
@@ -138,6 +138,11 @@ class Network:
                 ranges[operation] = _ranges(runnable)
         return written(ranges) if ranges else ""
 
+    def measured_s(self, operation: str, algorithm: str, num_bytes: float, group: Group) -> float | None:
+        """What the cluster's file says that one algorithm takes; None where it was not measured."""
+        rows = self._tables(operation, group).get(algorithm)
+        return None if rows is None else _between(rows, num_bytes)
+
     def _table_s(self, operation: str, num_bytes: float, group: Group) -> float | None:
         """What was measured, by the fastest algorithm; None where nothing was."""
         tables = self._tables(operation, group)
@@ -146,9 +151,11 @@ class Network:
     def _tables(self, operation: str, group: Group) -> dict[str, list[tuple[float, float]]]:
         """By algorithm, what was measured: (bytes, seconds)."""
         members = self._members(group) if self._measured else []
-        if len(members) != 1:  # a group over several levels is not what a row tells of
+        sizes = [1, *(inside for _, inside, _ in members)]
+        if not members or any(more % less for less, more in pairwise(sizes)):  # units have unlike parts of the group
             return {}
-        return self._measured.get((operation, members[0][0].name, group.size), {})
+        fan_outs = tuple(more // less for less, more in pairwise(sizes))
+        return self._measured.get((operation, members[-1][0].name, fan_outs), {})
 
     def _members(self, group: Group) -> list[tuple[Level, int, int]]:
         """By level that the group crosses: how many of its members are inside one unit made up by that level, and how

@@ -1,5 +1,6 @@
 """The cluster: its devices, the nested levels that join them, and what collectives were measured to take."""
 
+import math
 import os
 from collections.abc import Iterator
 from typing import ClassVar, Literal
@@ -53,9 +54,10 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.beta_s_per_byte * self.contention * max(1.0, senders / self.links)
 
 
-class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A measurement: ``algorithm`` (whatever the implementation calls it) over ``ranks`` ranks that meet at ``level``.
-    ``bytes`` is the whole vector on one rank, as in the α-β tables, not what goes over a link."""
+    ``bytes`` is the whole vector on one rank, as in the α-β tables, not what goes over a link. Where the ranks meet at
+    several levels, ``fan_outs`` says how many do at each, innermost first: (2, 4) is 2 of each of 4 boxes."""
 
     operation: Operation
     algorithm: str
@@ -63,6 +65,7 @@ class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ranks: int
     bytes: int
     time_s: float
+    fan_outs: tuple[int, ...] = ()
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -321,3 +324,9 @@ def _check_timing(row: CollectiveTiming, where: str, levels: tuple[str, ...]) ->
     _check_count(row.ranks, 1, f"{where}.ranks")
     _check_count(row.bytes, 0, f"{where}.bytes")
     check_quantity(row.time_s, "time_s", f"{where}.time_s")
+    if row.fan_outs and math.prod(row.fan_outs) != row.ranks:
+        raise ClusterError(
+            f"{' x '.join(map(str, row.fan_outs))} is not {row.ranks} ranks",
+            where=f"{where}.fan_outs",
+            remedy="say how many of the ranks meet at each level, innermost first",
+        )

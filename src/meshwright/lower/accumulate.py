@@ -125,14 +125,17 @@ class GradientLowering(Lowering):
         node = total
         if placements != want:
             with self._in(REDUCE):
-                node = self._reshard(total, self.ir.tensors[parameter].shape, placements, want)
+                shape = self.ir.tensors[parameter].shape
+                node = self._reshard(total, shape, placements, want, f"gradient of {parameter}")
             self._returned(node)
         self.program.gradients[parameter] = node.name
 
-    def _reshard(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements) -> fx.Node:
+    def _reshard(
+        self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements, label: str
+    ) -> fx.Node:
         """Start now, and finish in ``finish``."""
         item_bytes = node.meta["dtype"].itemsize
-        steps = self.resharder.steps(node, shape, have, want, item_bytes=item_bytes, owned=True)
+        steps = self.resharder.steps(node, shape, have, want, item_bytes=item_bytes, owned=True, label=label)
         while True:
             try:
                 next(steps)
@@ -174,7 +177,9 @@ class GradientLowering(Lowering):
             offset += prod(one.shape)
         with self._in(REDUCE):
             group = self.groups[bucket.axis]
-            started = self.emit(collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm)
+            started = self.emit(
+                collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm, label=buckets.label_of(bucket)
+            )
         self._finish_bucket(started, bucket, totals, shapes)
 
     def _finish_bucket(

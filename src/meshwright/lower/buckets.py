@@ -49,7 +49,8 @@ class Gathers:
             bucket = self._bucket_of[name]
             group, names = self._groups[bucket.axis], [one for one in bucket.parameters if one in stored]
             nodes = [stored[one].node for one in names]
-            started = self._emit(collectives.GATHER_PARTS, nodes, group.name, group.size, bucket.algorithm)
+            label = _span(bucket.parameters)
+            started = self._emit(collectives.GATHER_PARTS, nodes, group.name, group.size, bucket.algorithm, label=label)
             made, offset = [started, self._emit(collectives.WAIT, started)], 0
             for one, node in zip(names, nodes, strict=True):
                 placements = unflattened(stored[one].placements)
@@ -64,6 +65,15 @@ class Gathers:
         return self._found[name]
 
 
+def label_of(bucket: Bucket) -> str:
+    """What the reduction of a bucket is called in errors."""
+    return f"gradients of {_span(bucket.parameters)}"
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
 def is_cut(plan: Plan, bucket: Bucket) -> bool:
     """Whether the gradients of a bucket are reduced to parts of them."""
     return isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
@@ -72,7 +82,9 @@ def is_cut(plan: Plan, bucket: Bucket) -> bool:
 def start_cut(emit: Emit, nodes: Sequence[fx.Node], bucket: Bucket, groups: Mapping[str, AxisGroup]) -> fx.Node:
     """Start to reduce gradients to their parts."""
     group = groups[bucket.axis]
-    return emit(collectives.REDUCE_TO_PARTS, list(nodes), group.name, group.size, bucket.algorithm)
+    return emit(
+        collectives.REDUCE_TO_PARTS, list(nodes), group.name, group.size, bucket.algorithm, label=label_of(bucket)
+    )
 
 
 def finish(
@@ -81,7 +93,8 @@ def finish(
     """Wait for a bucket, sum it over the other axes, and take the gradients, of these shapes, out of it."""
     flat, offset, result = emit(collectives.WAIT, started), 0, []
     for group in (groups[axis] for axis in bucket.across):
-        flat = emit(collectives.WAIT, emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm))
+        started = emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm, label=label_of(bucket))
+        flat = emit(collectives.WAIT, started)
     for shape in shapes:
         part = emit(aten.slice.Tensor, flat, 0, offset, offset + prod(shape))
         result.append(emit(aten.view.default, part, list(shape)))

@@ -229,7 +229,7 @@ class _StageLowering(GradientLowering):
             self._returned(value.node)
             placements = {axis: one for axis, one in value.placements.items() if axis != TIME}
             joined = self._given("joined", STEP, (), self._dtype(name))
-            node = self._reshard(joined, (), placements, {})
+            node = self._reshard(joined, (), placements, {}, label)
             self._returned(node)
             join = divided.op if isinstance(divided, Partial) else "last"
             self.program.scalars.append(Scalar(label, value.node.name, join, joined.name, node.name))

@@ -45,11 +45,12 @@ class Resharder:
         *,
         item_bytes: int,
         owned: bool,
+        label: str = "",
     ) -> Steps:
         """Reshard ``node`` (global ``shape``) from ``have`` to ``want``.
 
         The moves and their order are those of ``ir.resharding``. ``owned`` says that nobody else reads the node's
-        memory, so that it may be reduced in place.
+        memory, so that it may be reduced in place; ``label`` names the tensor in errors.
         """
         for move in self._mover.moves(have, want, shape, item_bytes):
             group, placement, before = self._groups[move.axis], move.placement, move.before
@@ -60,15 +61,15 @@ class Resharder:
             if isinstance(placement, Partial):
                 if not owned:
                     node = self._emit(aten.clone.default, node)
-                node = self._emit(collectives.ALL_REDUCE, node, placement.op, group.name, group.algorithm)
+                node = self._emit(collectives.ALL_REDUCE, node, placement.op, group.name, group.algorithm, label=label)
                 yield
                 node = self._emit(collectives.WAIT, node)
             elif move.kind == "reduce_scatter":
-                node = yield from self._reduce_scatter(node, move.axis, placement, move.after, shape)
+                node = yield from self._reduce_scatter(node, move.axis, placement, move.after, shape, label)
             elif move.target is not None:
-                node = yield from self._all_to_all(node, move, shape)
+                node = yield from self._all_to_all(node, move, shape, label)
             else:
-                node = yield from self._all_gather(node, move.axis, placement, before, shape)
+                node = yield from self._all_gather(node, move.axis, placement, before, shape, label)
             owned = True
         return node
 
@@ -89,12 +90,12 @@ class Resharder:
         return list(local_shape(shape, now, self._sizes))
 
     def _all_gather(
-        self, node: fx.Node, axis: str, shard: Shard | Flat, now: Placements, shape: tuple[int, ...]
+        self, node: fx.Node, axis: str, shard: Shard | Flat, now: Placements, shape: tuple[int, ...], label: str
     ) -> Steps:
         group = self._groups[axis]
         local = self._local(shape, now)
         rest = {other: placement for other, placement in now.items() if other not in members(axis)}
-        node = self._emit(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm)
+        node = self._emit(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm, label=label)
         yield
         node = self._emit(collectives.WAIT, node)
         if isinstance(shard, Flat):
@@ -113,7 +114,7 @@ class Resharder:
         node = self._emit(aten.reshape.default, node, [lead, parts, -1])
         return self._emit(aten.transpose.int, node, 0, 1)
 
-    def _all_to_all(self, node: fx.Node, move: Move, shape: tuple[int, ...]) -> Steps:
+    def _all_to_all(self, node: fx.Node, move: Move, shape: tuple[int, ...], label: str) -> Steps:
         """Each rank sends every other the part that it will hold of what this one holds."""
         group, source, target = self._groups[move.axis], move.placement, move.target
         assert isinstance(source, Shard)
@@ -121,7 +122,7 @@ class Resharder:
         rest = {other: placement for other, placement in move.before.items() if other != move.axis}
         before = self._local(shape, move.before)
         node = self._apart(node, group.size, prod(before[: target.dim]) * self._blocks(move.axis, target, rest))
-        node = self._emit(collectives.ALL_TO_ALL, node, group.name, group.algorithm)
+        node = self._emit(collectives.ALL_TO_ALL, node, group.name, group.algorithm, label=label)
         yield
         node = self._emit(collectives.WAIT, node)
         before[target.dim] //= group.size
@@ -129,7 +130,7 @@ class Resharder:
         return self._joined(node, group.size, lead, move.after, shape)
 
     def _reduce_scatter(
-        self, node: fx.Node, axis: str, target: Shard | Flat, after: Placements, shape: tuple[int, ...]
+        self, node: fx.Node, axis: str, target: Shard | Flat, after: Placements, shape: tuple[int, ...], label: str
     ) -> Steps:
         group = self._groups[axis]
         rest = {other: placement for other, placement in after.items() if other not in members(axis)}
@@ -138,7 +139,7 @@ class Resharder:
             node = self._in_rows(node, local, group.size)
         else:
             node = self._apart(node, group.size, prod(local[: target.dim]) * self._blocks(axis, target, rest))
-        node = self._emit(collectives.REDUCE_SCATTER, node, "sum", group.name, group.size, group.algorithm)
+        node = self._emit(collectives.REDUCE_SCATTER, node, "sum", group.name, group.size, group.algorithm, label=label)
         yield
         node = self._emit(collectives.WAIT, node)
         return self._emit(aten.reshape.default, node, self._local(shape, after))

@@ -90,6 +90,8 @@ class Lowering:
     # --- emission ------------------------------------------------------------------------------------------------
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if target in collectives.STARTS:
+            kwargs.setdefault("label", str(self.meta.get("operator", "")))
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.meta, phase=self.phase)
         return node
@@ -261,7 +263,9 @@ class Lowering:
         flat = self.emit(aten.cat.default, [self.emit(aten.reshape.default, node, [-1]) for node in nodes])
         flat.meta["device"] = self.device
         self.bucket_nodes[id(bucket)] = (
-            self.emit(collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm), bucket,
+            self.emit(
+                collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm, label=buckets.label_of(bucket)
+            ), bucket,
         )  # fmt: skip
 
     def _want(self, name: str, wanted: Placements) -> fx.Node:
@@ -281,7 +285,9 @@ class Lowering:
         if version is None:
             exclusive = value.owned and len(value.versions) == 0
             item_bytes = value.node.meta["dtype"].itemsize
-            steps = self.resharder.steps(value.node, shape, have, wanted, item_bytes=item_bytes, owned=exclusive)
+            steps = self.resharder.steps(
+                value.node, shape, have, wanted, item_bytes=item_bytes, owned=exclusive, label=name
+            )
             version = value.versions[key] = _Version(steps)
             self._advance(version)
         while finish and version.node is None:

@@ -1,10 +1,10 @@
 """Collectives as operators of two halves, start and wait: lowered graphs call them, compilers see through them.
 
-``comm`` gives them their kernels; ``algorithm`` is a text of a plan (``schedules/collectives/choice.py``). A value that
-has been started must be waited for before it is read. ``exchange_rows`` is only called inside of other operators'
-kernels, because how many rows come is known at run time: it sends ``rows``, of which ``counts[rank].sum()`` go to each
-rank in order, and returns what came, by sender, with the senders' counts for this rank; ``shift`` starts to send to the
-next rank of the group and gives what the one before sends.
+``comm`` gives them their kernels; ``algorithm`` is a text of a plan (``schedules/collectives/choice.py``), ``label``
+names the tensor or the operator in errors. A value that has been started must be waited for before it is read.
+``exchange_rows`` is only called inside of other operators' kernels, because how many rows come is known at run time: it
+sends ``rows``, of which ``counts[rank].sum()`` go to each rank in order, and returns what came, by sender, with the
+senders' counts for this rank; ``shift`` starts to send to the next rank of the group and gives what the last one sends.
 
 ``gather_parts`` and ``reduce_to_parts`` move the Flat parts of many tensors together (``ir.placement.Flat``). Tensors
 that were gathered lie one after the other, each with its padding; so do the parts that are left of a sum:
@@ -29,49 +29,58 @@ from meshwright.ir.placement import flat_shape
 
 NAMESPACE = "meshwright_comm"
 LIBRARY = Library(NAMESPACE, "DEF")
-LIBRARY.define("all_reduce_start(Tensor(a!) value, str op, str group, str algorithm) -> Tensor(a!)")
-LIBRARY.define("all_gather_start(Tensor value, str group, int size, str algorithm) -> Tensor")
-LIBRARY.define("reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm) -> Tensor")
-LIBRARY.define("all_to_all_start(Tensor value, str group, str algorithm) -> Tensor")
-LIBRARY.define("gather_parts_start(Tensor[] parts, str group, int size, str algorithm) -> Tensor")
-LIBRARY.define("reduce_to_parts_start(Tensor[] values, str group, int size, str algorithm) -> Tensor")
-LIBRARY.define("exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)")
-LIBRARY.define("shift(Tensor value, str group, SymInt size) -> Tensor")
-LIBRARY.define(
-    "halo_exchange_start(Tensor value, int dim, int[] lows, int[] highs, float fill, str group, int index) -> Tensor"
-)
-LIBRARY.define(
-    "halo_reduce_start(Tensor value, int dim, int[] lows, int[] highs, int rows, str group, int index) -> Tensor"
-)
-LIBRARY.define("wait(Tensor(a!) value) -> Tensor(a!)")
+for _schema in (
+    "all_reduce_start(Tensor(a!) value, str op, str group, str algorithm, str label='') -> Tensor(a!)",
+    "all_gather_start(Tensor value, str group, int size, str algorithm, str label='') -> Tensor",
+    "reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm, str label='') -> Tensor",
+    "all_to_all_start(Tensor value, str group, str algorithm, str label='') -> Tensor",
+    "gather_parts_start(Tensor[] parts, str group, int size, str algorithm, str label='') -> Tensor",
+    "reduce_to_parts_start(Tensor[] values, str group, int size, str algorithm, str label='') -> Tensor",
+    "exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)",
+    "shift(Tensor value, str group, SymInt size) -> Tensor",
+    (
+        "halo_exchange_start(Tensor value, int dim, int[] lows, int[] highs, float fill, str group, int index, "
+        "str label='') -> Tensor"
+    ),
+    (
+        "halo_reduce_start(Tensor value, int dim, int[] lows, int[] highs, int rows, str group, int index, "
+        "str label='') -> Tensor"
+    ),
+    "wait(Tensor(a!) value) -> Tensor(a!)",
+):
+    LIBRARY.define(_schema)
 
 
 def _part_size(value: Tensor, parts: int) -> int:
     return prod(flat_shape(tuple(value.shape), parts))
 
 
-register_fake(f"{NAMESPACE}::all_reduce_start", lambda value, op, group, algorithm: value, lib=LIBRARY)
+register_fake(f"{NAMESPACE}::all_reduce_start", lambda value, op, group, algorithm, label="": value, lib=LIBRARY)
 register_fake(
     f"{NAMESPACE}::all_gather_start",
-    lambda value, group, size, algorithm: value.new_empty(size, *value.shape),
+    lambda value, group, size, algorithm, label="": value.new_empty(size, *value.shape),
     lib=LIBRARY,
 )
 register_fake(
     f"{NAMESPACE}::reduce_scatter_start",
-    lambda value, op, group, size, algorithm: value.new_empty(value.shape[1:]),
+    lambda value, op, group, size, algorithm, label="": value.new_empty(value.shape[1:]),
     lib=LIBRARY,
 )
 register_fake(
-    f"{NAMESPACE}::all_to_all_start", lambda value, group, algorithm: value.new_empty(value.shape), lib=LIBRARY
+    f"{NAMESPACE}::all_to_all_start",
+    lambda value, group, algorithm, label="": value.new_empty(value.shape),
+    lib=LIBRARY,
 )
 register_fake(
     f"{NAMESPACE}::gather_parts_start",
-    lambda parts, group, size, algorithm: parts[0].new_empty(size * sum(part.numel() for part in parts)),
+    lambda parts, group, size, algorithm, label="": parts[0].new_empty(size * sum(part.numel() for part in parts)),
     lib=LIBRARY,
 )
 register_fake(
     f"{NAMESPACE}::reduce_to_parts_start",
-    lambda values, group, size, algorithm: values[0].new_empty(sum(_part_size(value, size) for value in values)),
+    lambda values, group, size, algorithm, label="": values[0].new_empty(
+        sum(_part_size(value, size) for value in values)
+    ),
     lib=LIBRARY,
 )
 
@@ -82,7 +91,9 @@ def _resized(value: Tensor, dim: int, rows: int) -> Tensor:
     return value.new_empty(shape)
 
 
-def _halo(value: Tensor, dim: int, lows: list[int], highs: list[int], fill: float, group: str, index: int) -> Tensor:
+def _halo(
+    value: Tensor, dim: int, lows: list[int], highs: list[int], fill: float, group: str, index: int, label: str = ""
+) -> Tensor:
     sides = outside((lows[index], highs[index]), owned(value.shape[dim], index))
     return _resized(value, dim, sum(high - low for low, high in sides))
 
@@ -90,7 +101,7 @@ def _halo(value: Tensor, dim: int, lows: list[int], highs: list[int], fill: floa
 register_fake(f"{NAMESPACE}::halo_exchange_start", _halo, lib=LIBRARY)
 register_fake(
     f"{NAMESPACE}::halo_reduce_start",
-    lambda value, dim, lows, highs, rows, group, index: _resized(value, dim, rows),
+    lambda value, dim, lows, highs, rows, group, index, label="": _resized(value, dim, rows),
     lib=LIBRARY,
 )
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)

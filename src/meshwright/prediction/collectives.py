@@ -8,8 +8,8 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
-from meshwright.schedules.collectives import ALGORITHMS, Boxes, Count, build, check, count, nested
-from meshwright.schedules.collectives.hierarchy import ACROSS, INSIDE
+from meshwright.schedules.collectives import ALGORITHMS, Count, build, check, count
+from meshwright.schedules.collectives.hierarchy import ACROSS_BY_OPERATION, INSIDE, equal_boxes, written
 from meshwright.simulate.collectives import alone_s, gamma_s_per_byte, links_of, shared_s
 
 SIZES = (4, *(16**power for power in range(2, 8)), 2**30)
@@ -60,20 +60,20 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
         raise LayoutError(f"{num_ranks} ranks", where="--ranks", remedy=f"compare 1 to {MAX_RANKS}")
     found = load_cluster(cluster) if isinstance(cluster, str) else cluster
     found = found.resized(num_ranks)
-    names = [(name, None) for name in ALGORITHMS.get(operation, ("",))] + _over_levels(operation, found)
+    names = [*ALGORITHMS.get(operation, ("",)), *_along_levels(operation, found)]
     link, gamma, sharing = links_of(found), gamma_s_per_byte(found), num_ranks <= MAX_SHARING
 
     rows: list[Row] = []
     times_alone: dict[str, list[float]] = {}
     times_shared: dict[str, list[float]] = {}
-    for name, boxes in names:
-        steps = build(operation, name, num_ranks, -(-num_bytes // ITEM_BYTES), boxes=boxes)
+    for name in names:
+        steps = build(operation, name, num_ranks, -(-num_bytes // ITEM_BYTES))
         same = check(steps).same
         alone = alone_s(steps, link, gamma, ITEM_BYTES)
         shared = shared_s(steps, found, ITEM_BYTES) if sharing else None
         rows.append(Row(name, _in_bytes(count(steps)), alone, shared, same))
         if same and num_ranks > 1 and operation != "barrier":
-            sized = [build(operation, name, num_ranks, size // ITEM_BYTES, boxes=boxes) for size in SIZES]
+            sized = [build(operation, name, num_ranks, size // ITEM_BYTES) for size in SIZES]
             times_alone[name] = [alone_s(one, link, gamma, ITEM_BYTES) for one in sized]
             if sharing:
                 times_shared[name] = [shared_s(one, found, ITEM_BYTES) for one in sized]
@@ -88,12 +88,13 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
     )
 
 
-def _over_levels(operation: str, cluster: Cluster) -> list[tuple[str, Boxes | None]]:
-    """The all-reduces along the cluster's levels, where it has several."""
+def _along_levels(operation: str, cluster: Cluster) -> list[str]:
+    """The algorithms along the cluster's levels, where it has several."""
     fan_outs = [level.fan_out for level in cluster.levels if level.fan_out > 1]
-    if operation != "all_reduce" or len(fan_outs) < 2:
+    if len(fan_outs) < 2:
         return []
-    return [(f"{inside}+{across}", nested(fan_outs)) for inside in INSIDE for across in ACROSS]
+    boxes = equal_boxes(fan_outs)
+    return [written(inside, across, boxes) for inside in INSIDE for across in ACROSS_BY_OPERATION.get(operation, ())]
 
 
 def _in_bytes(found: Count) -> Count:

@@ -4,7 +4,7 @@ Every rank runs ``measure``, on one core each:
 
     alone     rank 0 measures, the others sleep: one thread, then all threads
     together  all ranks measure the same kernels at the same time: cores share caches, memory and power
-    between   messages and collectives, by size
+    between   messages and collectives, by size (``runtime/between.py``)
 
 Each call is repeated for some milliseconds, and the median counts. With one thread its processor time is taken, which
 does not run while somebody else has the core; how much longer it took by the clock is the spread, which tells of a busy
@@ -14,21 +14,16 @@ machine.
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
-from meshwright.comm.groups import axis_groups, broadcast_along, channels, from_every_rank, meet
-from meshwright.comm.transport.base import Channel
-from meshwright.ir.cluster import Cluster, CollectiveTiming, Operation
-from meshwright.ir.mesh import AxisGroup, Mesh
-from meshwright.ops import collectives
+from meshwright.comm.groups import from_every_rank, meet
+from meshwright.ir.cluster import Cluster
 from meshwright.runtime import launch
-from meshwright.runtime.measured import BOX, Measured, made_cluster
+from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.measured import Measured, made_cluster
 from meshwright.runtime.probes import (
     DTYPES,
     Probe,
@@ -38,25 +33,21 @@ from meshwright.runtime.probes import (
     matmul_probes,
     memory_probes,
 )
-from meshwright.schedules.collectives.choice import NATIVE
 
 MAX_RANKS = 8
-OURS = "ring"
-"""Any algorithm that is not torch.distributed's: groups are made with what ours need."""
 TINY_S, TINY_CALLS = 2e-5, 50
 """Calls shorter than this are timed several at once, for a clock takes its time too."""
 
 
 class Effort(msgspec.Struct, frozen=True):
-    """How much is measured: seconds for each call, sides of matrix products, elements of vectors, bytes of messages."""
+    """How much is measured: seconds for each call, sides of matrix products, elements of vectors; between ranks."""
 
     probe_s: float = 0.012
     sides: tuple[int, ...] = (48, 128, 384, 896)
     flat_sides: tuple[int, ...] = (128, 512, 1536)
     elements: tuple[int, ...] = (2**14, 2**18, 2**21)
     scale: float = 1.0
-    message_bytes: tuple[int, ...] = (64, 2**14, 2**18, 2**20, 2**23)
-    repeats: int = 12
+    between: Sizes = Sizes()
 
 
 Advance = Callable[[str], None]
@@ -91,10 +82,14 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
                 probes, effort.probe_s, lambda kind: advance(f"{ranks} cores at once: {kind}"), meets=True
             )
             together = _of_all(from_every_rank(together))
-        timings = _between(effort, ranks, rank, advance) if ranks > 1 else []
+        places = boxes_of_world()
+        timings = between(effort.between, places, advance) if ranks > 1 else []
     if alone is None:
         return None
-    return made_cluster(alone, threaded, together, timings, ranks=ranks, cores=cores)
+    inside, across = places.each, places.num_boxes
+    return made_cluster(
+        alone, threaded, together, timings, ranks=inside, cores=cores if across == 1 else inside, boxes=across
+    )
 
 
 def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
@@ -160,100 +155,3 @@ def _of_all(ranks: list[Measured]) -> Measured:
     return Measured(
         seconds=seconds, kernel_s=statistics.fmean(one.kernel_s for one in ranks), peaks=peaks, others=first.others
     )
-
-
-# --- between ranks ---------------------------------------------------------------------------------------------------
-
-
-def _between(effort: Effort, ranks: int, rank: int, advance: Advance) -> list[CollectiveTiming]:
-    """Messages between neighbours and collectives of all ranks, and of two where there are more."""
-    rows: list[CollectiveTiming] = []
-
-    def timed(
-        operation: Operation, algorithm: str, count: int, of_size: Callable[[int], Call], part: float = 1.0
-    ) -> None:
-        for size in effort.message_bytes:
-            advance(f"{operation} of {size} bytes")
-            seconds = _in_step(of_size(size), effort.repeats) * part
-            rows.append(
-                CollectiveTiming(
-                    operation=operation, algorithm=algorithm, level=BOX, ranks=count, bytes=size, time_s=seconds
-                )
-            )
-
-    if ranks % 2 == 0:
-        timed("send", "channel", 2, partial(_ping_pong, channels([rank ^ 1])[rank ^ 1], rank % 2 == 0), part=0.5)
-    groups = [axis_groups(Mesh.of(all=ranks), rank, {"all": OURS})["all"]]
-    if ranks > 2 and ranks % 2 == 0:
-        groups.append(axis_groups(Mesh.of(rest=ranks // 2, pair=2), rank, {"pair": OURS})["pair"])
-    for group in groups:
-        timed("broadcast", NATIVE, group.size, partial(_broadcast, group))
-        for operation, make in _OPERATIONS.items():
-            for algorithm in candidates(operation, group.size):
-                one = msgspec.structs.replace(group, algorithm=algorithm)
-                timed(operation, algorithm, group.size, partial(make, one))
-    return rows
-
-
-def candidates(operation: Operation, ranks: int) -> tuple[str, ...]:
-    """The algorithms that are measured: torch.distributed's own, and ours but for those that cannot be the fastest."""
-    if ranks == 2:  # where the others are one of these
-        return (NATIVE, "butterfly", "ring") if operation == "all_reduce" else (NATIVE, "star")
-    if operation == "all_reduce":
-        return (NATIVE, "butterfly", "shares", "ring", "rabenseifner")
-    return (NATIVE, "star", "ring", "halving")
-
-
-def _buffer(num_bytes: int) -> Tensor:
-    return torch.zeros(max(1, num_bytes // 4))
-
-
-def _ping_pong(peer: Channel, first: bool, num_bytes: int) -> Call:
-    value = _buffer(num_bytes)
-
-    def call() -> None:
-        for sends in (first, not first):
-            (peer.send(value) if sends else peer.receive(value)).wait()
-
-    return call
-
-
-def _all_reduce(group: AxisGroup, num_bytes: int) -> Call:
-    value = _buffer(num_bytes)
-    return lambda: collectives.WAIT(collectives.ALL_REDUCE(value, "sum", group.name, group.algorithm))
-
-
-def _all_gather(group: AxisGroup, num_bytes: int) -> Call:
-    part = _buffer(num_bytes // group.size)
-    return lambda: collectives.WAIT(collectives.ALL_GATHER(part, group.name, group.size, group.algorithm))
-
-
-def _reduce_scatter(group: AxisGroup, num_bytes: int) -> Call:
-    value = torch.zeros(group.size, max(1, num_bytes // 4 // group.size))
-    return lambda: collectives.WAIT(collectives.REDUCE_SCATTER(value, "sum", group.name, group.size, group.algorithm))
-
-
-def _broadcast(group: AxisGroup, num_bytes: int) -> Call:
-    value = _buffer(num_bytes)
-    return lambda: broadcast_along(value, group, 0)
-
-
-_OPERATIONS: dict[Operation, Callable[[AxisGroup, int], Call]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-}
-
-
-def _in_step(call: Call, repeats: int) -> float:
-    """The seconds of a call that all ranks make together, one after the other: each waits for the others by itself. The
-    fastest of some counts, on the slowest rank."""
-    call()
-    meet()
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
-    slowest: float = max(from_every_rank(min(found)))
-    return slowest

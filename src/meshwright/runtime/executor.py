@@ -7,12 +7,12 @@ A stage's program (``lower/pipeline.py``) says what each function takes and retu
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, current
+from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, be_at, current
 from meshwright.comm.transport.base import Channel, Work
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.lower.partition import Phase
@@ -132,11 +132,13 @@ class Executor:
         self.live_activations = 0
         self._keys = keys
         self._begun = time.perf_counter()
-        for stage in self.stages.values():
+        for number, stage in self.stages.items():
+            be_at(_At(number))
             self._begin(stage, parameters, buffers, inputs)
         note.span(COMPUTE, "prologue", self._begun, time.perf_counter())
         for action in self._actions:
             self._begun = time.perf_counter()
+            be_at(_At(action.stage, action.microbatch))
             self._run[action.kind](self.stages[action.stage], action)
             end = time.perf_counter()
             note.span(COMPUTE if action.kind.computes else COMMUNICATION, action, self._begun, end)
@@ -146,8 +148,10 @@ class Executor:
                 note.span(WAIT, action, self._begun, end)
         result = StepResult()
         self._begun = time.perf_counter()
-        for stage in self.stages.values():
+        for number, stage in self.stages.items():
+            be_at(_At(number))
             self._finish(stage, result)
+        be_at(None)
         finished = time.perf_counter()
         note.span(COMPUTE, "finish", self._begun, finished)
         for work in self._leaving:
@@ -340,6 +344,16 @@ class _Arrival:
         self.work.wait()
         if self.got is not self.box:
             self.box.copy_(self.got)
+
+
+class _At(NamedTuple):
+    """Where in the schedule a collective is."""
+
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}" + (f", micro-batch {self.microbatch}" if self.microbatch is not None else "")
 
 
 def _microbatch(action: Action) -> int:

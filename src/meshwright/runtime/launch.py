@@ -1,4 +1,4 @@
-"""Starting ranks and torch.distributed: under plain python, torchrun, or our own launcher."""
+"""Starting ranks and torch.distributed: under plain python, torchrun, mpirun, or our own launcher."""
 
 import atexit
 import contextlib
@@ -16,6 +16,11 @@ from meshwright.errors import LaunchError
 from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
+_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}  # fmt: skip
+"""What Open MPI calls the variables of torchrun."""
 
 
 def start(device: torch.device | str | None = None) -> torch.device:
@@ -29,6 +34,7 @@ def start(device: torch.device | str | None = None) -> torch.device:
     Raises:
         LaunchError: the environment is incomplete, the port is taken, ranks did not come, or there is no such device.
     """
+    _take_over_from_mpi()
     local_rank = _number("LOCAL_RANK", "0")
     if device is None:
         device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -41,6 +47,20 @@ def start(device: torch.device | str | None = None) -> torch.device:
         _join("nccl" if device.type == "cuda" else "gloo")
         atexit.register(_finish_at_exit)
     return device
+
+
+def join_by_file(path: str, interface: str) -> None:
+    """Start torch.distributed among ranks that find each other by a file, and talk through this network interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=launched_rank(), world_size=_number("WORLD_SIZE", "1"),
+        timeout=_timeout(),
+    )  # fmt: skip
+    atexit.register(_finish_at_exit)
+
+
+def _timeout() -> timedelta:
+    return timedelta(seconds=float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600")))
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -64,13 +84,13 @@ def finish() -> None:
 
 
 def launched() -> bool:
-    """Whether this process is a rank that a launcher (torchrun, our own) has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process is a rank that a launcher (torchrun, mpirun, our own) has started."""
+    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or _MPI["RANK"] in os.environ
 
 
 def launched_rank() -> int:
     """This process's rank, 0 without a launcher."""
-    return _number("RANK", "0")
+    return _number("RANK" if "RANK" in os.environ else _MPI["RANK"], "0")
 
 
 def num_cores() -> int:
@@ -134,6 +154,32 @@ def _number(name: str, default: str) -> int:
     return int(text)
 
 
+def _take_over_from_mpi() -> None:
+    """Under Open MPI's mpirun: set what torchrun would set. Ranks hear from rank 0, through MPI, where they meet.
+
+    Raises:
+        LaunchError: mpi4py is not installed, and MASTER_ADDR does not say where ranks meet.
+    """
+    if _MPI["RANK"] not in os.environ or "RANK" in os.environ:
+        return
+    os.environ.update({name: os.environ[theirs] for name, theirs in _MPI.items()})
+    if "MASTER_ADDR" in os.environ or _number("WORLD_SIZE", "1") == 1:
+        return
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise LaunchError(
+            f"mpirun started {os.environ['WORLD_SIZE']} ranks, and mpi4py cannot be loaded: {error}",
+            where="environment",
+            remedy="pip install mpi4py, or set MASTER_ADDR and MASTER_PORT",
+        ) from None
+    address = HOST if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else socket.gethostname()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        found = (address, str(probe.getsockname()[1]))
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = MPI.COMM_WORLD.bcast(found, root=0)
+
+
 def _join(backend: str) -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -152,9 +198,10 @@ def _join(backend: str) -> None:
     if os.environ["MASTER_ADDR"] in (HOST, "localhost"):
         # Else gloo asks for the address of this machine's name, which not every machine knows.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    timeout_s = float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600"))
+    timeout = _timeout()
+    timeout_s = timeout.total_seconds()
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, timeout=timeout)
     except dist.DistNetworkError as error:
         text = str(error)
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:

@@ -14,7 +14,7 @@ from meshwright.runtime.machine import machine_name
 
 BUSY_SPREAD = 0.15
 """More than this, and somebody else is using the machine."""
-BOX = "box"
+BOX, NETWORK = "box", "network"
 
 Seconds = dict[str, list[tuple[float, float]]]
 """By kind, (size, seconds of a call)."""
@@ -45,8 +45,10 @@ def made_cluster(
     *,
     ranks: int,
     cores: int,
+    boxes: int = 1,
 ) -> Cluster:
     """The cluster file's contents: peaks are the best of anything that was measured, curves are fractions of them.
+    ``ranks`` measured in each of the boxes, which have ``cores``.
 
     What several threads do can only be told by the clock: on a busy machine it is left out.
     """
@@ -82,14 +84,11 @@ def made_cluster(
         kernels=Kernels(processors=1, matmul_fraction=1.0, bandwidth_fraction=0.7, kernel_s=alone.kernel_s, launch_s=0),
         source="meshwright calibrate: the best rate of any kernel on one core",
     )
-    levels: tuple[Level, ...] = ()
-    if cores > 1:
-        alpha, beta = _line([(row.bytes, row.time_s) for row in timings if row.operation == "send"])
-        levels = (Level(name=BOX, fan_out=cores, alpha_s=alpha, beta_s_per_byte=beta, source="meshwright calibrate"),)
+    levels = tuple(_level(name, fan_out, timings) for name, fan_out in ((BOX, cores), (NETWORK, boxes)) if fan_out > 1)
     return Cluster(
         name="this-machine",
-        num_devices=cores,
-        open_ended=cores > 1,
+        num_devices=cores * boxes,
+        open_ended=cores * boxes > 1,
         source=f"meshwright calibrate on {name}",
         device=device,
         levels=levels,
@@ -98,6 +97,12 @@ def made_cluster(
             machine=name, torch=str(torch.__version__), time_s=round(time.time()), spread=round(alone.spread, 4)
         ),
     )
+
+
+def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:
+    sent = [(float(row.bytes), row.time_s) for row in timings if (row.operation, row.level) == ("send", name)]
+    alpha, beta = _line(sent)
+    return Level(name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta, source="meshwright calibrate")
 
 
 def _seldom_in_step(alone: Measured, together: Measured) -> Measured:

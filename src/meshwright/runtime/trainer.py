@@ -20,7 +20,7 @@ from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.builder import Capture, capture
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.clock import on_rank_0
-from meshwright.comm.groups import sum_over
+from meshwright.comm.groups import look_at_links, sum_over
 from meshwright.comm.record import COMPUTE, Recorder, recording
 from meshwright.errors import NonFiniteLossError, OptimizerError
 from meshwright.ir.graph import Graph
@@ -153,6 +153,7 @@ class Trainer:
                 parameter.grad = None
             self._note("optimizer", begun)
         self.step_number += 1
+        look_at_links(self.step_number, self.groups.values())
         return loss
 
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:

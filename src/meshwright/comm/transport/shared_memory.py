@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -327,6 +328,15 @@ def _allocate(descriptor: int, num_bytes: int, rank: int) -> None:
             where=f"rank {rank}",
             remedy="free memory, raise the container's limit, or run fewer ranks on this machine",
         ) from None
+
+
+def box() -> str:
+    """What is the same for all processes that may share memory: the machine, and this process's network there."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        machine = platform.node()
+    return f"{machine} {_network()}"
 
 
 def _network() -> str:

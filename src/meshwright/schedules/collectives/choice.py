@@ -1,19 +1,27 @@
 """Which algorithm a collective takes, as a text in a plan: one name for all, or names by operation and size.
 
-native                                                        torch.distributed's own
+native                                                        torch.distributed's own: gloo, or NCCL between GPUs
+mpi                                                           MPI's own, where the ranks were started by it
 exchange                                                      two ranks swap what they have, in one round
+star+ring@2x4                                                 along the levels of a cluster (``hierarchy.py``)
 all_reduce butterfly, 262144 rabenseifner; all_gather star    from 0 and from 262,144 bytes on; the rest native
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from meshwright.errors import PlanError
-from meshwright.schedules.collectives.operations import ALGORITHMS
+from meshwright.schedules.collectives import hierarchy
+from meshwright.schedules.collectives.operations import ALGORITHMS, is_there
 
-NATIVE = "native"
+NATIVE, MPI = "native", "mpi"
+"""torch.distributed's own collectives, and those of the MPI under which the ranks were started."""
+BY_MPI = ("all_reduce", "all_gather", "reduce_scatter")
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star", "all_to_all": "partitioned"}
 """Algorithms of one round, where a group has two ranks."""
+
+PIECES = 8
+"""In how many pieces long vectors go along levels, where that is faster."""
 
 Ranges = Sequence[tuple[int, str]]
 """(bytes from which on, algorithm), rising."""
@@ -37,7 +45,40 @@ def chosen(text: str, operation: str, num_bytes: int) -> str:
 
 def runs(operation: str, name: str) -> bool:
     """Whether an operation can be run by an algorithm of that name."""
-    return name == NATIVE or name in ALGORITHMS.get(operation, ()) or (name == "exchange" and operation in EXCHANGE)
+    if name == MPI:
+        return operation in BY_MPI
+    return name == NATIVE or is_there(operation, name) or (name == "exchange" and operation in EXCHANGE)
+
+
+def candidates(operation: str, num_ranks: int, boxes: str = "") -> tuple[str, ...]:
+    """The algorithms that are measured: torch.distributed's own, and ours but for those that cannot be the fastest.
+
+    ``boxes``: how the ranks lie in boxes, as in names of algorithms along levels; nothing where they are all in one, or
+    each is in its own.
+    """
+    whole = operation == "all_reduce"
+    if num_ranks == 2:  # where the others are one of these
+        return (NATIVE, "butterfly", "ring") if whole else (NATIVE, "star")
+    flat = ("butterfly", "shares", "ring", "rabenseifner") if whole else ("star", "ring", "halving")
+    if not boxes:
+        return (NATIVE, *flat)
+    return (NATIVE, *flat, *(name for name in _along(operation, boxes) if is_there(operation, name)))
+
+
+def in_pieces(name: str) -> bool:
+    """Whether an algorithm cuts the vector in pieces, which only pays where that is long."""
+    found = hierarchy.read(name)
+    return found is not None and found.pieces > 1
+
+
+def _along(operation: str, boxes: str) -> Iterator[str]:
+    found = hierarchy.read(hierarchy.written("star", "ring", boxes))
+    assert found is not None
+    same = ("rabenseifner", "halving", "star") if len(found.boxes) == 2 else ()  # as a ring, then
+    for across in hierarchy.ACROSS_BY_OPERATION.get(operation, ()):
+        if across != "tree" and across not in same:  # a butterfly takes half as long as a tree
+            for pieces in (1, PIECES) if operation == "all_reduce" else (1,):
+                yield hierarchy.written("star", across, boxes, pieces)
 
 
 def _plain(operation: str, name: str) -> str:
@@ -66,6 +107,13 @@ def parsed(text: str) -> Mapping[str, Ranges]:
     return result
 
 
+def names(text: str) -> frozenset[str]:
+    """All algorithms that a text names."""
+    if " " not in text:
+        return frozenset((text,))
+    return frozenset(name for ranges in parsed(text).values() for _, name in ranges)
+
+
 def written(ranges: Mapping[str, Ranges]) -> str:
     """The text of ranges, which begin at 0 each; ``native`` where all are."""
     if all(name == NATIVE for each in ranges.values() for _, name in each):
@@ -78,7 +126,7 @@ def written(ranges: Mapping[str, Ranges]) -> str:
 
 def _known(operation: str, name: str, text: str) -> str:
     if operation not in ALGORITHMS or not runs(operation, name):
-        there = ", ".join((NATIVE, *ALGORITHMS[operation])) if operation in ALGORITHMS else ", ".join(ALGORITHMS)
+        there = ", ".join((NATIVE, MPI, *ALGORITHMS[operation])) if operation in ALGORITHMS else ", ".join(ALGORITHMS)
         what = f"algorithm {name!r} of {operation}" if operation in ALGORITHMS else f"operation {operation!r}"
         raise PlanError(f"there is no {what}", where=f"algorithms, {text!r}", remedy=f"one of {there}")
     return name

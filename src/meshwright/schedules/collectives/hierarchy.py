@@ -1,4 +1,4 @@
-"""All-reduces along a cluster's levels: add up inside every box, then across boxes, then collect inside.
+"""Collectives along a cluster's levels: add up inside every box, then across boxes, then collect inside.
 
     2 boxes of 2, one vector "ab":     in the box         across           in the box
         box 0   rank 0                 a of both  ──▶  a of all four  ──▶  a b
@@ -6,32 +6,54 @@
         box 1   ...
 
 Every rank of a box drives its share over the slow links. Boxes may be unequal: then shares are cut so finely that each
-has one owner in every box.
+has one owner in every box. In pieces, one goes across while the next is added up in the boxes.
+
+An algorithm is called INSIDE+ACROSS@BOXES, and /PIECES where there are several:
+
+    star+ring@2x4          boxes of 2 neighbouring ranks, 4 of them
+    star+ring@2x4/8        the same, in 8 pieces
+    star+ring@0.2|1.3      two boxes, of the ranks 0 and 2, 1 and 3; || would part units of boxes
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from meshwright.errors import ScheduleError
 from meshwright.schedules.collectives import group
-from meshwright.schedules.collectives.group import Half, Whole
+from meshwright.schedules.collectives.group import Half, Owned, Whole
 from meshwright.schedules.collectives.steps import Rounds, Span, beside, cut
 
 Boxes: TypeAlias = tuple["Boxes | int", ...]
 """How ranks nest: a rank, or the units of a level. ``((0, 1), (2, 3))`` is two boxes of two."""
 
-INSIDE: dict[str, tuple[Half, Half]] = {
+INSIDE: Mapping[str, tuple[Half, Half]] = {
     "star": (group.scatter_star, group.gather_star),
     "ring": (group.scatter_ring, group.gather_ring),
 }
-ACROSS: dict[str, Whole] = {
+ACROSS: Mapping[str, Whole] = {
     "ring": group.in_halves(group.scatter_ring, group.gather_ring),
     "tree": group.all_reduce_tree,
     "butterfly": group.all_reduce_butterfly,
     "rabenseifner": group.all_reduce_rabenseifner,
 }
+HALVES_ACROSS: Mapping[str, Half] = {
+    "star": group.scatter_star,
+    "ring": group.scatter_ring,
+    "halving": group.scatter_halving,
+}
+ACROSS_BY_OPERATION = {
+    "all_reduce": tuple(ACROSS),
+    "reduce_scatter": tuple(HALVES_ACROSS),
+    "all_gather": tuple(HALVES_ACROSS),
+}
+"""What may stand behind the + of an operation; others have no algorithms along levels."""
+
+_NAME = re.compile(r"(?P<inside>[a-z-]+)\+(?P<across>[a-z-]+)@(?P<boxes>[0-9x.|]+)(?:/(?P<pieces>[1-9][0-9]*))?")
+_EQUAL, _NAMED = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)+"), re.compile(r"[0-9]+((\.|\|+)[0-9]+)*")
 
 _Owners = list[tuple[Span, int]]
 """Neighbouring spans of the vector, and who owns each."""
@@ -50,29 +72,150 @@ def leaves(boxes: Boxes | int) -> list[int]:
     return [boxes] if isinstance(boxes, int) else [rank for box in boxes for rank in leaves(box)]
 
 
-def all_reduce_in_levels(algorithm: str, boxes: Boxes, length: int) -> Rounds:
-    """Rounds of INSIDE+ACROSS, as in ``ring+rabenseifner``: inside every level but the outermost, and across that.
+class Leveled(NamedTuple):
+    """An algorithm's name, read: one of INSIDE, one of ACROSS_BY_OPERATION, how the ranks nest, in how many pieces."""
+
+    inside: str
+    across: str
+    boxes: Boxes
+    pieces: int = 1
+
+
+@lru_cache(maxsize=1024)
+def read(name: str) -> Leveled | None:
+    """The algorithm of that name; None where it is not one along levels."""
+    found = _NAME.fullmatch(name)
+    if found is None or found["inside"] not in INSIDE:
+        return None
+    boxes = _read_boxes(found["boxes"])
+    return None if boxes is None else Leveled(found["inside"], found["across"], boxes, int(found["pieces"] or 1))
+
+
+def written(inside: str, across: str, boxes: str, pieces: int = 1) -> str:
+    """The name of an algorithm; ``boxes`` as ``equal_boxes`` and ``named_boxes`` write them."""
+    return f"{inside}+{across}@{boxes}" + (f"/{pieces}" if pieces > 1 else "")
+
+
+def equal_boxes(fan_outs: Sequence[int]) -> str:
+    """``2x4``: levels with these fan-outs, innermost first."""
+    return "x".join(map(str, fan_outs))
+
+
+def named_boxes(boxes: Boxes) -> str:
+    """``0.2|1.3``, of the ranks in each; as ``equal_boxes`` where it is the same."""
+    sizes: list[int] = []
+    unit: Boxes | int = boxes
+    while not isinstance(unit, int):
+        sizes.append(len(unit))
+        unit = unit[0]
+    equal = equal_boxes(sizes[::-1])
+    return equal if _read_boxes(equal) == boxes else _named(boxes)[0]
+
+
+def _named(boxes: Boxes) -> tuple[str, int]:
+    """The text, and how many levels of boxes it has."""
+    if all(isinstance(one, int) for one in boxes):
+        return ".".join(map(str, boxes)), 0
+    inner = [_named(one) if not isinstance(one, int) else (str(one), 0) for one in boxes]
+    depth = 1 + max(level for _, level in inner)
+    return ("|" * depth).join(text for text, _ in inner), depth
+
+
+def _read_boxes(text: str) -> Boxes | None:
+    if _EQUAL.fullmatch(text):
+        return nested([int(one) for one in text.split("x")])
+    if not _NAMED.fullmatch(text) or "|" not in text:
+        return None
+    return _read_named(text, max(map(len, re.findall(r"\|+", text))))
+
+
+def _read_named(text: str, depth: int) -> Boxes:
+    if depth:
+        return tuple(_read_named(one, depth - 1) for one in text.split("|" * depth))
+    return tuple(int(rank) for rank in text.split("."))
+
+
+def all_reduce_in_levels(found: Leveled, length: int) -> Rounds:
+    """Rounds: inside every level but the outermost, and across that.
 
     Raises:
         ScheduleError: there is no such algorithm, or the boxes do not hold the ranks 0, 1, ... once each.
     """
-    inside, _, across = algorithm.partition("+")
-    if inside not in INSIDE or across not in ACROSS:
+    _check(found, "all_reduce")
+    sides = [_one_piece(found, piece) for piece in cut((0, length), found.pieces)]
+    return _one_behind_the_other(sides)
+
+
+def _one_piece(found: Leveled, whole: Span) -> tuple[Rounds, Rounds, Rounds]:
+    units = [_reduced(box, whole, found.inside) for box in found.boxes]
+    up, owners = beside(rounds for rounds, _ in units), [one for _, one in units]
+    top = beside(ACROSS[found.across](members, span) for span, members in _shared(owners))
+    up, top = ([moves for moves in rounds if moves] for rounds in (up, top))
+    return up, top, group.backwards(up)
+
+
+def _one_behind_the_other(pieces: Sequence[tuple[Rounds, Rounds, Rounds]]) -> Rounds:
+    """Each piece's rounds (before it goes across, across, after), begun when the one before it has gone across:
+
+    piece 0   in  across  in
+    piece 1       in      across  in
+    piece 2               in      across  in
+    """
+    late: list[Rounds] = []
+    begin = 0
+    for before, across, after in pieces:
+        late.append([[] for _ in range(begin)] + before + across + after)
+        begin += max(1, len(across))
+    return beside(late)
+
+
+def reduce_scatter_in_levels(found: Leveled, owned: Owned) -> Rounds:
+    """Each rank's part is added up in its box at the rank that has its place there, then across boxes; the all-gather
+    is this backwards.
+
+    Raises:
+        ScheduleError: as an all-reduce; or the boxes are not equal, or there are several pieces.
+    """
+    _check(found, "reduce_scatter")
+    if found.pieces > 1:
         raise ScheduleError(
-            f"there is no algorithm {algorithm!r} over levels",
-            where="all_reduce",
-            remedy=f"INSIDE+ACROSS, of {', '.join(INSIDE)} and {', '.join(ACROSS)}",
+            f"it goes in {found.pieces} pieces", where="reduce_scatter", remedy="only an all-reduce does: leave /PIECES"
         )
-    ranks = leaves(boxes)
+    return _scattered(found.boxes, dict(enumerate(owned)), found)
+
+
+def _scattered(boxes: Boxes, owned: Mapping[int, Sequence[Span]], found: Leveled) -> Rounds:
+    if all(isinstance(box, int) for box in boxes):
+        ranks = leaves(boxes)
+        return INSIDE[found.inside][0](ranks, [owned[rank] for rank in ranks])
+    units = [leaves(box) for box in boxes]
+    if len({len(unit) for unit in units}) > 1:
+        raise ScheduleError(
+            f"boxes of {' and '.join(map(str, sorted({len(unit) for unit in units})))} ranks",
+            where="reduce_scatter",
+            remedy="only an all-reduce works along unequal boxes",
+        )
+    inside = []
+    for box, unit in zip(boxes, units, strict=True):
+        due = {rank: [span for other in units for span in owned[other[place]]] for place, rank in enumerate(unit)}
+        inside.append([] if isinstance(box, int) else _scattered(box, due, found))
+    across = HALVES_ACROSS[found.across]
+    peers = [list(ranks) for ranks in zip(*units, strict=True)]
+    return beside(inside) + beside(across(ranks, [owned[rank] for rank in ranks]) for ranks in peers)
+
+
+def _check(found: Leveled, operation: str) -> None:
+    if found.inside not in INSIDE or found.across not in ACROSS_BY_OPERATION[operation]:
+        raise ScheduleError(
+            f"there is no algorithm '{found.inside}+{found.across}' along levels",
+            where=operation,
+            remedy=f"INSIDE+ACROSS, of {', '.join(INSIDE)} and {', '.join(ACROSS_BY_OPERATION[operation])}",
+        )
+    ranks = leaves(found.boxes)
     if sorted(ranks) != list(range(len(ranks))):
         raise ScheduleError(
             f"the boxes hold the ranks {', '.join(map(str, ranks))}", where="boxes", remedy="name 0, 1, ... once each"
         )
-    whole = (0, length)
-    units = [_reduced(box, whole, inside) for box in boxes]
-    up, owners = beside(rounds for rounds, _ in units), [one for _, one in units]
-    top = beside(ACROSS[across](members, span) for span, members in _shared(owners))
-    return up + top + group.backwards(up)
 
 
 def _reduced(box: Boxes | int, whole: Span, inside: str) -> tuple[Rounds, _Owners]:

@@ -6,7 +6,13 @@ from itertools import accumulate
 from meshwright.errors import ScheduleError
 from meshwright.schedules.collectives import group
 from meshwright.schedules.collectives.group import Half, Owned, Whole
-from meshwright.schedules.collectives.hierarchy import Boxes, all_reduce_in_levels, leaves
+from meshwright.schedules.collectives.hierarchy import (
+    ACROSS_BY_OPERATION,
+    all_reduce_in_levels,
+    leaves,
+    read,
+    reduce_scatter_in_levels,
+)
 from meshwright.schedules.collectives.steps import Move, Part, Rounds, Span, State, Steps, cut, made, message, sized
 
 ALL_REDUCE: Mapping[str, Whole] = {
@@ -62,25 +68,19 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def all_reduce(
-    algorithm: str, num_ranks: int, length: int, *, boxes: Boxes | None = None, server: bool = False
-) -> Steps:
+def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = False) -> Steps:
     """Every rank ends with the sum of all vectors of ``length`` elements.
 
-    ``algorithm`` is a name of ``ALGORITHMS``, or INSIDE+ACROSS (``ring+rabenseifner``) with ``boxes``: how the ranks
-    nest (``hierarchy.py``). ``server``: the star's centre is one more rank, which brings nothing.
+    ``algorithm`` is a name of ``ALGORITHMS``, or one along levels (``ring+rabenseifner@2x4``, see ``hierarchy.py``).
+    ``server``: the star's centre is one more rank, which brings nothing.
 
     Raises:
-        ScheduleError: there is no such algorithm, or a number is negative.
+        ScheduleError: there is no such algorithm, it is for another number of ranks, or a number is negative.
     """
-    _check("all_reduce", algorithm if boxes is None else "ring", num_ranks, length)
+    _check("all_reduce", algorithm, num_ranks, length)
     ranks, whole = range(num_ranks), (0, length)
-    if boxes is not None:
-        if (held := len(leaves(boxes))) != num_ranks:
-            raise ScheduleError(
-                f"{num_ranks} ranks, of which the boxes hold {held}", where="boxes", remedy="name every rank once"
-            )
-        rounds = all_reduce_in_levels(algorithm, boxes, length)
+    if (leveled := read(algorithm)) is not None:
+        rounds = all_reduce_in_levels(leveled, length)
     elif algorithm in IN_TURN:
         return _in_turn(algorithm, num_ranks, length)
     else:
@@ -114,15 +114,25 @@ def reduce_scatter(algorithm: str, counts: Sequence[int]) -> Steps:
     """Rank i ends with elements i of the sum: ``counts[i]`` of them, at their place in the vector."""
     spans = _parts("reduce_scatter", algorithm, counts)
     size, length = len(counts), sum(counts)
-    rounds = HALVES[algorithm][0](range(size), [[span] for span in spans])
+    rounds = _scatter(algorithm, spans)
     after = tuple((Part(span, tuple((rank, span[0]) for rank in range(size))),) for span in spans)
     return made("reduce_scatter", algorithm, length, rounds, ((((0, length),),) * size, after, length))
+
+
+def _scatter(algorithm: str, spans: Sequence[Span]) -> Rounds:
+    owned = [[span] for span in spans]
+    if (leveled := read(algorithm)) is not None:
+        return reduce_scatter_in_levels(leveled, owned)
+    return HALVES[algorithm][0](range(len(spans)), owned)
 
 
 def all_gather(algorithm: str, counts: Sequence[int]) -> Steps:
     """Every rank ends with all parts; rank i brings ``counts[i]`` elements, at their place in the vector."""
     spans = _parts("all_gather", algorithm, counts)
-    rounds = HALVES[algorithm][1](range(len(counts)), [[span] for span in spans])
+    if read(algorithm) is not None:
+        rounds = group.backwards(_scatter(algorithm, spans))
+    else:
+        rounds = HALVES[algorithm][1](range(len(counts)), [[span] for span in spans])
     after = (tuple(Part(span, ((rank, span[0]),)) for rank, span in enumerate(spans)),) * len(counts)
     return made("all_gather", algorithm, sum(counts), rounds, (tuple((span,) for span in spans), after, sum(counts)))
 
@@ -216,12 +226,12 @@ def barrier(algorithm: str, num_ranks: int) -> Steps:
     return made("barrier", algorithm, 0, rounds, state)
 
 
-def build(operation: str, algorithm: str, num_ranks: int, length: int, *, boxes: Boxes | None = None) -> Steps:
+def build(operation: str, algorithm: str, num_ranks: int, length: int) -> Steps:
     """Any of them, of equal parts and from rank 0, over a vector of ``length`` elements (a rank's own, for an
     all-to-all)."""
     counts = [end - begin for begin, end in cut((0, length), num_ranks)] if num_ranks > 0 else []
     if operation == "all_reduce":
-        return all_reduce(algorithm, num_ranks, length, boxes=boxes)
+        return all_reduce(algorithm, num_ranks, length)
     makers: dict[str, Callable[[], Steps]] = {
         "reduce_scatter": lambda: reduce_scatter(algorithm, counts),
         "all_gather": lambda: all_gather(algorithm, counts),
@@ -234,6 +244,14 @@ def build(operation: str, algorithm: str, num_ranks: int, length: int, *, boxes:
     }
     _check(operation, algorithm, num_ranks, length)
     return makers[operation]()
+
+
+def is_there(operation: str, algorithm: str) -> bool:
+    """Whether an operation has an algorithm of that name, for some number of ranks."""
+    found = read(algorithm)
+    if found is None:
+        return algorithm in ALGORITHMS.get(operation, ())
+    return found.across in ACROSS_BY_OPERATION.get(operation, ()) and (found.pieces == 1 or operation == "all_reduce")
 
 
 def _parts(operation: str, algorithm: str, counts: Sequence[int]) -> tuple[Span, ...]:
@@ -254,11 +272,16 @@ def _check(operation: str, algorithm: str, num_ranks: int, length: int) -> None:
         raise ScheduleError(
             f"there is no collective {operation!r}", where="operation", remedy=f"one of {', '.join(ALGORITHMS)}"
         )
-    if algorithm not in ALGORITHMS[operation]:
+    if not is_there(operation, algorithm):
         raise ScheduleError(
             f"there is no algorithm {algorithm!r}",
             where=operation,
-            remedy=f"one of {', '.join(ALGORITHMS[operation])}",
+            remedy=f"one of {', '.join(ALGORITHMS[operation])}"
+            + (", or one along levels: star+ring@2x4" if operation in ACROSS_BY_OPERATION else ""),
+        )
+    if (leveled := read(algorithm)) is not None and (held := len(leaves(leveled.boxes))) != num_ranks:
+        raise ScheduleError(
+            f"{num_ranks} ranks, of which the boxes hold {held}", where=algorithm, remedy="name every rank once"
         )
     for what, value, least in (("ranks", num_ranks, 1), ("elements", length, 0)):
         if value < least:

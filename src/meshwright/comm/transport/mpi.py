@@ -1,0 +1,79 @@
+"""MPI's own collectives among the ranks of a group, through mpi4py, in a program that ``mpirun`` has started."""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm.transport.base import Work
+from meshwright.errors import RankError
+
+_OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+
+
+def is_there() -> bool:
+    """Whether the ranks of torch.distributed are those of an MPI, in the same order. It loads nothing: who starts the
+    ranks has loaded mpi4py then (``runtime/launch.py``)."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not dist.is_initialized():
+        return False
+    world = module.COMM_WORLD
+    return bool(world.size == dist.get_world_size() and world.rank == dist.get_rank())
+
+
+class Mpi:
+    """The collectives of one rank among those of a group, in the order in which all of them start them.
+
+    Raises:
+        RankError: the ranks were not started by MPI.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        if not is_there():
+            raise RankError(
+                "a plan wants MPI's collectives, and the ranks were not started by MPI",
+                where=f"rank {dist.get_rank()}",
+                remedy="start them by mpirun with mpi4py installed, or calibrate again without MPI",
+            )
+        self._mpi: Any = sys.modules["mpi4py.MPI"]
+        world = self._mpi.COMM_WORLD
+        self._ranks = world.Create_group(world.Get_group().Incl(dist.get_process_group_ranks(group)))
+
+    def all_reduce(self, value: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = "") -> Work:
+        """Reduce a contiguous tensor in place."""
+        return _Request(self._ranks.Iallreduce(self._mpi.IN_PLACE, self._buffer(value), self._op(op)), value)
+
+    def reduce_scatter(
+        self, value: Tensor, into: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = ""
+    ) -> Work:
+        """Reduce a contiguous ``[size, ...]`` and lay this rank's ``[...]`` of it into ``into``; ``value`` stays."""
+        request = self._ranks.Ireduce_scatter_block(self._buffer(value), self._buffer(into), self._op(op))
+        return _Request(request, value, into)
+
+    def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "mpi", label: str = "") -> Work:
+        """Lay every rank's ``value`` into ``into``, a contiguous ``[size, ...]``."""
+        return _Request(self._ranks.Iallgather(self._buffer(value), self._buffer(into)), value, into)
+
+    def _op(self, op: str) -> Any:
+        return getattr(self._mpi, _OPS[op])
+
+    def _buffer(self, value: Tensor) -> Any:
+        if value.dtype in (torch.bfloat16, torch.float16) or value.device.type != "cpu":
+            raise RankError(
+                f"MPI does not reduce {str(value.dtype).removeprefix('torch.')} on {value.device.type}",
+                where="algorithm mpi",
+                remedy="choose another algorithm for this axis",
+            )
+        return value.detach().numpy()
+
+
+class _Request:
+    """A collective under way, with the tensors that must live as long."""
+
+    def __init__(self, request: Any, *kept: Tensor) -> None:
+        self._request, self._kept = request, kept
+
+    def wait(self) -> None:
+        self._request.Wait()

@@ -1,0 +1,134 @@
+"""Links that change while a run goes on: ranks of several boxes look at what their collectives take, and all take
+another algorithm from the same step on where that has become faster.
+
+Every ``EVERY`` steps the ranks of a group tell each other the median of each collective since the last look. The rank
+that came last stood still for the shortest time: for the links, not for others. Where that is ``FACTOR`` times what it
+was, or has become, all algorithms are measured again, at that size.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm.transport.base import Work
+from meshwright.schedules.collectives.choice import MPI, candidates, chosen, in_pieces
+from meshwright.schedules.collectives.hierarchy import Boxes, named_boxes
+
+EVERY, FACTOR = 10, 1.5
+LEAST_S = 2e-3
+"""Collectives that have become slower or faster by less are left alone."""
+TRIES = 3
+LONG_BYTES = 2**20
+"""Of which size on algorithms that cut the vector in pieces are tried."""
+MOST_BYTES = 2**28
+"""A larger vector is tried at this size."""
+
+log = logging.getLogger("meshwright")
+
+Start = Callable[[str, Tensor, str], Work | None]
+"""Start an operation on a vector (the whole one, flat, in float32) by an algorithm."""
+
+
+class Key(NamedTuple):
+    """Which collective: they are told apart by operation and bytes of the whole vector."""
+
+    operation: str
+    num_bytes: int
+
+
+class Switch(NamedTuple):
+    """A change of algorithm: from ``step`` on; seconds of the collective before and now, and by the one taken."""
+
+    step: int
+    key: Key
+    before: str
+    after: str
+    usual_s: float
+    now_s: float
+    after_s: float
+
+    def __str__(self) -> str:
+        operation, num_bytes = self.key
+        size = f"{num_bytes / 2**20:.3g} MiB" if num_bytes >= 2**15 else f"{num_bytes} bytes"
+        took = f"{operation} of {size} took {1e3 * self.now_s:.3g} ms instead of {1e3 * self.usual_s:.3g}"
+        if self.after == self.before:
+            return f"{took}; {self.before} is still the fastest"
+        return (
+            f"{took}; from step {self.step} on by {self.after} ({1e3 * self.after_s:.3g} ms) instead of {self.before}"
+        )
+
+
+class Watch:
+    """What the collectives of one group take. ``boxes``: how its ranks lie, of which there are several."""
+
+    def __init__(self, group: dist.ProcessGroup, boxes: Boxes, start: Start, *, least_s: float = LEAST_S) -> None:
+        self._group, self._start, self._least_s = group, start, least_s
+        several = any(not isinstance(box, int) and len(box) > 1 for box in boxes)
+        self._boxes = named_boxes(boxes) if several and len(boxes) > 1 else ""
+        self._taken: dict[Key, str] = {}
+        self._names: dict[Key, str] = {}
+        self._seconds: dict[Key, list[float]] = {}
+        self._usual: dict[Key, float] = {}
+
+    def algorithm(self, text: str, operation: str, num_bytes: int) -> str:
+        """What a plan's text says, unless the ranks have taken another since."""
+        key = Key(operation, num_bytes)
+        name = self._taken.get(key) or chosen(text, operation, num_bytes)
+        self._names[key] = name
+        return name
+
+    def note(self, operation: str, num_bytes: int, seconds: float) -> None:
+        """For how long this rank stood still for a collective."""
+        key = Key(operation, num_bytes)
+        if key in self._names:
+            self._seconds.setdefault(key, []).append(seconds)
+
+    def look(self, step: int) -> tuple[Switch, ...]:
+        """What changes from ``step`` on; all ranks of the group call it with the same step, between collectives."""
+        mine = {key: statistics.median(each) for key, each in self._seconds.items()}
+        self._seconds.clear()
+        every: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(every, mine, self._group)
+        found = []
+        for key in sorted(set.intersection(*(set(one) for one in every))):
+            now_s, usual_s = min(one[key] for one in every), self._usual.get(key)
+            if usual_s is None:
+                self._usual[key] = now_s
+            elif max(now_s, usual_s) > FACTOR * min(now_s, usual_s) and abs(now_s - usual_s) > self._least_s:
+                found.append(self._again(step, key, usual_s, now_s))
+        return tuple(found)
+
+    def _again(self, step: int, key: Key, usual_s: float, now_s: float) -> Switch:
+        before, seconds = self._names[key], self._measured(key)
+        after = min(seconds, key=seconds.__getitem__)
+        self._taken[key] = after
+        del self._usual[key]  # learned anew
+        return Switch(step, key, before, after, usual_s, now_s, seconds[after])
+
+    def _measured(self, key: Key) -> Mapping[str, float]:
+        """The seconds of every algorithm that may be the fastest, of the slowest rank: alike on all of them."""
+        names = dict.fromkeys((*candidates(key.operation, self._group.size(), self._boxes), self._names[key]))
+        num_bytes = min(key.num_bytes, MOST_BYTES)
+        part = -(-num_bytes // 4 // self._group.size())
+        value, mine = torch.zeros(part * self._group.size()), dict[str, float]()
+        for name in names:
+            if name == MPI or (in_pieces(name) and num_bytes < LONG_BYTES):
+                continue
+            tries = []
+            for _ in range(1 + TRIES):  # the first one is slower
+                dist.all_gather_object([None] * self._group.size(), None, self._group)
+                begun = time.perf_counter()
+                work = self._start(key.operation, value, name)
+                if work is not None:
+                    work.wait()
+                tries.append(time.perf_counter() - begun)
+            mine[name] = min(tries[1:])
+        every: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(every, mine, self._group)
+        return {name: max(one[name] for one in every) for name in mine}

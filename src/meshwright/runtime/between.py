@@ -1,0 +1,209 @@
+"""What joins ranks, measured: messages and collectives by size, inside boxes and across them.
+
+two boxes of two     box        0 1    2 3       all boxes at once
+                     network    0 2    1 3       a rank of each box, all such groups at once
+                     network    0 1 2 3          all, also by the algorithms along levels
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
+from meshwright.comm.groups import axis_groups, boxes_of, broadcast_along, channels, from_every_rank, meet
+from meshwright.comm.transport import mpi
+from meshwright.comm.transport.base import Channel
+from meshwright.errors import LaunchError
+from meshwright.ir.cluster import CollectiveTiming, Operation
+from meshwright.ir.mesh import AxisGroup, Mesh
+from meshwright.ops import collectives
+from meshwright.runtime.measured import BOX, NETWORK
+from meshwright.schedules.collectives.choice import MPI, NATIVE, candidates, in_pieces
+from meshwright.schedules.collectives.hierarchy import equal_boxes
+
+OURS = "ring"
+"""Any algorithm that is not torch.distributed's: groups are made with what ours need."""
+CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+LONG_BYTES, HOPELESS = 2**20, 3.0
+"""From this size on, an algorithm that takes so many times as long as the fastest is not measured at larger ones."""
+
+Advance = Callable[[str], None]
+Call = Callable[[], object]
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Bytes of messages; how often each is timed: at most ``repeats`` times, and for about ``most_s`` seconds."""
+
+    bytes: tuple[int, ...] = (64, *(4**power for power in range(6, 14)))
+    repeats: int = 12
+    most_s: float = 0.4
+
+
+class Places(NamedTuple):
+    """How ranks lie: ``num_boxes`` boxes of ``each`` neighbouring ranks."""
+
+    num_boxes: int
+    each: int
+
+
+class _Group(NamedTuple):
+    """Ranks that are measured together: the level that joins them, and how many meet at each level (innermost first)
+    where they meet at several."""
+
+    group: AxisGroup
+    level: str
+    fan_outs: tuple[int, ...] = ()
+
+
+def boxes_of_world() -> Places:
+    """How the ranks of the world lie in boxes; one of one without torch.distributed.
+
+    Raises:
+        LaunchError: boxes are unequal, or their ranks are not neighbours.
+    """
+    if not dist.is_initialized():
+        return Places(1, 1)
+    world = dist.group.WORLD
+    assert world is not None
+    boxes = boxes_of(world)
+    each = len(boxes[0])
+    if any(box != tuple(range(index * each, (index + 1) * each)) for index, box in enumerate(boxes)):
+        raise LaunchError(
+            f"the boxes hold the ranks {' | '.join(' '.join(map(str, box)) for box in boxes)}",
+            where="calibrate",
+            remedy="start as many ranks in every box, neighbours in the same one",
+        )
+    return Places(len(boxes), each)
+
+
+def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTiming]:
+    """Messages and collectives by level; every rank calls it."""
+    rank, rows = dist.get_rank(), list[CollectiveTiming]()
+    for level, stride, found in _pairs(places, rank):
+        for size in sizes.bytes:
+            advance(f"send of {size} bytes")
+            seconds = _in_step(_ping_pong(found, rank // stride % 2 == 0, size), sizes) / 2
+            rows.append(_row("send", "channel", level, 2, size, seconds))
+    for one in _groups(places, rank):
+        boxes = equal_boxes(one.fan_outs) if one.fan_outs else ""
+        rows += _by_size(one, "broadcast", (NATIVE,), sizes, advance)
+        for operation in CHOSEN:
+            names = candidates(operation, one.group.size, boxes)
+            rows += _by_size(one, operation, (*names, *((MPI,) if mpi.is_there() else ())), sizes, advance)
+    return rows
+
+
+def _pairs(places: Places, rank: int) -> Iterator[tuple[str, int, Channel]]:
+    """Whom this rank sends messages to: at which level, how far away, and by which channel."""
+    if places.each % 2 == 0:
+        peer = rank + 1 if rank % places.each % 2 == 0 else rank - 1
+        yield BOX, 1, channels([peer])[peer]
+    if places.num_boxes % 2 == 0:
+        peer = rank + places.each if rank // places.each % 2 == 0 else rank - places.each
+        yield NETWORK, places.each, channels([peer])[peer]
+
+
+def _groups(places: Places, rank: int) -> Iterator[_Group]:
+    count, each = places
+    text = OURS if not mpi.is_there() else f"all_reduce {OURS}, 1 {MPI}"
+
+    def made(mesh: Mesh) -> AxisGroup:
+        return axis_groups(mesh, rank, {"all": text})["all"]
+
+    if each > 1:
+        yield _Group(made(Mesh.of(boxes=count, all=each)), BOX)
+    if each > 2 and each % 2 == 0:
+        yield _Group(made(Mesh.of(rest=count * each // 2, all=2)), BOX)
+    if count > 1:
+        yield _Group(made(Mesh.of(all=count, each=each)), NETWORK)
+    if count > 1 and each > 1:
+        yield _Group(made(Mesh.of(all=count * each)), NETWORK, (each, count))
+
+
+def _by_size(
+    one: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, advance: Advance
+) -> Iterator[CollectiveTiming]:
+    """Rows of all algorithms; long vectors only of those that may be the fastest."""
+    left = list(names)
+    for size in sizes.bytes:
+        seconds: dict[str, float] = {}
+        for name in left if size >= LONG_BYTES else (one for one in left if not in_pieces(one)):
+            advance(f"{operation} of {size} bytes")
+            group = msgspec.structs.replace(one.group, algorithm=name)
+            seconds[name] = _in_step(_OPERATIONS[operation](group, size), sizes)
+            yield _row(operation, name, one.level, group.size, size, seconds[name], one.fan_outs)
+        if size >= LONG_BYTES:
+            left = [name for name in seconds if seconds[name] <= HOPELESS * min(seconds.values())]
+
+
+def _row(
+    operation: Operation, name: str, level: str, ranks: int, size: int, time_s: float, fan_outs: tuple[int, ...] = ()
+) -> CollectiveTiming:
+    return CollectiveTiming(
+        operation=operation, algorithm=name, level=level, ranks=ranks, bytes=size, time_s=time_s, fan_outs=fan_outs
+    )
+
+
+def _buffer(num_bytes: int) -> Tensor:
+    return torch.zeros(max(1, num_bytes // 4))
+
+
+def _ping_pong(peer: Channel, first: bool, num_bytes: int) -> Call:
+    value = _buffer(num_bytes)
+
+    def call() -> None:
+        for sends in (first, not first):
+            (peer.send(value) if sends else peer.receive(value)).wait()
+
+    return call
+
+
+def _all_reduce(group: AxisGroup, num_bytes: int) -> Call:
+    value = _buffer(num_bytes)
+    return lambda: collectives.WAIT(collectives.ALL_REDUCE(value, "sum", group.name, group.algorithm))
+
+
+def _all_gather(group: AxisGroup, num_bytes: int) -> Call:
+    part = _buffer(num_bytes // group.size)
+    return lambda: collectives.WAIT(collectives.ALL_GATHER(part, group.name, group.size, group.algorithm))
+
+
+def _reduce_scatter(group: AxisGroup, num_bytes: int) -> Call:
+    value = torch.zeros(group.size, max(1, num_bytes // 4 // group.size))
+    return lambda: collectives.WAIT(collectives.REDUCE_SCATTER(value, "sum", group.name, group.size, group.algorithm))
+
+
+def _broadcast(group: AxisGroup, num_bytes: int) -> Call:
+    value = _buffer(num_bytes)
+    return lambda: broadcast_along(value, group, 0)
+
+
+_OPERATIONS: dict[Operation, Callable[[AxisGroup, int], Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+}
+
+
+def _in_step(call: Call, sizes: Sizes) -> float:
+    """The seconds of a call that all ranks make together, one after the other: each waits for the others by itself. The
+    fastest of some counts, on the slowest rank."""
+    call()
+    meet()
+    start = time.perf_counter()
+    call()
+    found = [time.perf_counter() - start]
+    repeats = min(sizes.repeats, max(3, int(sizes.most_s / max(from_every_rank(found[0])))))
+    meet()
+    for _ in range(repeats - 1):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    slowest: float = max(from_every_rank(min(found)))
+    return slowest

@@ -1,0 +1,205 @@
+"""Emulated networks: boxes that are network namespaces, joined through a switch by links of given rates (Linux, root).
+
+    box 0   eth0 ──tbf──▶ ┐          ┌ ◀──tbf── eth0   box 1
+            10.77.0.1   ◀──tbf── port0  switch  port1 ──tbf──▶
+
+Every rank is a real process; what is emulated are the boxes and the rate of the links, in either direction. Namespaces
+have no names: the kernel removes them, and the links in them, when the last process in them has ended, however it ends.
+"""
+
+import ctypes
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from meshwright.errors import LaunchError
+from meshwright.runtime import launch
+from meshwright.runtime.ranks import run_ranks
+
+T = TypeVar("T")
+
+LINK = "eth0"
+MTU = 9000
+"""Bytes of a packet: frames as data centres have them, of which 0.7 % are headers."""
+BURST_BYTES, QUEUE_S = 262_144, 0.05
+"""What a link may send at once, and how long a packet may wait for it before it is dropped."""
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A box, as ranks find it: the task that holds its namespace open."""
+
+    process: int
+    task: int
+    box: int
+
+
+def why_not() -> str:
+    """What keeps this machine from emulating networks, or nothing."""
+    if sys.platform != "linux":
+        return "emulated networks need Linux"
+    if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
+        return f"emulated networks need {' and '.join(missing)} (iproute2)"
+    if os.geteuid() != 0:
+        return "emulated networks need root: they make network namespaces"
+    try:
+        with EmulatedNetwork((1e9,)):
+            return ""
+    except LaunchError as error:
+        return str(error)
+
+
+class EmulatedNetwork:
+    """Boxes and the links between them, while it is entered; a box for each of ``rates_bits_per_s``.
+
+    Raises:
+        LaunchError: this machine does not let us; nothing is left behind.
+    """
+
+    def __init__(self, rates_bits_per_s: Sequence[float]) -> None:
+        self.rates_bits_per_s = tuple(rates_bits_per_s)
+        self._holders: list[_Holder] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._switch = self._holder()
+            boxes = [self._holder() for _ in self.rates_bits_per_s]
+            self._switch.run("ip link add switch type bridge", "ip link set switch up")
+            for index, (box, rate) in enumerate(zip(boxes, self.rates_bits_per_s, strict=True)):
+                port = f"port{index}"
+                self._switch.run(
+                    f"ip link add {port} mtu {MTU} type veth peer name {LINK} mtu {MTU} netns {box.task}",
+                    f"ip link set {port} master switch up", limit(port, rate),
+                )  # fmt: skip
+                box.run(
+                    "ip link set lo up", f"ip address add 10.77.0.{index + 1}/24 dev {LINK}", f"ip link set {LINK} up",
+                    limit(LINK, rate),
+                )  # fmt: skip
+            self.places = tuple(Place(os.getpid(), box.task, index) for index, box in enumerate(boxes))
+            return self
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for holder in self._holders:
+            holder.end()
+        self._holders.clear()
+
+    def _holder(self) -> "_Holder":
+        holder = _Holder()
+        self._holders.append(holder)
+        return holder
+
+
+def limit(link: str, rate_bits_per_s: float) -> str:
+    """The command that gives a link, in the namespace in which it is run, this rate outwards."""
+    return (
+        f"tc qdisc replace dev {link} root tbf rate {round(rate_bits_per_s)}bit burst {BURST_BYTES} "
+        f"latency {round(1000 * QUEUE_S)}ms"
+    )
+
+
+def run_in_boxes(
+    function: Callable[..., T], *args: object, boxes: Sequence[int], rates_bits_per_s: Sequence[float], directory: Path
+) -> T:
+    """``run_ranks`` in emulated boxes: rank i in box ``boxes[i]``. torch.distributed is started, with gloo over the
+    links; rank 0's result.
+
+    Raises:
+        LaunchError: this machine cannot emulate networks (``why_not``), or as ``run_ranks`` does.
+    """
+    if set(boxes) != set(range(len(rates_bits_per_s))):
+        raise LaunchError(
+            f"ranks in the boxes {sorted(set(boxes))}, and {len(rates_bits_per_s)} rates",
+            where="boxes",
+            remedy="give every box a rank and a rate",
+        )
+    with EmulatedNetwork(rates_bits_per_s) as network, tempfile.TemporaryDirectory(prefix="meshwright-") as meeting:
+        places = tuple(network.places[box] for box in boxes)
+        result: T = run_ranks(
+            _in_box, places, str(Path(meeting, "store")), function, args, num_ranks=len(boxes), directory=directory
+        )
+        return result
+
+
+def _in_box(places: Sequence[Place], store: str, function: Callable[..., T], args: tuple[object, ...]) -> T:
+    enter(places[launch.launched_rank()])
+    launch.join_by_file(store, LINK)
+    return function(*args)
+
+
+def enter(place: Place) -> None:
+    """Let this process be in a box; threads that it already has stay where they are."""
+    descriptor = os.open(f"/proc/{place.process}/task/{place.task}/ns/net", os.O_RDONLY)
+    try:
+        _called("setns", descriptor, _NEW_NETWORK)
+    finally:
+        os.close(descriptor)
+
+
+class _Holder:
+    """A thread with a network namespace of its own, in which it runs commands; the namespace ends with it."""
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[tuple[str, ...] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[LaunchError | None] = queue.SimpleQueue()
+        self.task = 0
+        self._thread = threading.Thread(target=self._live, name="holds a network", daemon=True)
+        self._thread.start()
+        self._wait()
+
+    def run(self, *commands: str) -> None:
+        """Run commands, one after the other."""
+        self._todo.put(commands)
+        self._wait()
+
+    def end(self) -> None:
+        self._todo.put(None)
+        self._thread.join()
+
+    def _wait(self) -> None:
+        if (error := self._done.get()) is not None:
+            raise error
+
+    def _live(self) -> None:
+        self.task = threading.get_native_id()
+        try:
+            _called("unshare", _NEW_NETWORK)
+        except LaunchError as refused:
+            self._done.put(refused)
+            return
+        self._done.put(None)
+        while (commands := self._todo.get()) is not None:
+            self._done.put(next((failed for one in commands if (failed := _failure(one)) is not None), None))
+
+
+def _failure(command: str) -> LaunchError | None:
+    try:
+        ended = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    except OSError as error:
+        return LaunchError(f"it cannot be run: {error.strerror}", where=command, remedy="install iproute2")
+    if not ended.returncode:
+        return None
+    told = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with {ended.returncode}"]
+    return LaunchError(told[0], where=command, remedy="emulated networks need root, veth and tbf in the kernel")
+
+
+def _called(name: str, *args: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args):
+        raise LaunchError(
+            f"the system refuses: {os.strerror(ctypes.get_errno())}",
+            where=name,
+            remedy="emulated networks need root: they make network namespaces",
+        )

@@ -1,0 +1,134 @@
+"""Emulated networks: ranks of a box share memory, others only a link of the rate asked for; nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.groups import collectives
+from meshwright.errors import LaunchError, RankError
+from meshwright.runtime.emulated_network import LINK, EmulatedNetwork, run_in_boxes, why_not
+
+WHY_NOT = why_not()
+emulated = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+SENT = 2**20
+RATE_BITS_PER_S = 2e8
+
+
+def sent_over_links(names: list[str]) -> tuple[list[list[str]], dict[str, list[int]], float]:
+    """By rank the lanes to the others; by algorithm, the bytes that each rank's box sent; seconds of the last."""
+    world = dist.group.WORLD
+    assert world is not None
+    ours, found, seconds = collectives(world), dict[str, list[int]](), 0.0
+    value = torch.ones(SENT // 4)
+    for name in names:
+        dist.barrier()
+        before, begun = _sent_bytes(), time.perf_counter()
+        ours.all_reduce(value.fill_(dist.get_rank() + 1), "sum", name).wait()
+        seconds = time.perf_counter() - begun
+        dist.barrier()
+        each: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(each, _sent_bytes() - before)
+        found[name] = each
+        assert torch.equal(value, torch.full_like(value, sum(range(1, dist.get_world_size() + 1))))
+    lanes: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(lanes, [type(ours._lanes[peer]).__name__ for peer in sorted(ours._lanes)])
+    return lanes, found, seconds
+
+
+def _sent_bytes() -> int:
+    """What this box has sent over its link."""
+    (line,) = [one for one in Path("/proc/thread-self/net/dev").read_text().splitlines() if f"{LINK}:" in one]
+    return int(line.split()[9])
+
+
+@emulated
+def test_boxes_share_a_link_and_their_ranks_memory(tmp_path: Path) -> None:
+    """Ranks by turns in the one box and the other: a ring crosses at every hop, levels only with each rank's share."""
+    names = ["ring", "star+ring@0.2|1.3"]
+    lanes, sent, seconds = run_in_boxes(
+        sent_over_links, names, boxes=(0, 1, 0, 1), rates_bits_per_s=(RATE_BITS_PER_S,) * 2, directory=tmp_path
+    )
+    assert lanes[0] == ["Wire", "SharedMemory", "Wire"]
+    assert lanes[3] == ["Wire", "SharedMemory", "Wire"]
+    for each in sent["ring"]:
+        assert 3 * SENT <= each < 3.2 * SENT
+    for each in sent["star+ring@0.2|1.3"]:
+        assert SENT <= each < 1.1 * SENT
+    assert seconds > 8 * (SENT - 2 * 262_144) / RATE_BITS_PER_S, "but for what a link may send at once"
+
+
+def fails() -> None:
+    raise RankError("it fails here")
+
+
+def _networks() -> set[str]:
+    """The network namespaces of all tasks of the machine that are not this one's."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/task/[0-9]*/ns/net"):
+        try:
+            found.add(os.readlink(path))
+        except OSError:  # it has ended
+            continue
+    return found - {os.readlink("/proc/self/ns/net")}
+
+
+@emulated
+def test_nothing_is_left_after_an_error(tmp_path: Path) -> None:
+    before = _networks()
+    with pytest.raises(RankError, match="it fails here"):
+        run_in_boxes(fails, boxes=(0, 1), rates_bits_per_s=(1e9, 5e8), directory=tmp_path)
+    with pytest.raises(LaunchError, match="tc qdisc"), EmulatedNetwork((1e9, -1)):
+        pass
+    assert _networks() <= before
+
+
+PROGRAM = """
+import os, sys, time
+from meshwright.runtime.emulated_network import EmulatedNetwork, enter
+with EmulatedNetwork((1e9, 1e9, 1e9)) as network:
+    child = os.fork()
+    if not child:
+        enter(network.places[2])
+    print(os.readlink("/proc/self/ns/net"), flush=True)
+    time.sleep(60)
+"""
+
+
+@emulated
+def test_nothing_is_left_of_a_program_that_is_killed() -> None:
+    """A namespace lives on while a rank is in it, and ends with that."""
+    before = _networks()
+    started = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, process_group=0)
+    assert started.stdout is not None
+    first, second = started.stdout.readline().strip(), started.stdout.readline().strip()
+    assert first != second
+    made = _networks() - before
+    assert len(made) == 4, "three boxes and the switch"
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+    started.stdout.close()
+    for _ in range(100):
+        if not made & _networks():
+            break
+        time.sleep(0.1)
+    assert not made & _networks()
+
+
+def test_every_box_has_a_rank_and_a_rate(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"ranks in the boxes \[0, 2\], and 2 rates"):
+        run_in_boxes(fails, boxes=(0, 2), rates_bits_per_s=(1e9, 1e9), directory=tmp_path)
+
+
+def test_a_machine_without_the_tools_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.runtime.emulated_network.shutil.which", lambda name: None)
+    assert "need ip and tc" in why_not()
