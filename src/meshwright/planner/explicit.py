@@ -143,6 +143,7 @@ class _Planner:
         if layout.microbatches > 1:
             self.sizes[TIME] = layout.microbatches
         self.space = [axis for axis in layout.spatial_axes if axis in self.sizes]
+        self.mixes = not self.sizes.keys().isdisjoint(layout.mixed_axes)
         self.strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
         self.factors = Factors(graph, self.sizes, self.strategies)
         self.notes: dict[str, dict[str, str]] = defaultdict(dict)
@@ -160,11 +161,12 @@ class _Planner:
                 self._follow_storage("tp")
         else:
             pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
-            if self.layout.sequence_parallel or not self.sizes.keys().isdisjoint(("cp", "ep", *self.space)):
+            space = [] if self.mixes else self.space
+            if self.layout.sequence_parallel or not self.sizes.keys().isdisjoint(("cp", "ep", *space)):
                 self._fix(pins)
-            elif "tp" in self.sizes or pins:
+            elif "tp" in self.sizes or pins or self.mixes:
                 self._require_heads("tp", pins)
-                self._solve(pins)
+                self._solve(self._of_space(pins) if self.space else pins)
         if "dp" in self.sizes:
             self._split_batch("dp")
         if "dp_shard" in self.sizes:
@@ -174,7 +176,7 @@ class _Planner:
             self._split_batch("ep")
         if "cp" in self.sizes:
             split_sequence(self.factors, "cp", self.layout.context, required=self.base is None)
-        if self.space:
+        if self.space and self.solved is None:
             rule = SpatialRule(self.factors, self.notes)
             rule.split(self.space, required=self.base is None)
             self.axis_notes += rule.whole
@@ -232,6 +234,15 @@ class _Planner:
             )
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}
+
+    def _of_space(self, pins: dict[str, Strategy]) -> dict[str, Strategy]:
+        """Pins, and what the axes of space split, beside which the other axes are solved."""
+        found = {operator.name: dict(pins.get(operator.name, {})) for operator in self.graph.operators}
+        factors = Factors(self.graph, self.sizes, found)
+        rule = SpatialRule(factors, defaultdict(dict))
+        rule.split(self.space, required=True)
+        self.axis_notes += rule.whole
+        return {name: one for name, one in found.items() if one}
 
     def _fix(self, pins: dict[str, Strategy]) -> None:
         """Pins are strategies, where rules choose the others."""
