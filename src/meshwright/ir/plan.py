@@ -174,6 +174,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         rows = [("module", "split", "why"), *((note.module, note.split, note.reason) for note in self.notes)]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]
+        lines += self._end_of_data_parallelism()
         if self.microbatches > 1:
             each = self.batch_size // self.microbatches
             lines.append(f"  {self.microbatches} micro-batches of {each}, gradients are accumulated")
@@ -195,6 +196,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             width = max(len(one.layout) for one in self.alternatives)
             lines += [f"    {one.layout:<{width}}  {_costs(one)}, {one.why}" for one in self.alternatives]
         return "\n".join(lines)
+
+    def _end_of_data_parallelism(self) -> list[str]:
+        """Where the batch is what keeps all ranks from dividing samples alone."""
+        ranks, batch = self.mesh.world_size, self.batch_size
+        if batch % ranks == 0:
+            return []
+        most = max(one for one in range(1, ranks + 1) if ranks % one == 0 and batch % one == 0)
+        samples = "1 sample" if batch == 1 else f"{batch} samples"
+        return [f"  data parallelism ends at dp={most}: {samples} do{'es' if batch == 1 else ''} not divide over {ranks} ranks"]
 
     def check(self, graph: Graph, where: str = "plan") -> None:
         """That the plan fits the graph.

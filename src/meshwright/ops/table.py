@@ -23,6 +23,7 @@ from meshwright.ops import (
     reduction,
     resizing,
     softmax,
+    unfolding,
     view,
 )
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 
 FILES = (
     attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, pooling, random,
-    reduction, resizing, softmax, view,
+    reduction, resizing, softmax, unfolding, view,
 )  # fmt: skip
 """The files of rules, by kind."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}

@@ -8,7 +8,7 @@ from meshwright.ir.files import did_you_mean
 from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Strategy
 from meshwright.planner.factors import Factors
-from meshwright.planner.words import STATIONARY, WORDS, factor_of
+from meshwright.planner.words import STATIONARY, WORDS, factors_of
 
 
 def matches(glob: str, module: str) -> bool:
@@ -93,13 +93,13 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str) -> str
         if wanted and factors.fits(operator, letter, axis):
             return letter
     joint = operator.rule.joint if operator.rule is not None else {}
-    meant = factor_of(operator, factor) if factor in WORDS else ""
-    rows = meant or next((name for name, members in joint.items() if factor in (name, *members)), "")
-    return rows if rows and factors.fits(operator, rows, axis) else ""
+    meant = factors_of(operator, factor) if factor in WORDS else []
+    meant += [name for name, members in joint.items() if factor in (name, *members)]
+    return next((one for one in meant if factors.fits(operator, one, axis)), "")
 
 
 def _words(operators: list[Operator]) -> list[str]:
-    return [word for word in WORDS if any(factor_of(one, word) for one in operators)]
+    return [word for word in WORDS if any(factors_of(one, word) for one in operators)]
 
 
 def _closeness(glob: str, module: str) -> tuple[bool, int]:

@@ -11,7 +11,6 @@ Which of a convolution's operands stays where it is gives splits of channels and
 """
 
 from meshwright.ir.graph import Operator
-from meshwright.ir.rule import Operand
 
 IMAGES = ("aten.convolution", "aten.max_pool", "aten.avg_pool", "aten.adaptive_", "aten._adaptive_", "aten.upsample_",
           "aten.reflection_pad", "aten.replication_pad")  # fmt: skip
@@ -23,23 +22,23 @@ STATIONARY = {"stationary-x": ("channel",), "stationary-y": ("filter",), "statio
 WORDS = ("channel", "filter", *SPACE)
 
 
-def factor_of(operator: Operator, word: str) -> str:
-    """The factor that a word means; empty where the operator has none."""
+def factors_of(operator: Operator, word: str) -> list[str]:
+    """The factors that a word means: none, one, or of channels that are also grouped several, outermost first."""
     if word in SPACE:
-        return rows_of(operator, SPACE[word]) or ""
+        return [name for name in (rows_of(operator, SPACE[word]),) if name]
     if operator.rule is None or not operator.target.startswith("aten.convolution"):
-        return ""
+        return []
     inputs, outputs = operator.rule.parsed.inputs, operator.rule.parsed.outputs
     backward = operator.target.startswith("aten.convolution_backward")
     image, made = (inputs[1], inputs[0]) if backward else (inputs[0], outputs[0])
-    return _outermost(image if word == "channel" else made, 1)
+    return [factor.name for factor in (image if word == "channel" else made).dims[1] if factor.name]
 
 
 def word_of(operator: Operator, factor: str) -> str:
     """The word for a factor of a convolution, or the factor itself."""
     if not operator.target.startswith("aten.convolution"):
         return factor
-    return next((word for word in WORDS if factor_of(operator, word) == factor), factor)
+    return next((word for word in WORDS if factor in factors_of(operator, word)), factor)
 
 
 def rows_of(operator: Operator, from_the_back: int) -> str | None:
@@ -49,7 +48,7 @@ def rows_of(operator: Operator, from_the_back: int) -> str | None:
     operand = operator.rule.parsed.inputs[0]
     if from_the_back > space_rank(operator, len(operand.dims)):
         return None
-    letter = _outermost(operand, len(operand.dims) - from_the_back)
+    letter = next((factor.name for factor in operand.dims[-from_the_back] if factor.name), "")
     joint = (name for name, members in operator.rule.joint.items() if letter in members)
     return next(joint, letter or None)
 
@@ -59,7 +58,3 @@ def space_rank(operator: Operator, dims: int) -> int:
     if operator.target.startswith("aten.convolution"):
         return dims - 2
     return next(count for count in (1, 2, 3) if f"{count}d" in operator.target)
-
-
-def _outermost(operand: Operand, dim: int) -> str:
-    return next((factor.name for factor in operand.dims[dim] if factor.name), "")
