@@ -23,6 +23,7 @@ from meshwright.ops import (
     reduction,
     resizing,
     softmax,
+    strided,
     unfolding,
     view,
 )
@@ -38,7 +39,7 @@ FILES = (
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
 CANONICAL: Mapping[Target, Callable[..., Any]] = {
     target: function
-    for file in (convolution, creation, loss, matmul, normalization, pointwise, reduction, softmax, view)
+    for file in (convolution, creation, loss, matmul, normalization, pointwise, reduction, softmax, strided, view)
     for target, function in file.CANONICAL.items()
 }
 """Rewrites made at capture: what is called instead of an operator, or NotImplemented where it stays."""
