@@ -90,7 +90,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that was decided about a training step."""
+    """Everything that was decided about a training step. ``interiors`` are the operators (by name, or that of a repeated
+    block) that compute what needs no rows of neighbours while these travel, and their borders then."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -108,6 +109,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     buckets: tuple[Bucket, ...] = ()
     gathers: tuple[Bucket, ...] = ()
     algorithms: dict[str, str] = {}
+    interiors: tuple[str, ...] = ()
     codec: str | None = None
     consistency: str = "sync"
     notes: tuple[Note, ...] = ()
@@ -158,6 +160,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         held = cut(graph, self.firsts).stage_of if len(self.stages) > 1 else {}
         return {one.name: self.stages[held.get(one.name, 0)].strategy(one.name) for one in graph.operators}
 
+    def computes_interior_first(self, operator: str) -> bool:
+        """Whether an operator computes its interior while halos travel."""
+        return operator in self.interiors or starred(operator) in self.interiors
+
     @property
     def digest(self) -> str:
         """Sixteen digits that identify what is run: of all but the prediction, what else was weighed, and the notes."""
@@ -188,6 +194,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         again = dict.fromkeys(name for stage in self.stages for name in stage.recompute)
         if again:
             lines.append(f"  computed again in backward: {', '.join(again)}")
+        if self.interiors:
+            lines.append(f"  computed while halos travel: the interior of {', '.join(self.interiors)}")
         lines += _communicated(self)
         if self.prediction is not None:
             lines.append(f"  predicted: {_costs(self.prediction)}")

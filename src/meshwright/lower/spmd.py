@@ -19,7 +19,7 @@ from meshwright.lower.buckets import Gathers, Value
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write_into_buckets
 from meshwright.lower.halo import Exchanged
 from meshwright.lower.local import LocalCall
-from meshwright.lower.prefetch import prefetch
+from meshwright.lower.prefetch import prefetch, sink_waits
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
 from meshwright.ops import collectives
@@ -213,6 +213,7 @@ class Lowering:
             self.random_key,
             self.drawn,
             self.exchanged,
+            self.plan.computes_interior_first(operator.name),
         )
         rule = operator_rule(source.target, self.capture.rules)
         emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged
@@ -327,6 +328,7 @@ class Lowering:
         separate(self.graph, written)
         write_into_buckets(self.graph)
         prefetch(self.graph)
+        sink_waits(self.graph)
         reuse_memory(self.graph)
         forward = [node for node in self.graph.nodes if node.meta.get("backward") is False]
         if turn is not None and self.ir.gradients and forward:

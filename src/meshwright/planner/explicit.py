@@ -29,6 +29,7 @@ from meshwright.planner.derive import (
 )
 from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.intra_op.assign import Assigned, assign
+from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import module_notes, unsplit_notes
@@ -213,6 +214,7 @@ class _Planner:
             buckets=gradient_buckets(self.graph, divided, placements, storage, self.sizes, algorithms),
             gathers=parameter_gathers(self.graph, divided, storage, self.sizes, algorithms),
             algorithms=algorithms,
+            interiors=self._interiors(used),
             notes=self.base.notes if self.base is not None else self._explained(),
         )
 
@@ -299,6 +301,13 @@ class _Planner:
             first=first,
             recompute=recomputed(mine, divided, self.layout.recompute),
         )
+
+    def _interiors(self, strategies: dict[str, Strategy]) -> tuple[str, ...]:
+        if self.base is not None:
+            return self.base.interiors
+        axes = {axis: size for axis, size in self.sizes.items() if axis != TIME}
+        known = {name: {a: c for a, c in one.items() if a in axes} for name, one in strategies.items()}
+        return interiors(self.graph, self.mesh, axes, self.cluster, known)
 
     def _algorithms(self) -> dict[str, str]:
         """By axis, what the cluster's file has measured to be the fastest. Where that is nothing, two CPU ranks of one

@@ -17,6 +17,8 @@ Choice = tuple[Strategy, ...]
 Allows = Callable[[Operator, str, str], bool]
 """Whether an operator may split its factor (a letter) over an axis: what the axis is for, and what is pinned."""
 
+JOINED = "+"
+"""Between the classes of a factor that joins several."""
 _NONE = ("", 0)
 
 
@@ -106,7 +108,7 @@ class Options:
             strategy: Strategy = {}
             letters = self._letters(one)
             for axis, factor, _ in picked:
-                letter = letters.get(factor)
+                letter = next((letters[one] for one in _meant(factor) if one in letters), None)
                 if letter is None or not self._splits(one, letter, axis):
                     continue
                 others = prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
@@ -163,6 +165,12 @@ class Options:
         return found
 
 
+def _meant(factor: tuple[str, int]) -> list[tuple[str, int]]:
+    """A factor; behind one that joins two classes each of these, for operators that have only one side."""
+    names = factor[0].split(JOINED)
+    return [factor, *((name, 0) for name in names)] if len(names) > 1 else [factor]
+
+
 def numbered(operator: Operator) -> dict[tuple[str, int], str]:
     """The letters of an operator by their class and their number among the letters of that class; and the factors that
     join rows that are read and rows that are made (``yy``), by both classes."""
@@ -171,7 +179,7 @@ def numbered(operator: Operator) -> dict[tuple[str, int], str]:
     rule = operator.rule
     rows = [name for name in (rule.joint if rule is not None else ()) if rule is not None and rule.sums(name)]
     for letter in (*operator.classes, *rows):
-        name = "+".join(sorted(classes_of(operator, letter)))
+        name = JOINED.join(sorted(classes_of(operator, letter)))
         found[name, counts[name]] = letter
         counts[name] += 1
     return found
