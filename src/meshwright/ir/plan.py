@@ -90,8 +90,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that was decided about a training step. ``interiors`` are the operators (by name, or that of a repeated
-    block) that compute what needs no rows of neighbours while these travel, and their borders then."""
+    """Everything that was decided about a training step. ``interiors`` are the operators (by name, or that of a
+    repeated block) that compute what needs no rows of neighbours while these travel, and their borders then."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -212,7 +212,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             return []
         most = max(one for one in range(1, ranks + 1) if ranks % one == 0 and batch % one == 0)
         samples = "1 sample" if batch == 1 else f"{batch} samples"
-        return [f"  data parallelism ends at dp={most}: {samples} do{'es' if batch == 1 else ''} not divide over {ranks} ranks"]
+        verb = "does" if batch == 1 else "do"
+        return [f"  data parallelism ends at dp={most}: {samples} {verb} not divide over {ranks} ranks"]
 
     def check(self, graph: Graph, where: str = "plan") -> None:
         """That the plan fits the graph.

@@ -110,7 +110,7 @@ class Lowering:
         for index, (source, name) in enumerate(zip(traced.placeholders, names, strict=True)):
             placements = self._known(self.plan.storage(name))
             if name in traced.inputs:
-                placements = inputs[name] = self._batch_placements(name)
+                placements = inputs[name] = self._batch_placements(name) | self._rows_of_input(name)
             node = self.graph.placeholder(f"value_{index}")
             self._record(source, name, node, placements)
         for source in traced.graph.nodes:
@@ -138,6 +138,22 @@ class Lowering:
             if classes and self.ir.factor_classes[classes[0]].role == "batch" and divides:
                 return {axis: Shard(dim) for axis in axes}
         return {}
+
+    def _rows_of_input(self, name: str) -> Placements:
+        """How all that read an input cut it over axes that do not divide the batch: a rank need have no more."""
+        if not self.plan.whole_step:
+            return {}
+        wants = [
+            input_placements(operator.rule, self.strategies[operator.name], position) if operator.rule else {}
+            for operator in self.ir.operators
+            for position, one in enumerate(operator.inputs) if one == name
+        ]  # fmt: skip
+        first = self._known(wants[0]) if wants else {}
+        return {
+            axis: one for axis, one in first.items()
+            if isinstance(one, Shard) and one.outer == 1 and one.dim and axis not in DATA_AXES
+            and all(other.get(axis) == one for other in wants)
+        }  # fmt: skip
 
     def _storage_readers(self) -> dict[str, int]:
         """How often the memory behind a tensor is read, other than by views of it: by operators, as an output, and

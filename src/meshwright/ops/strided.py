@@ -1,4 +1,4 @@
-"""Tensors told by their strides, as some backward passes make them: where they are views in order, they become views."""
+"""Tensors told by their strides, as some backward passes make them: views, where all elements are in order."""
 
 from collections.abc import Sequence
 

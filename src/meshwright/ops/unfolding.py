@@ -34,12 +34,12 @@ def unfold_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n (c !p !q) (~y1 ~x1)``, or back."""
     back = call.target is aten.col2im.default
     kernel, every = _windows(arguments(call.target, call.args, call.kwargs))
-    image = (call.outputs[0] if back else call.tensors[0]).shape[-2:]
+    whole = call.outputs[0] if back else call.tensors[0]
+    image, rank = whole.shape[-2:], whole.dim()
     space, counts = Space(), _counts(image, every)
     for index, (name, window) in enumerate(zip(SPACE[2], every, strict=True)):
         sizes = image[index], counts[index]
-        space.add(name, sizes, window.halo(1 if back else 0, len(call.outputs[0].shape if back else
-                                                                call.tensors[0].shape) - 2 + index, *sizes))  # fmt: skip
+        space.add(name, sizes, window.halo(1 if back else 0, rank - 2 + index, *sizes))
     lead = "n " if call.tensors[0].dim() == (3 if back else 4) else ""
 
     def pattern(large: str, small: str) -> str:

@@ -64,8 +64,8 @@ def plan_auto(
     pipelines: bool = True,
     progress: Progress = lambda what: None,
 ) -> Plan:
-    """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that fits; of models
-    with convolutions, over dp x mixed too.
+    """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that fits; of
+    models with convolutions, over dp x mixed too.
 
     All layouts are weighed in closed form; the ``PLAYED`` fastest are simulated, and the simplest of those that are
     within ``ALIKE`` of the fastest is taken. ``gpipe`` is left out, for ``1f1b`` takes as long with less memory;

@@ -28,8 +28,8 @@ from meshwright.planner.derive import (
     recomputed,
 )
 from meshwright.planner.factors import Factors, dividing_heads
-from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.interiors import interiors
+from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import module_notes, unsplit_notes

@@ -8,7 +8,7 @@ from meshwright.ir.files import did_you_mean
 from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Strategy
 from meshwright.planner.factors import Factors
-from meshwright.planner.words import STATIONARY, WORDS, factors_of
+from meshwright.planner.words import SAME, STATIONARY, WORDS, factors_of
 
 
 def matches(glob: str, module: str) -> bool:
@@ -74,16 +74,18 @@ def _every(pins: dict[str, str], axes: tuple[str, ...]) -> Iterator[tuple[str, s
             factor, at, named = one.partition("@")
             if not at:
                 raise LayoutError(f"{one!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
-            factors, over = STATIONARY.get(factor, (factor,)), named.split(",")
+            factors, over = STATIONARY.get(factor, (SAME.get(factor, factor),)), named.split(",")
             for axis in over:
                 if axis not in axes:
                     raise LayoutError(f"unknown axis {axis!r}", where=where, remedy=f"axes are {', '.join(axes)}")
             if len(factors) != len(over) or len(set(over)) < len(over):
-                example = f"{factor}@{','.join(axes[-len(factors):])}"
+                example = f"{factor}@{','.join(axes[-len(factors) :])}"
+                takes = "1 axis" if len(factors) == 1 else f"{len(factors)} axes"
                 raise LayoutError(
-                    f"{factor} takes {len(factors)} {'axis' if len(factors) == 1 else 'axes'}, there are {len(set(over))}",
-                    where=where, remedy=f"write for example {example!r}",
-                )  # fmt: skip
+                    f"{factor} takes {takes}, there are {len(set(over))}",
+                    where=where,
+                    remedy=f"write for example {example!r}",
+                )
             yield from ((glob, *pair) for pair in zip(factors, over, strict=True))
 
 
