@@ -14,17 +14,8 @@ from torch import Tensor, nn
 
 from meshwright import models, optim
 from meshwright.errors import DataError, FileFormatError
-from meshwright.ir.run import (
-    STANDARD_LIBRARY,
-    DigitsData,
-    FactoryModel,
-    GPTModel,
-    RandomData,
-    Run,
-    Sample,
-    TensorsData,
-    TextData,
-)
+from meshwright.ir.run import STANDARD_LIBRARY, DigitsData, RandomData, Run, Sample, TensorsData, TextData
+from meshwright.ir.run_model import FactoryModel, GPTModel, UNetModel
 from meshwright.runtime.corpus import standard_library_text
 from meshwright.runtime.data import Loader, TensorLoader, TextLoader
 from meshwright.runtime.loop import Progress
@@ -37,10 +28,16 @@ _OURS: dict[str, Callable[..., nn.Module]] = {
     "MLPModel": models.MLP,
     "LeNetModel": models.LeNet,
     "ResNetModel": models.ResNet,
+    "AlexNetModel": models.AlexNet,
+    "VGGModel": models.VGG,
+    "GoogLeNetModel": models.GoogLeNet,
+    "WideResNetModel": models.WideResNet,
+    "UNetModel": models.UNet,
 }
 _LOSSES: dict[str, LossFunction] = {
     "language_model": models.language_model_loss,
     "classification": models.classification_loss,
+    "segmentation": models.segmentation_loss,
 }
 
 
@@ -74,7 +71,8 @@ def model(run: Run) -> nn.Module:
 
 def loss_function(run: Run) -> LossFunction:
     """The loss function of ``[model]``; FileFormatError where it cannot be imported."""
-    name = run.model.loss or ("language_model" if isinstance(run.model, GPTModel) else "classification")
+    usual = {GPTModel: "language_model", UNetModel: "segmentation"}.get(type(run.model), "classification")
+    name = run.model.loss or usual
     return _LOSSES[name] if name in _LOSSES else cast(LossFunction, _imported(name, "model.loss"))
 
 

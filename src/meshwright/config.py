@@ -9,14 +9,20 @@ from msgspec import inspect
 
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
-from meshwright.ir.run import FactoryModel, GPTModel, LearningRate, Run, TextData
+from meshwright.ir.run import LearningRate, Run, TextData
+from meshwright.ir.run_model import FactoryModel, GPTModel
 
 REFERENCES: dict[str, dict[str, Any]] = {
     "gpt": {"model": {"name": "gpt"}, "data": {"kind": "text", "batch_size": 8, "sequence_length": 128}},
     "mlp": {"model": {"name": "mlp"}, "data": {"kind": "random", "shape": [64]}},
     "lenet": {"model": {"name": "lenet"}, "data": {"kind": "random", "shape": [1, 28, 28]}},
     "resnet": {"model": {"name": "resnet"}, "data": {"kind": "random", "shape": [3, 16, 16]}},
-}
+    "vgg": {"model": {"name": "vgg"}, "data": {"kind": "random", "shape": [3, 224, 224], "samples": 64}},
+    "googlenet": {"model": {"name": "googlenet"}, "data": {"kind": "random", "shape": [3, 224, 224], "samples": 64}},
+    "wide-resnet": {
+        "model": {"name": "wide-resnet"}, "data": {"kind": "random", "shape": [3, 224, 224], "samples": 64},
+    },
+}  # fmt: skip
 """By name of a model of ours: the run that is meant where only the name is given."""
 
 

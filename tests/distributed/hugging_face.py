@@ -90,6 +90,31 @@ def _vit() -> nn.Module:
     return ViTForImageClassification(_without_dropout(config))
 
 
+_STAGES: dict[str, Any] = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "num_labels": 4}
+
+
+def _images_to(name: str, task: str = "ImageClassification", **sizes: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        config = _without_dropout(getattr(transformers, f"{name}Config")(**sizes))
+        model: nn.Module = getattr(transformers, f"{name}For{task}")(config)
+        return model
+
+    return build
+
+
+_swin = _images_to(
+    "Swin", image_size=32, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, num_labels=4,
+)  # fmt: skip
+_segformer = _images_to(
+    "Segformer", "SemanticSegmentation", num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16],
+    patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[2, 2], mlp_ratios=[2, 2], decoder_hidden_size=16,
+    num_labels=4,
+)  # fmt: skip
+_mobile: dict[str, Any] = {"image_size": 64, "depth_multiplier": 0.25, "num_labels": 4}
+
+
 def _clip() -> nn.Module:
     from transformers import CLIPConfig, CLIPModel
 
@@ -134,8 +159,9 @@ def _padded() -> dict[str, Tensor]:
     return {**_tokens(), "attention_mask": (torch.arange(SEQUENCE) < lengths).long()}
 
 
-def _images() -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(BATCH, 3, 8, 8, dtype=torch.float64), "labels": torch.randint(4, (BATCH,))}
+def _images(side: int = 8, *labels: int) -> dict[str, Tensor]:
+    pixels = torch.randn(BATCH, 3, side, side, dtype=torch.float64)
+    return {"pixel_values": pixels, "labels": torch.randint(4, (BATCH, *labels))}
 
 
 def _captions() -> dict[str, Tensor]:
@@ -175,6 +201,12 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Batches]] = {
     "BERT": (_bert, _padded),
     "T5": (_t5, _pairs),
     "ViT": (_vit, _images),
+    "ResNet": (_images_to("ResNet", embedding_size=8, **_STAGES), lambda: _images(64)),
+    "ConvNeXt": (_images_to("ConvNext", **_STAGES), lambda: _images(64)),
+    "Swin": (_swin, lambda: _images(32)),
+    "SegFormer": (_segformer, lambda: _images(32, 32, 32)),
+    "MobileNet": (_images_to("MobileNetV1", **_mobile), lambda: _images(64)),
+    "MobileNet 2": (_images_to("MobileNetV2", **_mobile), lambda: _images(64)),
     "CLIP": (_clip, _captions),
     "Whisper": (_whisper, _sounds),
 }
@@ -200,6 +232,9 @@ LAYOUTS: Mapping[str, mw.Layout | str] = {
     "cp2, ring": mw.Layout(cp=2, context="ring"),
     "dp2, ep2": mw.Layout(dp=2, ep=2),
     "dp2 x tp2": mw.Layout(dp=2, tp=2),
+    "spatial2": mw.Layout(spatial=(2,)),
+    "mixed2": mw.Layout(mixed=(2,)),
+    "dp2 x mixed2": mw.Layout(dp=2, mixed=(2,)),
     "auto on 4": "auto",
 }
 """By name, what is asked for."""
@@ -207,8 +242,16 @@ ODD_SEQUENCES: Mapping[str, tuple[str, ...]] = {"ViT": ("cp", "sequence"), "CLIP
 """Models with a class token beside the patches, and what cannot divide that."""
 
 
+CONVOLUTIONAL = ("ResNet", "ConvNeXt", "Swin", "SegFormer", "MobileNet", "MobileNet 2", "ViT")
+"""Models of images, whose rows can be cut."""
+
+
 def fits(model: str, layout: str) -> bool:
     """Whether a layout can be asked of a model."""
+    if model in CONVOLUTIONAL and ("cp" in layout or "sequence" in layout):
+        return False
+    if ("spatial" in layout or "mixed" in layout) and model not in CONVOLUTIONAL:
+        return False
     if ", ep" in layout and model != "Mixtral":
         return False
     return not any(word in layout for word in ODD_SEQUENCES.get(model, ()))

@@ -313,6 +313,20 @@ def _linear_backward(space: int) -> Callable[[Draw], Arguments]:
     return build
 
 
+def _im2col(draw: Draw) -> Arguments:
+    rows, kernel, stride, padding, dilation, _ = zip(
+        *(_window(draw, False, draw.pick(4, 6, 8, 12)) for _ in range(2)), strict=True
+    )
+    lead = draw.sizes(2) if draw.flag() else draw.sizes(1)
+    return (draw.tensor(*lead, *rows), list(kernel), list(dilation), list(padding), list(stride)), {}
+
+
+def _col2im(draw: Draw) -> Arguments:
+    (source, *settings), _ = _im2col(draw)
+    columns = aten.im2col.default(source, *settings)
+    return (draw.tensor(*columns.shape), list(source.shape[-2:]), *settings), {}
+
+
 # --- creation ---------------------------------------------------------------------------------------------------------
 
 
@@ -797,6 +811,10 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.upsample_linear1d_backward.default: _linear_backward(1),
     aten.upsample_bilinear2d.default: _linear(2),
     aten.upsample_bilinear2d_backward.default: _linear_backward(2),
+    aten.upsample_bicubic2d.default: _linear(2),
+    aten.upsample_bicubic2d_backward.default: _linear_backward(2),
+    aten.im2col.default: _im2col,
+    aten.col2im.default: _col2im,
     aten.upsample_trilinear3d.default: _linear(3),
     aten.upsample_trilinear3d_backward.default: _linear_backward(3),
     aten.full.default: _full,

@@ -21,6 +21,13 @@ def compare(model: str, layout: str) -> Found:
         ("Qwen2", "cp2, ring"),
         ("Mixtral", "dp2, ep2"),
         ("Whisper", "tp2"),
+        ("ResNet", "spatial2"),
+        ("ConvNeXt", "spatial2"),
+        ("Swin", "mixed2"),
+        ("SegFormer", "spatial2"),
+        ("MobileNet", "mixed2"),
+        ("MobileNet 2", "dp2 x mixed2"),
+        ("ViT", "mixed2"),
     ],
 )
 def test_parallel_equals_one_process(ranks: Ranks, model: str, layout: str) -> None:
@@ -28,4 +35,5 @@ def test_parallel_equals_one_process(ranks: Ranks, model: str, layout: str) -> N
         assert found.error <= oracle.TOLERANCE, found
         assert found.moved > 1e-3, "the parameters were trained"
         assert not found.unsplit
-        assert bool(found.num_split) == (not layout.startswith("cp2"))
+        if "spatial" not in layout and "mixed" not in layout:
+            assert bool(found.num_split) == (not layout.startswith("cp2"))

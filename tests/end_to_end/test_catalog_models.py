@@ -13,7 +13,17 @@ from meshwright.catalog.models import make_model
 from meshwright.catalog.models.convolutional import lenet, load_network, small_resnet
 from meshwright.ir.convnet import ConvNet
 from meshwright.ir.graph import Graph
-from meshwright.models import GPT, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
+from meshwright.models import (
+    GPT,
+    VGG,
+    AlexNet,
+    GPTConfig,
+    LeNet,
+    ResNet,
+    WideResNet,
+    classification_loss,
+    language_model_loss,
+)
 
 PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.convolution.", "aten.convolution_backward.")
 GPT2 = {"layers": 2, "hidden": 128, "heads": 4, "vocabulary": 512, "sequence": 64}
@@ -35,6 +45,9 @@ def products(graph: Graph) -> float:
         (lenet(), LeNet, 28),
         (small_resnet(size=16), ResNet, 16),
         (small_resnet(14, 32, size=16), lambda: ResNet(14, 32), 16),
+        (load_network("alexnet"), AlexNet, 224),
+        (load_network("vgg16"), VGG, 224),
+        (load_network("wide-resnet50"), WideResNet, 224),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

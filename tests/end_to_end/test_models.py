@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from meshwright.models import (
     GPT,
     MLP,
+    VGG,
+    AlexNet,
+    GoogLeNet,
     GPTConfig,
     LeNet,
     ResNet,
     UNet,
+    WideResNet,
     classification_loss,
     demo_gpt,
     gpt_s,
@@ -255,13 +259,58 @@ def test_unet_sizes_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (AlexNet, 61_100_840),  # torchvision's too
+        (VGG, 138_357_544),  # configuration D: 138 M in table 2
+        (lambda: VGG((2, 2, 4, 4, 4)), 143_667_240),  # configuration E: 144 M
+        (WideResNet, 68_883_240),  # torchvision's wide_resnet50_2 too: 68.9 M in table 8
+        (lambda: WideResNet(widened=1), 25_557_032),  # ResNet-50
+        (GoogLeNet, 6_998_552 + 7_280),  # Caffe's bvlc_googlenet, with two numbers of each norm in place of a bias
+    ],
+    ids=["alexnet", "vgg16", "vgg19", "wide-resnet50", "resnet50", "googlenet"],
+)
+def test_networks_of_papers_have_their_sizes(make: Callable[[], nn.Module], expected: int) -> None:
+    with torch.device("meta"):
+        model = make()
+        assert parameters(model) == expected
+        assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 1000)
+
+
+def test_a_module_of_branches_concatenates_them() -> None:
+    model = GoogLeNet(width=8, classes=3)
+    first = model.get_submodule("modules_3.0")
+    x = torch.randn(2, 24, 6, 6)
+    found = first(x)
+    assert found.shape == (2, (64 + 128 + 32 + 32) // 8, 6, 6)
+    torch.testing.assert_close(found[:, 8:24], first.get_submodule("three")(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: AlexNet(62), "image_size 62 leaves nothing after three poolings; it must be at least 63"),
+        (lambda: AlexNet(channels=(1, 2)), "2 numbers of channels; AlexNet has five"),
+        (lambda: VGG(image_size=40), "images of 40 pixels cannot be halved 5 times"),
+        (lambda: GoogLeNet(width=12), "width must be a multiple of 8, not 12"),
+    ],
+)
+def test_sizes_of_networks_that_cannot_be_are_refused(make: Callable[[], nn.Module], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make()
+
+
+@pytest.mark.parametrize(
     "make",
     [
+        lambda: VGG((1, 1), 8, 8, 1, 10, (16,)),
+        lambda: WideResNet((1, 1), 4, image_channels=1, classes=10),
+        lambda: GoogLeNet(8, 1, 10),
         lambda: LeNet(8, channels=(4, 8), dense=(16,), kernel=3),
         lambda: ResNet(8, width=4, image_channels=1),
         lambda: MLP((64, 32, 10)),
     ],
-    ids=["lenet", "resnet", "mlp"],
+    ids=["vgg", "wide-resnet", "googlenet", "lenet", "resnet", "mlp"],
 )
 def test_classifiers_learn(make: Callable[[], nn.Module]) -> None:
     batch = {"image": torch.randn(16, 1, 8, 8), "label": torch.randint(10, (16,))}

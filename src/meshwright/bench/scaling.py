@@ -17,7 +17,8 @@ from meshwright.bench.machine import this_machine, versions
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
 from meshwright.errors import FileFormatError, LaunchError, LayoutError, MeshwrightError
 from meshwright.ir.result import Comparison, Finding, Point, Result, Scalar, Scaling, Series, Settings
-from meshwright.ir.run import FactoryModel, GPTModel, Run, RunLayout
+from meshwright.ir.run import Run, RunLayout
+from meshwright.ir.run_model import FactoryModel, GPTModel
 from meshwright.ir.statistics import ratio
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent

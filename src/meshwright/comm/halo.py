@@ -68,7 +68,7 @@ def _start(
     put: Callable[[Tensor, Tensor], object],
 ) -> Transfers:
     come = [torch.empty_like(place, memory_format=torch.contiguous_format) for _, place in places]
-    gone = [rows.contiguous() for _, rows in sent]
+    gone = [rows.clone(memory_format=torch.contiguous_format) for _, rows in sent]  # the rest may be written over
     messages = [
         dist.P2POp(dist.isend, _bytes(rows), group=group, group_peer=other)
         for (other, _), rows in zip(sent, gone, strict=True)

@@ -142,7 +142,10 @@ class StageNodes:
             operator.name, phase, operator.name, cost, inputs, in_place=base in _IN_PLACE, scratch_bytes=scratch
         )
         inside = self.decomposed.of(operator, strategy)
-        node.inputs += [self._fetched(operator, inputs[one.operand], one, phase) for one in inside.fetched]
+        for one in inside.fetched:
+            node.inputs.append(self._fetched(operator, inputs[one.operand], one, phase))
+        if inside.fetched and self.plan.computes_interior_first(operator.name):
+            self._interior(node)
         node.exchanges += inside.exchanges
         node.cost += self.rates.stream("copy", 2 * inside.copied_bytes)
         node.scratch_bytes += inside.copied_bytes
@@ -158,6 +161,18 @@ class StageNodes:
                 node.views.append(storage)
             self._put(name, placements, node, phase)
         node.released = not node.storages and bool(node.inputs) and all(source.released for source in node.inputs)
+
+    def _interior(self, node: Node) -> None:
+        """What an operator computes while its last halo travels, as a node of its own: all but the borders, which are
+        a kernel each."""
+        halo = node.inputs[-1]
+        halo.early = True
+        border = Cost(min(2 * self.rates.kernel_s, node.cost.seconds))
+        cost = Cost(node.cost.seconds - border.seconds, node.cost.flops, node.cost.bytes)
+        inside = Node(f"{node.what} interior", node.phase, node.operator, cost, node.inputs[:-1])
+        self.nodes.append(inside)
+        node.inputs.append(inside)
+        node.cost = border
 
     def _fetched(self, operator: Operator, value: Node, fetch: Fetch, phase: str) -> Node:
         """The rows of neighbours, which are kept for whoever reads them too."""

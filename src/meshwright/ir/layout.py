@@ -13,6 +13,11 @@ TIME = "time"
 DATA_AXES = ("dp", "dp_shard")
 """The axes over which the batch of every step is cut before it is given to the ranks, outermost first."""
 
+SPATIAL_AXES = ("sz", "sy", "sx")
+"""The axes that cut depth, height and width."""
+MIXED = "m"
+"""How the names of axes begin over which operators split anything."""
+
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a user asks for by hand; the rest is planned. One size may be -1: what is left of the ranks."""
@@ -37,6 +42,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     spatial: tuple[int, ...] = ()
     """Into how many parts images are cut: ``(height, width)``, or height alone; volumes ``(depth, height, width)``.
     Convolutions exchange the rows at the borders."""
+    mixed: tuple[int, ...] = ()
+    """Ranks over which every operator splits what costs least: samples, rows of images, channels, filters or features;
+    several sizes make several axes, ``m1``, ``m2``, ..., which one operator can split differently."""
     pp: int = 1
     """Pipeline-parallel size: divides the model into stages, one after the other."""
     microbatches: int = 1
@@ -67,13 +75,18 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def num_ranks(self) -> int:
         """The ranks that it needs; negative where a size is open."""
-        return math.prod((self.dp, self.cp, self.tp, self.pp, *self.spatial))
+        return math.prod((self.dp, self.cp, self.tp, self.pp, *self.spatial, *self.mixed))
 
     @property
     def spatial_axes(self) -> dict[str, int]:
         """The axes of space, by name: ``sz``, ``sy`` and ``sx`` cut depth, height and width."""
         names = {0: (), 1: ("sy",), 2: ("sy", "sx"), 3: ("sz", "sy", "sx")}[len(self.spatial)]
         return dict(zip(names, self.spatial, strict=True))
+
+    @property
+    def mixed_axes(self) -> dict[str, int]:
+        """The axes of ``mixed``, by name."""
+        return {f"m{index}": size for index, size in enumerate(self.mixed, start=1)}
 
     def resolved(self, world_size: int) -> "Layout":
         """The layout with -1 filled in.
@@ -93,7 +106,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise LayoutError(
                 f"spatial={list(self.spatial)}", where="layout", remedy="give up to three sizes of 1 or more: [2, 2]"
             )
-        space = math.prod(self.spatial)
+        if len(self.mixed) > 3 or min(self.mixed, default=1) < 1:
+            raise LayoutError(
+                f"mixed={list(self.mixed)}", where="layout", remedy="give up to three sizes of 1 or more: [4] or [2, 2]"
+            )
+        self._check_mixed(sizes)
+        space = math.prod((*self.spatial, *self.mixed))
         product = math.prod(size for size in sizes.values() if size != -1) * space
         if free and world_size % product == 0:
             sizes[free[0]] = world_size // product
@@ -101,7 +119,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if product != world_size:
             named = [name for name in sizes if name in ("dp", "tp") or sizes[name] != 1]
             asked = " x ".join(f"{name}={getattr(self, name)}" for name in named)
-            asked += f" x spatial={list(self.spatial)}" if space > 1 else ""
+            for name, parts in (("spatial", self.spatial), ("mixed", self.mixed)):
+                asked += f" x {name}={list(parts)}" if max(parts, default=1) > 1 else ""
             raise LayoutError(
                 f"{asked} needs {product} ranks, there are {world_size}",
                 where="layout",
@@ -154,11 +173,17 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 what = "zero" if name == "stage_sizes" else "zero_ranks"
                 raise LayoutError(f"{what} with {name}", where="layout", remedy="leave one of them out")
 
+    def _check_mixed(self, sizes: dict[str, int]) -> None:
+        """That only axes are beside it which the integer program knows."""
+        others = {"cp": sizes["cp"] != 1, "ep": self.ep != 1, "sequence_parallel": self.sequence_parallel}
+        for name in [name for name, used in others.items() if used and max(self.mixed, default=1) > 1]:
+            raise LayoutError(f"mixed with {name}", where="layout: mixed", remedy="leave one of them out")
+
     def _check_stage_sizes(self, sizes: dict[str, int]) -> None:
         each = sizes["dp"] * sizes["tp"]
-        if self.stage_sizes and max(sizes["cp"], self.ep, *self.spatial) > 1:
+        if self.stage_sizes and max(sizes["cp"], self.ep, *self.spatial, *self.mixed) > 1:
             raise LayoutError(
-                "stage_sizes with cp, ep or spatial", where="layout: stage_sizes", remedy="leave one of them out"
+                "stage_sizes with cp, ep, spatial or mixed", where="layout: stage_sizes", remedy="leave one of them out"
             )
         if self.stage_sizes and len(self.stage_sizes) != sizes["pp"]:
             raise LayoutError(
@@ -185,7 +210,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         are dp x ep where there are experts, and dp x dp_shard where only some of them share what ZeRO cuts."""
         stages = {"pp": self.pp} if self.pp > 1 else {}
         shares = self.zero_ranks if self.zero_ranks < self.dp else 0
-        inner = (("dp_shard", shares), ("ep", self.ep), ("cp", self.cp), *self.spatial_axes.items())
+        inner = (("dp_shard", shares), ("ep", self.ep), ("cp", self.cp), *self.spatial_axes.items(),
+                 *self.mixed_axes.items())  # fmt: skip
         sizes = {name: size for name, size in inner if size > 1}
         return Mesh.of(**stages, dp=self.dp // self.ep // max(1, shares), **sizes, tp=self.tp)
 
@@ -202,6 +228,8 @@ def layout_text(layout: Layout) -> str:
     axes = " x ".join(f"{name}{size}" for name in ("dp", "ep", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
     if max(layout.spatial, default=1) > 1:
         axes += " x " * bool(axes) + "spatial " + "x".join(map(str, layout.spatial))
+    if max(layout.mixed, default=1) > 1:
+        axes += " x " * bool(axes) + "mixed " + "x".join(map(str, layout.mixed))
     words = [axes or "one rank"]
     if layout.zero:
         words.append(f"zero{layout.zero}" + (f" in {layout.zero_ranks}s" if layout.zero_ranks else ""))

@@ -92,7 +92,9 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything that was decided about a training step. ``algorithms`` of collectives, and the ``links`` for which the
-    cheapest resharding is searched, are by axis, or by neighbouring axes that may communicate as one (``dp+tp``)."""
+    cheapest resharding is searched, are by axis, or by neighbouring axes that may communicate as one (``dp+tp``).
+    ``interiors`` are the operators (by name, or that of a repeated block) that compute what needs no rows of neighbours
+    while these travel, and their borders then."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -111,6 +113,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     gathers: tuple[Bucket, ...] = ()
     algorithms: dict[str, str] = {}
     links: dict[str, Link] = {}
+    interiors: tuple[str, ...] = ()
     codec: str | None = None
     consistency: str = "sync"
     notes: tuple[Note, ...] = ()
@@ -161,6 +164,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         held = cut(graph, self.firsts).stage_of if len(self.stages) > 1 else {}
         return {one.name: self.stages[held.get(one.name, 0)].strategy(one.name) for one in graph.operators}
 
+    def computes_interior_first(self, operator: str) -> bool:
+        """Whether an operator computes its interior while halos travel."""
+        return operator in self.interiors or starred(operator) in self.interiors
+
     @property
     def digest(self) -> str:
         """Sixteen digits that identify what is run: of all but the prediction, what else was weighed, and the notes."""
@@ -177,6 +184,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         rows = [("module", "split", "why"), *((note.module, note.split, note.reason) for note in self.notes)]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]
+        lines += self._end_of_data_parallelism()
         if self.microbatches > 1:
             each = self.batch_size // self.microbatches
             lines.append(f"  {self.microbatches} micro-batches of {each}, gradients are accumulated")
@@ -190,6 +198,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         again = dict.fromkeys(name for stage in self.stages for name in stage.recompute)
         if again:
             lines.append(f"  computed again in backward: {', '.join(again)}")
+        if self.interiors:
+            lines.append(f"  computed while halos travel: the interior of {', '.join(self.interiors)}")
         lines += _communicated(self)
         if self.prediction is not None:
             lines.append(f"  predicted: {_costs(self.prediction)}")
@@ -198,6 +208,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             width = max(len(one.layout) for one in self.alternatives)
             lines += [f"    {one.layout:<{width}}  {_costs(one)}, {one.why}" for one in self.alternatives]
         return "\n".join(lines)
+
+    def _end_of_data_parallelism(self) -> list[str]:
+        """Where the batch is what keeps all ranks from dividing samples alone."""
+        ranks, batch = self.mesh.world_size, self.batch_size
+        if batch % ranks == 0:
+            return []
+        most = max(one for one in range(1, ranks + 1) if ranks % one == 0 and batch % one == 0)
+        samples = "1 sample" if batch == 1 else f"{batch} samples"
+        verb = "does" if batch == 1 else "do"
+        return [f"  data parallelism ends at dp={most}: {samples} {verb} not divide over {ranks} ranks"]
 
     def check(self, graph: Graph, where: str = "plan") -> None:
         """That the plan fits the graph.

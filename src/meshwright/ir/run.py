@@ -2,110 +2,23 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.learning_rate import Scaling, scaled_by
 from meshwright.ir.plan import Plan
-
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
-Rate = Annotated[float, Meta(ge=0.0)]
-Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
+from meshwright.ir.run_model import Count, Fraction, Model, Positive, Rate, Section
 
 STANDARD_LIBRARY = "standard-library"
-
-
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of RUN.toml: values that cannot be changed, no unknown keys."""
-
-
-# --- [model] ---------------------------------------------------------------------------------------------------------
-
-
-class _Model(_Section, frozen=True, kw_only=True, tag_field="name"):
-    loss: str = ""
-    """``language_model``, ``classification``, or ``package.module:function``; empty: the one that the model has."""
-
-
-class GPTModel(_Model, frozen=True, kw_only=True, tag="gpt"):
-    """``meshwright.models.GPT``: a decoder-only language model."""
-
-    layers: Positive = 4
-    """Number of transformer blocks."""
-    width: Positive = 256
-    """Size of the hidden state; a multiple of ``heads``."""
-    heads: Positive = 4
-    """Attention heads per block."""
-    vocabulary: Positive = 256
-    """Number of different tokens; text is bytes: 256."""
-    sequence_length: Count = 0
-    """Positions the model has; 0: as many as ``data.sequence_length``."""
-    dropout: Fraction = 0.0
-    """Probability of dropping an activation."""
-    tied_head: bool = True
-    """Whether the output head shares the token embedding's weight."""
-
-
-class MLPModel(_Model, frozen=True, kw_only=True, tag="mlp"):
-    """``meshwright.models.MLP``: linear layers with ReLU between them."""
-
-    sizes: Annotated[tuple[Positive, ...], Meta(min_length=2)] = (64, 64, 10)
-    """Values per sample, then outputs of each layer; the last is the number of classes."""
-    bias: bool = True
-    """Whether the layers have a bias."""
-
-
-class LeNetModel(_Model, frozen=True, kw_only=True, tag="lenet"):
-    """``meshwright.models.LeNet``: convolutions with pooling, then dense layers."""
-
-    image_size: Positive = 28
-    """Height and width of the images, in pixels."""
-    image_channels: Positive = 1
-    """Colours: 1 or 3."""
-    classes: Positive = 10
-    """Number of classes."""
-    channels: tuple[Positive, ...] = (6, 16)
-    """Output channels of each convolution."""
-    dense: tuple[Positive, ...] = (120, 84)
-    """Sizes of the hidden dense layers."""
-    kernel: Positive = 5
-    """Height and width of the convolutions, in pixels."""
-
-
-class ResNetModel(_Model, frozen=True, kw_only=True, tag="resnet"):
-    """``meshwright.models.ResNet``: a small residual network with batch normalization."""
-
-    depth: Positive = 8
-    """Layers with weights on the main path: 8, 14, 20, ..."""
-    width: Positive = 16
-    """Channels of the first stage."""
-    image_channels: Positive = 3
-    """Colours: 1 or 3."""
-    classes: Positive = 10
-    """Number of classes."""
-
-
-class FactoryModel(_Model, frozen=True, kw_only=True, tag="factory"):
-    """Any model: ``factory(**arguments)`` returns it. ``name`` may be left out; ``loss`` must be given."""
-
-    factory: str
-    """``package.module:function`` (or a class); the current folder is searched first."""
-    arguments: dict[str, Any] = {}
-    """Keyword arguments of the factory."""
-
-
-Model = GPTModel | MLPModel | LeNetModel | ResNetModel | FactoryModel
 
 
 # --- [data] ----------------------------------------------------------------------------------------------------------
 
 
-class _Data(_Section, frozen=True, kw_only=True, tag_field="kind"):
+class _Data(Section, frozen=True, kw_only=True, tag_field="kind"):
     batch_size: Positive = 16
     """Samples in a global batch, over all ranks."""
     held_out: Fraction = 0.05
@@ -183,7 +96,7 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return "auto" if self.searched else self.file or self.sizes()
 
 
-class _Optimizer(_Section, frozen=True, kw_only=True, tag_field="name"):
+class _Optimizer(Section, frozen=True, kw_only=True, tag_field="name"):
     lr: Rate = 1e-3
     """Learning rate: the highest, where a schedule lowers it; that of ``schedule.base_batch_size``, where it is
     scaled."""
@@ -292,7 +205,7 @@ class LAMB(_LayerWise, frozen=True, kw_only=True, tag="lamb"):
 Optimizer = SGD | Adam | AdamW | RMSprop | Adagrad | LARS | LARC | LAMB
 
 
-class LearningRate(_Section, frozen=True, kw_only=True):
+class LearningRate(Section, frozen=True, kw_only=True):
     """How the learning rate goes: a linear warm-up, then down to ``final`` times the highest; and how it follows the
     batch."""
 
@@ -332,7 +245,7 @@ class LearningRate(_Section, frozen=True, kw_only=True):
         return next((size for begin, size in reversed(self.batch_sizes) if step >= begin), first)
 
 
-class Train(_Section, frozen=True, kw_only=True):
+class Train(Section, frozen=True, kw_only=True):
     """The run itself."""
 
     steps: Positive = 1000
@@ -359,7 +272,7 @@ class Train(_Section, frozen=True, kw_only=True):
     """The port through which ranks meet; 0: a free one."""
 
 
-class Sample(_Section, frozen=True, kw_only=True):
+class Sample(Section, frozen=True, kw_only=True):
     """Text that a language model of bytes writes after training."""
 
     prompt: str = "\n"
@@ -370,7 +283,7 @@ class Sample(_Section, frozen=True, kw_only=True):
     """0: always the likeliest byte."""
 
 
-class Run(_Section, frozen=True, kw_only=True):
+class Run(Section, frozen=True, kw_only=True):
     """A whole RUN.toml."""
 
     model: Model
@@ -394,7 +307,8 @@ class Run(_Section, frozen=True, kw_only=True):
             return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.train.ranks != "auto":
             return self.train.ranks
-        sizes = (self.layout.dp, self.layout.cp, self.layout.tp, self.layout.pp, *self.layout.spatial)
+        sizes = (self.layout.dp, self.layout.cp, self.layout.tp, self.layout.pp, *self.layout.spatial,
+                 *self.layout.mixed)  # fmt: skip
         fixed = math.prod(size for size in sizes if size > 0)
         if min(sizes) > 0:
             return fixed

@@ -30,6 +30,16 @@ class Exchanged:
     extended: dict[fx.Node, tuple[object, ...]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """An exchange under way: rows ``before`` a part and ``after`` it."""
+
+    node: fx.Node
+    key: tuple[object, ...]
+    before: int
+    after: int
+
+
 class HaloEmitter:
     """Emits for one dim, ``dim`` counted from the back, of ``length`` rows over the ``axes`` (outermost first)."""
 
@@ -47,7 +57,7 @@ class HaloEmitter:
     def extended(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> fx.Node:
         """The rows of this rank's range, given its part."""
         mine = self._mine(ranges)
-        key = (known.extended.get(value, value), self._dim, mine, fill, self._group.name, self._place)
+        key = self._key(value, mine, fill, known)
         result = self._extended(self._joined(value), mine, fill, key, known)
         known.extended[result] = key
         return result
@@ -66,17 +76,29 @@ class HaloEmitter:
             padding = [0, 0] * (-self._dim - 1) + [before, after]
             return self._emit(aten.constant_pad_nd.default, pieces[0], padding, fill) if any(padding) else pieces[0]
         if key not in known.strips:
-            lows, highs = map(list, zip(*mine, strict=True))
-            started = self._emit(
-                collectives.HALO_EXCHANGE, value, self._dim, lows, highs, fill, self._group.name, self._group.index
-            )
-            known.strips[key] = self._emit(collectives.WAIT, started)
+            known.strips[key] = self._emit(collectives.WAIT, self._exchange(value, mine, fill))
         strips = known.strips[key]
         if before and after and pieces:
             pieces = [self._slice(strips, 0, before), *pieces, self._slice(strips, before, before + after)]
         else:  # a rank that gets nothing reads its strips too, for it has something to send
             pieces = [*pieces, strips] if after else [strips, *pieces]
         return self._emit(aten.cat.default, pieces, self._dim) if len(pieces) > 1 else strips
+
+    def begun(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> Begun | None:
+        """The exchange of rows around a part, all of which is read, if there is one to be waited for."""
+        mine = self._mine(ranges)
+        here, key = mine[self._group.index], self._key(value, mine, fill, known)
+        whole = overlap(here, self._own) == self._own
+        if self._inner or not whole or not self._meets(mine) or key in known.strips:
+            return None
+        before, after = (high - low for low, high in outside(here, self._own))
+        return Begun(self._exchange(value, mine, fill), key, before, after)
+
+    def ended(self, begun: Begun, known: Exchanged) -> tuple[fx.Node | None, fx.Node | None]:
+        """The rows before and after, waited for."""
+        strips = known.strips[begun.key] = self._emit(collectives.WAIT, begun.node)
+        before = self._slice(strips, 0, begun.before) if begun.before else None
+        return before, self._slice(strips, begun.before, begun.before + begun.after) if begun.after else None
 
     def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
         """This rank's part of a sum whose terms each have the rows of a range."""
@@ -103,6 +125,15 @@ class HaloEmitter:
             rows = self._rows // self._places
             value = self._slice(value, self._place * rows, (self._place + 1) * rows)
         return value
+
+    def _key(self, value: fx.Node, mine: tuple[Rows, ...], fill: float, known: Exchanged) -> tuple[object, ...]:
+        return (known.extended.get(value, value), self._dim, mine, fill, self._group.name, self._place)
+
+    def _exchange(self, value: fx.Node, mine: tuple[Rows, ...], fill: float) -> fx.Node:
+        lows, highs = map(list, zip(*mine, strict=True))
+        return self._emit(
+            collectives.HALO_EXCHANGE, value, self._dim, lows, highs, fill, self._group.name, self._group.index
+        )
 
     def _mine(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
         """The ranges of the ranks of the outermost group, which have one place inside of their parts."""

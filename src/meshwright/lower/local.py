@@ -35,15 +35,17 @@ class LocalCall:
         random_key: fx.Node,
         drawn: dict[str, dict[str, str]] | None = None,
         exchanged: Exchanged | None = None,
+        interior: bool = False,
     ) -> None:
         """Shared by the calls of one graph: ``drawn``, how those that draw under a name are split, and ``exchanged``,
-        the halos that there are."""
+        the halos that there are. ``interior``: it computes its interior while halos travel."""
         self.target, self.args, self.kwargs = call
         self.name = operator.name
         self._graph, self._groups, self._operator, self._letters = graph, groups, operator, letters
         self._strategy, self._emit, self._random_key = strategy, emit, random_key
         self._drawn = drawn if drawn is not None else {}
         self._exchanged = exchanged if exchanged is not None else Exchanged()
+        self._interior = interior
 
     def shape(self, output: int = 0) -> list[int]:
         name = self._operator.outputs[output]
@@ -134,6 +136,20 @@ class LocalCall:
         self, value: fx.Node, factor: str, dim: int, length: int, ranges: Sequence[Rows], fill: float = 0.0
     ) -> fx.Node:
         return self._halos(factor, dim, length).extended(value, ranges, fill, self._exchanged)
+
+    def halo_begin(
+        self, value: fx.Node, factor: str, dim: int, length: int, ranges: Sequence[Rows]
+    ) -> tuple[int, int, Any] | None:
+        if not self._interior:
+            return None
+        emitter = self._halos(factor, dim, length)
+        begun = emitter.begun(value, ranges, 0.0, self._exchanged)
+        return (begun.before, begun.after, (emitter, begun)) if begun is not None else None
+
+    def halo_end(self, begun: Any) -> tuple[fx.Node | None, fx.Node | None]:
+        emitter, exchange = begun
+        strips: tuple[fx.Node | None, fx.Node | None] = emitter.ended(exchange, self._exchanged)
+        return strips
 
     def halo_sum(self, value: fx.Node, factor: str, dim: int, length: int, ranges: Sequence[Rows]) -> fx.Node:
         return self._halos(factor, dim, length).reduced(value, ranges)

@@ -19,7 +19,7 @@ from meshwright.lower.buckets import Gathers, Value
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write_into_buckets
 from meshwright.lower.halo import Exchanged
 from meshwright.lower.local import LocalCall
-from meshwright.lower.prefetch import prefetch
+from meshwright.lower.prefetch import prefetch, sink_waits
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
 from meshwright.ops import collectives
@@ -112,7 +112,7 @@ class Lowering:
         for index, (source, name) in enumerate(zip(traced.placeholders, names, strict=True)):
             placements = self._known(self.plan.storage(name))
             if name in traced.inputs:
-                placements = inputs[name] = self._batch_placements(name)
+                placements = inputs[name] = self._batch_placements(name) | self._rows_of_input(name)
             node = self.graph.placeholder(f"value_{index}")
             self._record(source, name, node, placements)
         for source in traced.graph.nodes:
@@ -140,6 +140,22 @@ class Lowering:
             if classes and self.ir.factor_classes[classes[0]].role == "batch" and divides:
                 return {axis: Shard(dim) for axis in axes}
         return {}
+
+    def _rows_of_input(self, name: str) -> Placements:
+        """How all that read an input cut it over axes that do not divide the batch: a rank need have no more."""
+        if not self.plan.whole_step:
+            return {}
+        wants = [
+            input_placements(operator.rule, self.strategies[operator.name], position) if operator.rule else {}
+            for operator in self.ir.operators
+            for position, one in enumerate(operator.inputs) if one == name
+        ]  # fmt: skip
+        first = self._known(wants[0]) if wants else {}
+        return {
+            axis: one for axis, one in first.items()
+            if isinstance(one, Shard) and one.outer == 1 and one.dim and axis not in DATA_AXES
+            and all(other.get(axis) == one for other in wants)
+        }  # fmt: skip
 
     def _storage_readers(self) -> dict[str, int]:
         """How often the memory behind a tensor is read, other than by views of it: by operators, as an output, and
@@ -215,6 +231,7 @@ class Lowering:
             self.random_key,
             self.drawn,
             self.exchanged,
+            self.plan.computes_interior_first(operator.name),
         )
         rule = operator_rule(source.target, self.capture.rules)
         emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged
@@ -334,6 +351,7 @@ class Lowering:
         separate(self.graph, written)
         write_into_buckets(self.graph)
         prefetch(self.graph)
+        sink_waits(self.graph)
         reuse_memory(self.graph)
         forward = [node for node in self.graph.nodes if node.meta.get("backward") is False]
         if turn is not None and self.ir.gradients and forward:

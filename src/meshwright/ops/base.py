@@ -100,6 +100,15 @@ class Local(Protocol):
         """Of a dim (counted from the back) of ``length`` rows in the parts of a factor, the rows that ``ranges`` has
         for this rank's part, from whichever ranks they lie on; ``fill``, where they lie on none."""
 
+    def halo_begin(
+        self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows]
+    ) -> tuple[int, int, Any] | None:
+        """Start the exchange of :meth:`halo`: (rows before this rank's, rows after them, what :meth:`halo_end` takes).
+        None where the plan does not compute interiors first, or no exchange would be under way."""
+
+    def halo_end(self, begun: Any) -> tuple[Value | None, Value | None]:
+        """The rows before and after, once they are there."""
+
     def halo_sum(self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows]) -> Value:
         """The adjoint of :meth:`halo`: rows of ``value``, those of ``ranges``, are added up at their owners."""
 

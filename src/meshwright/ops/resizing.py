@@ -182,10 +182,13 @@ def _scales(given: dict[str, Any]) -> list[float | None]:
     return [value for name, value in given.items() if name.startswith("scales")]
 
 
-def _reach(image: int, made: int) -> int:
-    """How many rows next to its own a part reads for interpolation: one, or as many as a whole number of new rows lies
-    on; none, where rows are made fewer by a whole factor."""
-    return 0 if image % made == 0 else image // math.gcd(image, made)
+def _reach(image: int, made: int, cubic: bool) -> int:
+    """How many rows next to its own a part reads for interpolation: one (cubic: two), or as many as a whole number of
+    new rows lies on; none, where a line lies between rows that are made fewer by a whole factor."""
+    step = image // math.gcd(image, made)
+    if cubic:
+        return -(-2 // step) * step
+    return 0 if image % made == 0 else step
 
 
 def resize_rule(call: Call) -> Rule:
@@ -201,7 +204,7 @@ def resize_rule(call: Call) -> Rule:
         if not even or (not whole_factor if nearest else given["align_corners"]):
             space.whole(name, (large, small))
             continue
-        reach = 0 if nearest else _reach(large, small)
+        reach = 0 if nearest else _reach(large, small, "cubic" in str(call.target))
         dim = image.dim() - rank + index
         halo = Halo(1 if backward else 0, dim, 1, 2 * reach + 1, reach, large) if reach else None
         space.add(name, (large, small), halo)
@@ -234,7 +237,7 @@ class _Near:
     @classmethod
     def of(cls, local: Local, side: Side) -> "_Near":
         part, parts = local.coordinate(side.factor)
-        each, reach = side.image // parts, _reach(side.image, side.made)
+        each, reach = side.image // parts, _reach(side.image, side.made, "cubic" in str(local.target))
         ranges = tuple((max(0, one * each - reach), min(side.image, (one + 1) * each + reach)) for one in range(parts))
         low, high = ranges[part]
         more = [(part * each - low), high - (part + 1) * each]
@@ -309,6 +312,8 @@ RULES = {
     aten.upsample_linear1d_backward.default: _LINEAR_BACKWARD,
     aten.upsample_bilinear2d.default: _LINEAR,
     aten.upsample_bilinear2d_backward.default: _LINEAR_BACKWARD,
+    aten.upsample_bicubic2d.default: _LINEAR,
+    aten.upsample_bicubic2d_backward.default: _LINEAR_BACKWARD,
     aten.upsample_trilinear3d.default: _LINEAR,
     aten.upsample_trilinear3d_backward.default: _LINEAR_BACKWARD,
 }

@@ -23,6 +23,8 @@ from meshwright.ops import (
     reduction,
     resizing,
     softmax,
+    strided,
+    unfolding,
     view,
 )
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
@@ -31,13 +33,13 @@ aten = torch.ops.aten
 
 FILES = (
     attention, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, pooling, random,
-    reduction, resizing, softmax, view,
+    reduction, resizing, softmax, unfolding, view,
 )  # fmt: skip
 """The files of rules, by kind."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
 CANONICAL: Mapping[Target, Callable[..., Any]] = {
     target: function
-    for file in (convolution, creation, loss, matmul, normalization, pointwise, reduction, softmax, view)
+    for file in (convolution, creation, loss, matmul, normalization, pointwise, reduction, softmax, strided, view)
     for target, function in file.CANONICAL.items()
 }
 """Rewrites made at capture: what is called instead of an operator, or NotImplemented where it stays."""

@@ -64,7 +64,8 @@ def plan_auto(
     pipelines: bool = True,
     progress: Progress = lambda what: None,
 ) -> Plan:
-    """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that fits.
+    """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that fits; of
+    models with convolutions, over dp x mixed too.
 
     All layouts are weighed in closed form; the ``PLAYED`` fastest are simulated, and the simplest of those that are
     within ``ALIKE`` of the fastest is taken. ``gpipe`` is left out, for ``1f1b`` takes as long with less memory;
@@ -84,7 +85,8 @@ def plan_auto(
     too_large: list[_Option] = []
     refused: list[str] = []
     weigh = _Scales(graph, world_size, cluster, optimizer, clips)
-    for layout in (one for one in candidates(graph.batch_size, world_size) if pipelines or one.pp == 1):
+    layouts = candidates(graph.batch_size, world_size, mixes=convolves(graph))
+    for layout in (one for one in layouts if pipelines or one.pp == 1):
         progress(layout_text(layout))
         try:
             option = weigh.lightest_that_fits(layout, limit)
@@ -117,8 +119,14 @@ def plan_auto(
     )
 
 
-def candidates(batch_size: int, world_size: int) -> Iterator[Layout]:
-    """All layouts that could be meant for so many ranks; simple ones first."""
+def convolves(graph: Graph) -> bool:
+    """Whether a model has convolutions: layers that are unlike, with images that can be cut."""
+    return any(one.target.startswith("aten.convolution.") for one in graph.operators)
+
+
+def candidates(batch_size: int, world_size: int, mixes: bool = False) -> Iterator[Layout]:
+    """All layouts that could be meant for so many ranks; simple ones first. ``mixes``: those too that split every
+    operator in its own way. Where there are fewer samples than ranks, they cut images in two dims as well."""
     for pp in _divisors(world_size):
         for tp in _divisors(world_size // pp):
             dp = world_size // pp // tp
@@ -133,6 +141,13 @@ def candidates(batch_size: int, world_size: int) -> Iterator[Layout]:
                     for chunks in range(2, MOST_CHUNKS + 1):
                         if m % pp == 0:
                             yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="interleaved", chunks=chunks)
+    for size in _divisors(world_size)[1:] if mixes else ():
+        dp = world_size // size
+        if batch_size % dp == 0:
+            yield Layout(dp=dp, mixed=(size,))
+            two = max(one for one in _divisors(size) if one * one <= size)
+            if two > 1 and batch_size < world_size:
+                yield Layout(dp=dp, mixed=(size // two, two))
 
 
 class _Scales:
@@ -142,7 +157,7 @@ class _Scales:
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
         self.optimizer, self.clips = optimizer, clips
         self._plain = Ask(explains=False, optimizer=optimizer)
-        self._works: dict[tuple[int | str | float | None, ...], Work] = {}
+        self._works: dict[tuple[object, ...], Work] = {}
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
         """As it is if that fits; else the fastest of those that fit under ZeRO with as little recomputation as the
@@ -164,7 +179,7 @@ class _Scales:
         option = self._weigh(layout, self._plain)
         if option.memory.peak_bytes <= limit:
             return option
-        careful = self._careful(layout, limit) if layout.tp > 1 else None
+        careful = self._careful(layout, limit) if layout.tp > 1 or layout.mixed else None
         for recompute in RECOMPUTE[1:]:
             if option.memory.peak_bytes <= limit:
                 break
@@ -192,7 +207,7 @@ class _Scales:
     def _weigh(self, layout: Layout, ask: Ask) -> _Option:
         plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
         key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.zero, layout.recompute,
-               ask.memory_bytes)  # fmt: skip
+               layout.mixed, ask.memory_bytes)  # fmt: skip
         if key not in self._works:
             self._works[key] = step_work(self.graph, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
         work, schedule = self._works[key], schedule_of(plan)
@@ -207,7 +222,7 @@ def zeros(layout: Layout) -> tuple[Literal[0, 1, 2, 3], ...]:
 
 
 def _complexity(layout: Layout) -> tuple[int, int, int, int, int]:
-    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
+    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, *layout.mixed))
     return (axes, layout.chunks, layout.microbatches, layout.zero, RECOMPUTE.index(layout.recompute))
 
 

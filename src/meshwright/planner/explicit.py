@@ -30,6 +30,7 @@ from meshwright.planner.derive import (
     recomputed,
 )
 from meshwright.planner.factors import Factors, dividing_heads
+from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.microbatch import check_microbatches
@@ -146,6 +147,7 @@ class _Planner:
         if layout.microbatches > 1:
             self.sizes[TIME] = layout.microbatches
         self.space = [axis for axis in layout.spatial_axes if axis in self.sizes]
+        self.mixes = not self.sizes.keys().isdisjoint(layout.mixed_axes)
         self.strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
         self.factors = Factors(graph, self.sizes, self.strategies)
         self.notes: dict[str, dict[str, str]] = defaultdict(dict)
@@ -163,11 +165,12 @@ class _Planner:
                 self._follow_storage("tp")
         else:
             pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
-            if self.layout.sequence_parallel or not self.sizes.keys().isdisjoint(("cp", "ep", *self.space)):
+            space = [] if self.mixes else self.space
+            if self.layout.sequence_parallel or not self.sizes.keys().isdisjoint(("cp", "ep", *space)):
                 self._fix(pins)
-            elif "tp" in self.sizes or pins:
+            elif "tp" in self.sizes or pins or self.mixes:
                 self._require_heads("tp", pins)
-                self._solve(pins)
+                self._solve(self._of_space(pins) if self.space else pins)
         if "dp" in self.sizes:
             self._split_batch("dp")
         if "dp_shard" in self.sizes:
@@ -177,7 +180,7 @@ class _Planner:
             self._split_batch("ep")
         if "cp" in self.sizes:
             split_sequence(self.factors, "cp", self.layout.context, required=self.base is None)
-        if self.space:
+        if self.space and self.solved is None:
             rule = SpatialRule(self.factors, self.notes)
             rule.split(self.space, required=self.base is None)
             self.axis_notes += rule.whole
@@ -219,6 +222,7 @@ class _Planner:
             gathers=parameter_gathers(self.graph, divided, storage, self.sizes, algorithms),
             algorithms=algorithms,
             links=links,
+            interiors=self._interiors(used),
             notes=self.base.notes if self.base is not None else self._explained(),
         )
 
@@ -240,6 +244,15 @@ class _Planner:
             )
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}
+
+    def _of_space(self, pins: dict[str, Strategy]) -> dict[str, Strategy]:
+        """Pins, and what the axes of space split, beside which the other axes are solved."""
+        found = {operator.name: dict(pins.get(operator.name, {})) for operator in self.graph.operators}
+        factors = Factors(self.graph, self.sizes, found)
+        rule = SpatialRule(factors, defaultdict(dict))
+        rule.split(self.space, required=True)
+        self.axis_notes += rule.whole
+        return {name: one for name, one in found.items() if one}
 
     def _fix(self, pins: dict[str, Strategy]) -> None:
         """Pins are strategies, where rules choose the others."""
@@ -296,6 +309,13 @@ class _Planner:
             first=first,
             recompute=recomputed(mine, divided, self.layout.recompute),
         )
+
+    def _interiors(self, strategies: dict[str, Strategy]) -> tuple[str, ...]:
+        if self.base is not None:
+            return self.base.interiors
+        axes = {axis: size for axis, size in self.sizes.items() if axis != TIME}
+        known = {name: {a: c for a, c in one.items() if a in axes} for name, one in strategies.items()}
+        return interiors(self.graph, self.mesh, axes, self.cluster, known)
 
     # --- data parallel -------------------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """Pins: what a user fixes by hand, module by module; the rest is solved around it."""
 
 import fnmatch
+from collections.abc import Iterator
 
 from meshwright.errors import LayoutError
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Strategy
 from meshwright.planner.factors import Factors
+from meshwright.planner.words import SAME, STATIONARY, WORDS, factors_of
 
 
 def matches(glob: str, module: str) -> bool:
@@ -19,7 +21,8 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
     one that names more of its path holds; equal ones must agree.
 
     Args:
-        pins: module globs to ``factor@axis``; factors are ``batch``, ``none`` and the letters of operators.
+        pins: module globs to ``factor@axis``, or several with spaces between them; factors are ``batch``, ``none``,
+            the letters of operators, and the words of ``planner.words``.
         axes: the names of the mesh's axes; those of one rank only are checked, and divide nothing.
 
     Raises:
@@ -27,9 +30,8 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
     """
     found: dict[str, Strategy] = {}
     by: dict[tuple[str, str], str] = {}
-    for glob, text in pins.items():
-        factor, axis = _read(glob, text, axes)
-        where = f"layout: pin[{glob!r}]"
+    for glob, factor, axis in _every(pins, axes):
+        text, where = f"{factor}@{axis}", f"layout: pin[{glob!r}]"
         members = [one for one in factors.graph.operators if matches(glob, one.module)]
         if not members:
             raise _nowhere(factors, glob, where)
@@ -59,19 +61,32 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
             raise LayoutError(
                 f"no operator there can split {factor!r} over {axis}={factors.sizes[axis]}",
                 where=where,
-                remedy=f"factors are: batch, none, {', '.join(known)}",
+                remedy=f"factors are: batch, none, {', '.join([*known, *_words(members)])}",
             )
     return found
 
 
-def _read(glob: str, text: str, axes: tuple[str, ...]) -> tuple[str, str]:
-    factor, at, axis = text.partition("@")
-    where = f"layout: pin[{glob!r}]"
-    if not at:
-        raise LayoutError(f"{text!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
-    if axis not in axes:
-        raise LayoutError(f"unknown axis {axis!r}", where=where, remedy=f"axes are {', '.join(axes)}")
-    return factor, axis
+def _every(pins: dict[str, str], axes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
+    """Every glob, factor and axis."""
+    for glob, text in pins.items():
+        where = f"layout: pin[{glob!r}]"
+        for one in text.split() or [text]:
+            factor, at, named = one.partition("@")
+            if not at:
+                raise LayoutError(f"{one!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
+            factors, over = STATIONARY.get(factor, (SAME.get(factor, factor),)), named.split(",")
+            for axis in over:
+                if axis not in axes:
+                    raise LayoutError(f"unknown axis {axis!r}", where=where, remedy=f"axes are {', '.join(axes)}")
+            if len(factors) != len(over) or len(set(over)) < len(over):
+                example = f"{factor}@{','.join(axes[-len(factors) :])}"
+                takes = "1 axis" if len(factors) == 1 else f"{len(factors)} axes"
+                raise LayoutError(
+                    f"{factor} takes {takes}, there are {len(set(over))}",
+                    where=where,
+                    remedy=f"write for example {example!r}",
+                )
+            yield from ((glob, *pair) for pair in zip(factors, over, strict=True))
 
 
 def _letter(factors: Factors, operator: Operator, factor: str, axis: str) -> str:
@@ -80,7 +95,13 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str) -> str
         if wanted and factors.fits(operator, letter, axis):
             return letter
     joint = operator.rule.joint if operator.rule is not None else {}
-    return factor if factor in joint and factors.fits(operator, factor, axis) else ""
+    meant = factors_of(operator, factor) if factor in WORDS else []
+    meant += [name for name, members in joint.items() if factor in (name, *members)]
+    return next((one for one in meant if factors.fits(operator, one, axis)), "")
+
+
+def _words(operators: list[Operator]) -> list[str]:
+    return [word for word in WORDS if any(factors_of(one, word) for one in operators)]
 
 
 def _closeness(glob: str, module: str) -> tuple[bool, int]:

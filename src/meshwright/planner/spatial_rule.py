@@ -10,9 +10,8 @@ from meshwright.errors import LayoutError
 from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Note, starred
 from meshwright.planner.factors import Factors
+from meshwright.planner.words import IMAGES, rows_of, space_rank
 
-_IMAGES = ("aten.convolution", "aten.max_pool", "aten.avg_pool", "aten.adaptive_", "aten._adaptive_", "aten.upsample_",
-           "aten.reflection_pad", "aten.replication_pad")  # fmt: skip
 _FROM_THE_BACK = {"sx": 1, "sy": 2, "sz": 3}
 
 
@@ -38,7 +37,7 @@ class SpatialRule:
                 strategy = self.factors.strategies[operator.name]
                 if axis in strategy:
                     continue
-                if operator.target.startswith(_IMAGES):
+                if operator.target.startswith(IMAGES):
                     choice = self._of_image(operator, axis)
                     if choice is not None and not self.factors.fits(operator, choice, axis):
                         self._note_whole(operator, axis, choice)
@@ -48,7 +47,7 @@ class SpatialRule:
                 if choice is not None:
                     strategy[axis] = choice
                     hits += 1
-                    weighs = operator.target.startswith(_IMAGES) or parameters.intersection(operator.inputs)
+                    weighs = operator.target.startswith(IMAGES) or parameters.intersection(operator.inputs)
                     if not operator.backward and weighs:
                         self.notes[operator.module].setdefault(axis, f"{choice}@{axis}\0rows of images")
             if not hits and required:
@@ -58,7 +57,7 @@ class SpatialRule:
         """The factor classes that an axis cuts: outermost, for parts are runs of rows."""
         found: set[str] = set()
         for operator in self.factors.graph.operators:
-            if operator.target.startswith(_IMAGES) and operator.rule is not None:
+            if operator.target.startswith(IMAGES) and operator.rule is not None:
                 choice = self._of_image(operator, axis)
                 if choice is not None:
                     members = (one for one in operator.rule.members(choice) if one in operator.classes)
@@ -69,16 +68,11 @@ class SpatialRule:
         """The factor that splits the axis' dim of an operator on images."""
         if operator.rule is None:
             return None
-        dims = operator.rule.parsed.inputs[0].dims
         from_the_back = _FROM_THE_BACK[axis]
-        space = _space_rank(operator, len(dims))
-        if space == 1 and axis == "sy":  # a signal has one dim, the first of ``spatial``
-            from_the_back = 1
-        if from_the_back > space or (space == 1 and axis == "sx"):
-            return None
-        letter = next((factor.name for factor in dims[-from_the_back] if factor.name), None)
-        joint = (name for name, members in operator.rule.joint.items() if letter in members)
-        return next(joint, letter)
+        space = space_rank(operator, len(operator.rule.parsed.inputs[0].dims))
+        if space == 1:  # a signal has one dim, the first of ``spatial``
+            return rows_of(operator, 1) if axis == "sy" else None
+        return rows_of(operator, from_the_back)
 
     def _note_whole(self, operator: Operator, axis: str, choice: str) -> None:
         if operator.backward:
@@ -107,14 +101,7 @@ class SpatialRule:
         )
 
     def _rows(self, operator: Operator, axis: str) -> Iterator[int]:
-        if operator.target.startswith(_IMAGES) and operator.rule is not None:
+        if operator.target.startswith(IMAGES) and operator.rule is not None:
             choice = self._of_image(operator, axis)
             if choice is not None:
                 yield from (operator.rule.sizes[letter] for letter in operator.rule.members(choice))
-
-
-def _space_rank(operator: Operator, dims: int) -> int:
-    """How many spatial dims an operator on images works over."""
-    if operator.target.startswith("aten.convolution"):
-        return dims - 2
-    return next(count for count in (1, 2, 3) if f"{count}d" in operator.target)

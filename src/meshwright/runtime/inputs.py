@@ -1,6 +1,8 @@
-"""The batches that a trainer is given: they must be like the captured one, and alike on ranks that share them."""
+"""The batches that a trainer is given: which part is a rank's; they must be like the captured one, and alike on ranks
+that share them."""
 
 import zlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -8,6 +10,65 @@ from torch import Tensor
 from meshwright.capture.batch import Leaves
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import DataError, RankError
+from meshwright.ir.layout import DATA_AXES
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.placement import Placements, Shard, local_shape
+
+
+class Parts:
+    """How the tensors of a batch are cut over the ranks: their samples over the data axes, and their rows over others
+    where all that reads them reads the same rows (``cuts``, by name)."""
+
+    def __init__(
+        self, captured: Leaves, inputs: list[str], placements: Mapping[str, Placements], groups: Mapping[str, AxisGroup]
+    ) -> None:
+        self.groups, self.names = groups, inputs
+        self._whole = {name: tuple(value.shape) for name, value in captured.tensors.items()}
+        self._every = {
+            name: {axis: one for axis, one in placements.get(given, {}).items() if isinstance(one, Shard)}
+            for name, given in zip(self._whole, inputs, strict=True)
+        }
+        self.cuts = {
+            name: {axis: one for axis, one in every.items() if axis not in DATA_AXES}
+            for name, every in self._every.items()
+        }
+
+    @property
+    def slices(self) -> dict[str, tuple[slice, ...]]:
+        """By name of a tensor of the batch, what this rank needs of the global one."""
+        found = {}
+        for name, every in self._every.items():
+            ends = [(0, size) for size in self._whole[name]]
+            for axis in (axis for axis in self.groups if axis in every):
+                begin, end = ends[every[axis].dim]
+                step = (end - begin) // self.groups[axis].size
+                begin += step * self.groups[axis].index
+                ends[every[axis].dim] = (begin, begin + step)
+            found[name.removeprefix("batch.")] = tuple(slice(*pair) for pair in ends)
+        return found
+
+    def is_cut(self, name: str, value: Tensor) -> bool:
+        """Whether a local tensor has this rank's rows alone, not those of all ranks that share its samples."""
+        cuts = self.cuts.get(name, {})
+        return bool(cuts) and tuple(value.shape[1:]) == local_shape(self._whole[name], cuts, self._sizes)[1:]
+
+    def whole_shape(self, name: str, value: Tensor, samples: int) -> tuple[int, ...]:
+        """The global shape of a local tensor of ``samples`` times fewer samples."""
+        shape = [value.shape[0] * samples, *value.shape[1:]]
+        for axis, one in self.cuts[name].items() if self.is_cut(name, value) else ():
+            shape[one.dim] *= self._sizes[axis]
+        return tuple(shape)
+
+    def index(self, leaves: Leaves, data_index: int) -> int:
+        """A number that is the same on ranks that are given the same part."""
+        cut = {axis for name, value in leaves.tensors.items() if self.is_cut(name, value) for axis in self.cuts[name]}
+        for axis in sorted(cut):
+            data_index = data_index * self.groups[axis].size + self.groups[axis].index
+        return data_index
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {axis: group.size for axis, group in self.groups.items()}
 
 
 def check_alike(leaves: Leaves, captured: Leaves) -> None:

@@ -32,7 +32,7 @@ from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.runtime import checkpoint
 from meshwright.runtime.checkpoint import Stateful
-from meshwright.runtime.inputs import check_alike, compare_over_ranks, kind_of
+from meshwright.runtime.inputs import Parts, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.rng import step_key
@@ -91,6 +91,7 @@ class Trainer:
         self._names_trained = self.parameters.follow()
         self._lowered: OrderedDict[Hashable, tuple[Step, Graph]] = OrderedDict()
         self._leaves = captured.traced.leaves
+        self._parts = Parts(self._leaves, lowered.inputs, lowered.input_placements, self.groups)
         self._lowered[self._key(self._leaves, local=False, training=True)] = (lowered, captured.graph)
         self._compared: set[Hashable] = set()
         self._last = lowered
@@ -106,6 +107,12 @@ class Trainer:
         for group in (self.groups[axis] for axis in DATA_AXES if axis in self.groups and not self.plan.uneven):
             index, count = index * group.size + group.index, count * group.size
         return index, count
+
+    @property
+    def input_parts(self) -> dict[str, tuple[slice, ...]]:
+        """By name of a tensor of the batch, what this rank needs of the global one. Where images are cut over ranks,
+        ``step(batch, local=True)`` takes these rows alone, too: ``image[trainer.input_parts["image"]]``."""
+        return self._parts.slices
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -263,9 +270,9 @@ class Trainer:
         """
         size, parts = leaves.size, self.data_shard[1] if local else 1
         shapes = tuple(
-            ((value.shape[0] * parts, *value.shape[1:]) if value.dim() and len(value) == size else tuple(value.shape),
-             kind_of(value))
-            for value in leaves.tensors.values()
+            (self._parts.whole_shape(name, value, parts) if local and value.dim() and len(value) == size
+             else tuple(value.shape), kind_of(value))
+            for name, value in leaves.tensors.items()
         )  # fmt: skip
         others = tuple(repr(leaf) for leaf in leaves.others.values())
         modes: tuple[int, ...] = ()
@@ -292,7 +299,7 @@ class Trainer:
         leaves = take_apart(batch)
         key = self._key(leaves, local, training)
         if key not in self._compared and self.groups:
-            compare_over_ranks(leaves, self.data_shard[0] if local else 0)
+            compare_over_ranks(leaves, self._parts.index(leaves, self.data_shard[0]) if local else 0)
         self._compared.add(key)
         entry = self._lowered.get(key)
         if entry is None:
@@ -301,8 +308,11 @@ class Trainer:
             self._lowered.move_to_end(key)
         step = self._last = entry[0]
         inputs = {}
-        for name, value in zip(step.inputs, leaves.tensors.values(), strict=True):
-            placements = {} if local and not self.plan.uneven else step.input_placements.get(name, {})
+        for name, (leaf, value) in zip(step.inputs, leaves.tensors.items(), strict=True):
+            placements = step.input_placements.get(name, {})
+            if local and not self.plan.uneven:
+                rest = {axis: one for axis, one in placements.items() if axis not in DATA_AXES}
+                placements = {} if self._parts.is_cut(leaf, value) else rest
             inputs[name] = local_part(value, placements, self.groups).to(self.device, non_blocking=True)
         self._note("data", begun)
         return step.run(

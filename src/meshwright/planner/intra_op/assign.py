@@ -7,14 +7,14 @@ from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.kind import kind_of
-from meshwright.ir.layout import DATA_AXES
+from meshwright.ir.kind import COMPUTE, kind_of
+from meshwright.ir.layout import DATA_AXES, MIXED, SPATIAL_AXES
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Partial, Placement, Placements, input_placements, is_linear, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.planner.intra_op.formulate import Formulated, anything, formulate
 from meshwright.planner.intra_op.moments import Moments
-from meshwright.planner.intra_op.options import follow
+from meshwright.planner.intra_op.options import classes_of, follow
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.solve import TIME_LIMIT_S, Solution, solve
 
@@ -47,13 +47,13 @@ def assign(
 ) -> Assigned:
     """The cheapest strategies of all operators over the axes of ``mesh`` (but ``pp``).
 
-    The axes ``dp`` and ``dp_shard`` take the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, and
-    axes of other names anything. Pins come before these.
+    The axes ``dp`` and ``dp_shard`` take the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, those
+    of space what pins say, and axes of other names anything. Pins come before these.
 
     Args:
         microbatches: in how many parts, one after the other, the batch is worked through.
-        uses_axes: whether it pays or not, operators divide their batch over ``dp`` and products their weights over
-            ``tp``, where they can.
+        uses_axes: whether it pays or not, operators divide their batch over ``dp``, products their weights over
+            ``tp`` and anything over mixed axes, where they can.
         memory_bytes: what parameters, gradients, optimizer state and activations of a rank may hold together.
         whole: parameters that are stored whole; operators may still take parts of them.
 
@@ -65,22 +65,26 @@ def assign(
     sequences = sequence_classes(graph)
 
     def allows(operator: Operator, letter: str, axis: str) -> bool:
-        name = operator.classes[letter]
-        batch = graph.factor_classes[name].role == "batch"
+        names = classes_of(operator, letter)
+        batch = any(graph.factor_classes[name].role == "batch" for name in names)
         if asked.get(operator.name, {}).get(axis) == letter:
             return True
-        return {"dp": batch, "dp_shard": batch, "cp": name in sequences, "tp": not batch}.get(axis, True)
+        allowed = {"dp": batch, "dp_shard": batch, "cp": sequences.issuperset(names), "tp": not batch}
+        return allowed.get(axis, axis not in SPATIAL_AXES)
 
     def keeps(operator: Operator, strategy: Strategy) -> bool:
         return operator.backward or _as_asked(asked.get(operator.name, {}), strategy)
 
     weights = _weight_letters(graph) if uses_axes else {}
+    free = {axis for axis in sizes if axis.startswith(MIXED)}
 
     def merit(operator: Operator, strategy: Strategy) -> int:
         pinned = asked.get(operator.name, {})
         met = 2 * _as_asked(pinned, strategy)
         if uses_axes and "tp" in sizes and "tp" not in pinned:
             met += strategy.get("tp", "") in weights.get(operator.name, ())
+        if uses_axes and kind_of(operator) in COMPUTE:
+            met += sum(bool(strategy.get(axis)) and not is_linear(strategy[axis]) for axis in free - pinned.keys())
         for axis in DATA_AXES if uses_axes and not operator.prologue else ():
             if axis in sizes and axis not in pinned:
                 met += 2 * (operator.classes.get(strategy.get(axis, "")) is not None)

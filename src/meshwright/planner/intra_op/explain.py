@@ -12,7 +12,9 @@ from meshwright.ir.plan import Note, Strategy, starred
 from meshwright.planner.intra_op.assign import Assigned
 from meshwright.planner.intra_op.decisions import Decision
 from meshwright.planner.intra_op.eliminate import simplify
+from meshwright.planner.intra_op.options import classes_of
 from meshwright.planner.intra_op.problem import Node, Problem, Tensor
+from meshwright.planner.words import word_of
 
 SHOWN = 3
 """Other ways that are told of, the cheapest."""
@@ -97,8 +99,8 @@ def _way(graph: Graph, decision: Decision, strategy: Strategy, sizes: Mapping[st
         if not choice or is_linear(choice):
             said.append(f"none@{axis}")
         else:
-            batch = graph.factor_classes[operator.classes[choice]].role == "batch"
-            said.append(f"{'batch' if batch else choice}@{axis}")
+            batch = any(graph.factor_classes[name].role == "batch" for name in classes_of(operator, choice))
+            said.append(f"{'batch' if batch else word_of(operator, choice)}@{axis}")
     return " ".join(said)
 
 

@@ -18,7 +18,7 @@ from meshwright.planner.intra_op.decisions import Decision, Decisions, decisions
 from meshwright.planner.intra_op.moments import Moments, copies
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
 from meshwright.planner.intra_op.prices import Prices
-from meshwright.planner.intra_op.problem import Costs, Node, Problem, Tensor
+from meshwright.planner.intra_op.problem import Costs, Node, Places, Problem, Tensor
 
 Keeps = Callable[[Operator, Strategy], bool]
 """Whether an operator may have a strategy."""
@@ -289,6 +289,26 @@ class _Formulation:
                     memory[:, h, w] = alive * self.moments.size(name, want)
         if prices.any():
             self.tensors.append(Tensor(node, have, readers, prices * len(names), memory))
+        self._halos(node, len(names), found)
+
+    def _halos(self, node: int, times: int, found: list[tuple[Operator, int, Path]]) -> None:
+        """The halos of a tensor, each paid once, however many operators read it."""
+        priced: dict[object, float] = {None: 0.0}
+        readers: list[tuple[int, Places]] = []
+        for operator, position, path in found:
+            index, member = self.decisions.place[operator.name]
+            views = tuple(view.name for view in path)
+            first = self.decisions.found[index].members[member]
+            fetched = [self.prices.fetched(first, one[member], position) for one in self.choices[index]]
+            keyed = [{(views, key): seconds for key, seconds in one.items()} for one in fetched]
+            for one in keyed:
+                priced |= one
+            for number in range(max(map(len, keyed), default=0)):
+                wants = [list(one)[number] if number < len(one) else None for one in keyed]
+                readers.append((index, np.array([list(priced).index(want) for want in wants])))
+        if readers:
+            have = np.zeros(self.nodes[node].num_choices, dtype=np.int64)
+            self.tensors.append(Tensor(node, have, tuple(readers), times * np.array([list(priced.values())])))
 
     def _made(self, name: str) -> tuple[int, list[Placements]]:
         """The node that says how a tensor lies, and how, by its choices."""

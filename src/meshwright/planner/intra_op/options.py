@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.halo import WORD as HALO
 from meshwright.ir.placement import Partial, Placements, factor_placement, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.planner.intra_op.decisions import Decision
@@ -16,6 +17,8 @@ Choice = tuple[Strategy, ...]
 Allows = Callable[[Operator, str, str], bool]
 """Whether an operator may split its factor (a letter) over an axis: what the axis is for, and what is pinned."""
 
+JOINED = "+"
+"""Between the classes of a factor that joins several."""
 _NONE = ("", 0)
 
 
@@ -105,12 +108,13 @@ class Options:
             strategy: Strategy = {}
             letters = self._letters(one)
             for axis, factor, _ in picked:
-                letter = letters.get(factor)
+                letter = next((letters[one] for one in _meant(factor) if one in letters), None)
                 if letter is None or not self._splits(one, letter, axis):
                     continue
                 others = prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
                 assert one.rule is not None
-                if one.rule.sizes[letter] % (others * self.sizes[axis]) == 0:
+                rows = others > 1 and any(text.startswith(HALO) for text in one.rule.decompositions.get(letter, ()))
+                if not rows and one.rule.sizes[letter] % (others * self.sizes[axis]) == 0:
                     strategy[axis] = letter
                 elif one in leads:
                     return None
@@ -153,21 +157,38 @@ class Options:
             passes = any(arriving[group] == count for group, count in linear.items())
             for index, name in enumerate(one.outputs):
                 sums = one.rule.reduction == "sum" and any(
-                    one.rule.reduced(letter, index) and self._splits(one, letter, axis) for letter in one.classes
+                    one.rule.reduced(letter, index) and self._splits(one, letter, axis)
+                    for letter in self._letters(one).values()
                 )
                 if passes or sums:
                     found.add(name)
         return found
 
 
+def _meant(factor: tuple[str, int]) -> list[tuple[str, int]]:
+    """A factor; behind one that joins two classes each of these, for operators that have only one side."""
+    names = factor[0].split(JOINED)
+    return [factor, *((name, 0) for name in names)] if len(names) > 1 else [factor]
+
+
 def numbered(operator: Operator) -> dict[tuple[str, int], str]:
-    """The letters of an operator by their class and their number among the letters of that class."""
+    """The letters of an operator by their class and their number among the letters of that class; and the factors that
+    join rows that are read and rows that are made (``yy``), by both classes."""
     counts: Counter[str] = Counter()
     found = {}
-    for letter, name in operator.classes.items():
+    rule = operator.rule
+    rows = [name for name in (rule.joint if rule is not None else ()) if rule is not None and rule.sums(name)]
+    for letter in (*operator.classes, *rows):
+        name = JOINED.join(sorted(classes_of(operator, letter)))
         found[name, counts[name]] = letter
         counts[name] += 1
     return found
+
+
+def classes_of(operator: Operator, factor: str) -> list[str]:
+    """The classes that a factor of an operator splits: one, or those that it joins."""
+    members = operator.rule.members(factor) if operator.rule is not None else (factor,)
+    return [operator.classes[letter] for letter in members]
 
 
 def follow(operator: Operator, wanted: Placements, sizes: Mapping[str, int]) -> tuple[Strategy, Placements] | None:

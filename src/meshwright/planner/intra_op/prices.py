@@ -6,6 +6,7 @@ from math import inf, prod
 from meshwright.cost.closed_form import axis_group, duration_s
 from meshwright.cost.collective import Network
 from meshwright.cost.decomposed import Decomposed
+from meshwright.cost.node import Exchange
 from meshwright.cost.operators import Parts, Rates, operator_cost
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.ir.cluster import Cluster
@@ -40,17 +41,31 @@ class Prices:
         self._batch = {name for name, one in graph.factor_classes.items() if one.role == "batch"}
 
     def operator_s(self, operator: Operator, strategy: Strategy) -> float:
-        """Its kernels, and what its decompositions communicate."""
-        times, within = self.times(operator), strategy
-        if times > 1:
-            letter = self._time_letter(operator, strategy)
-            within = {**strategy, TIME: letter} if letter else strategy
+        """Its kernels, and what its decompositions communicate but for what they fetch (``fetched``)."""
+        times, within = self.times(operator), self._within(operator, strategy)
         seconds = operator_cost(self.parts, self.rates, operator, within).seconds
         inside = Decomposed(self.parts).of(operator, within)
         seconds += self.rates.stream("copy", 2 * inside.copied_bytes).seconds
-        for one in (*inside.exchanges, *(fetch.exchange for fetch in inside.fetched)):
-            seconds += duration_s(self.network, one.kind, one.bytes, self.groups[one.axis])  # type: ignore[arg-type]
-        return times * seconds
+        return times * (seconds + sum(self._exchange_s(one) for one in inside.exchanges))
+
+    def fetched(self, operator: Operator, strategy: Strategy, position: int) -> dict[object, float]:
+        """The halos that an operator reads of an input, with their seconds. Who reads an equal one of the same tensor
+        has it for nothing."""
+        inside = Decomposed(self.parts).of(operator, self._within(operator, strategy))
+        lies = tuple(sorted(self.parts.wanted(operator, strategy, position).items()))
+        times = self.times(operator)
+        return {
+            (lies, *one.key): times * self._exchange_s(one.exchange)
+            for one in inside.fetched if one.operand == position
+        }  # fmt: skip
+
+    def _within(self, operator: Operator, strategy: Strategy) -> Strategy:
+        """The strategy of one micro-batch."""
+        letter = self._time_letter(operator, strategy) if self.times(operator) > 1 else ""
+        return {**strategy, TIME: letter} if letter else strategy
+
+    def _exchange_s(self, one: Exchange) -> float:
+        return duration_s(self.network, one.kind, one.bytes, self.groups[one.axis])  # type: ignore[arg-type]
 
     def times(self, operator: Operator) -> int:
         """How often a step runs it."""

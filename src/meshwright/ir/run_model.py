@@ -1,0 +1,172 @@
+"""The models of a run file: the tables that [model] may be."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Rate = Annotated[float, Meta(ge=0.0)]
+Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of RUN.toml: values that cannot be changed, no unknown keys."""
+
+
+class _Model(Section, frozen=True, kw_only=True, tag_field="name"):
+    loss: str = ""
+    """``language_model``, ``classification``, ``segmentation``, or ``package.module:function``; empty: the one that the
+    model has."""
+
+
+class GPTModel(_Model, frozen=True, kw_only=True, tag="gpt"):
+    """``meshwright.models.GPT``: a decoder-only language model."""
+
+    layers: Positive = 4
+    """Number of transformer blocks."""
+    width: Positive = 256
+    """Size of the hidden state; a multiple of ``heads``."""
+    heads: Positive = 4
+    """Attention heads per block."""
+    vocabulary: Positive = 256
+    """Number of different tokens; text is bytes: 256."""
+    sequence_length: Count = 0
+    """Positions the model has; 0: as many as ``data.sequence_length``."""
+    dropout: Fraction = 0.0
+    """Probability of dropping an activation."""
+    tied_head: bool = True
+    """Whether the output head shares the token embedding's weight."""
+
+
+class MLPModel(_Model, frozen=True, kw_only=True, tag="mlp"):
+    """``meshwright.models.MLP``: linear layers with ReLU between them."""
+
+    sizes: Annotated[tuple[Positive, ...], Meta(min_length=2)] = (64, 64, 10)
+    """Values per sample, then outputs of each layer; the last is the number of classes."""
+    bias: bool = True
+    """Whether the layers have a bias."""
+
+
+class LeNetModel(_Model, frozen=True, kw_only=True, tag="lenet"):
+    """``meshwright.models.LeNet``: convolutions with pooling, then dense layers."""
+
+    image_size: Positive = 28
+    """Height and width of the images, in pixels."""
+    image_channels: Positive = 1
+    """Colours: 1 or 3."""
+    classes: Positive = 10
+    """Number of classes."""
+    channels: tuple[Positive, ...] = (6, 16)
+    """Output channels of each convolution."""
+    dense: tuple[Positive, ...] = (120, 84)
+    """Sizes of the hidden dense layers."""
+    kernel: Positive = 5
+    """Height and width of the convolutions, in pixels."""
+
+
+class ResNetModel(_Model, frozen=True, kw_only=True, tag="resnet"):
+    """``meshwright.models.ResNet``: a small residual network with batch normalization."""
+
+    depth: Positive = 8
+    """Layers with weights on the main path: 8, 14, 20, ..."""
+    width: Positive = 16
+    """Channels of the first stage."""
+    image_channels: Positive = 3
+    """Colours: 1 or 3."""
+    classes: Positive = 10
+    """Number of classes."""
+
+
+class AlexNetModel(_Model, frozen=True, kw_only=True, tag="alexnet"):
+    """``meshwright.models.AlexNet``: five convolutions, then large dense layers."""
+
+    image_size: Positive = 224
+    """Height and width of the images, in pixels; at least 63."""
+    image_channels: Positive = 3
+    """Colours: 1 or 3."""
+    classes: Positive = 1000
+    """Number of classes."""
+    channels: tuple[Positive, ...] = (64, 192, 384, 256, 256)
+    """Output channels of the five convolutions."""
+    dense: tuple[Positive, ...] = (4096, 4096)
+    """Sizes of the hidden dense layers."""
+    dropout: Fraction = 0.0
+    """Probability of dropping an input of the hidden dense layers."""
+
+
+class VGGModel(_Model, frozen=True, kw_only=True, tag="vgg"):
+    """``meshwright.models.VGG``: groups of 3x3 convolutions with pooling, then large dense layers."""
+
+    convolutions: tuple[Positive, ...] = (2, 2, 3, 3, 3)
+    """How many there are in each group."""
+    width: Positive = 64
+    """Channels of the first group."""
+    image_size: Positive = 224
+    """Height and width of the images, in pixels: a multiple of 2 for each group."""
+    image_channels: Positive = 3
+    """Colours: 1 or 3."""
+    classes: Positive = 1000
+    """Number of classes."""
+    dense: tuple[Positive, ...] = (4096, 4096)
+    """Sizes of the hidden dense layers."""
+    dropout: Fraction = 0.0
+    """Probability of dropping an input of the hidden dense layers."""
+
+
+class GoogLeNetModel(_Model, frozen=True, kw_only=True, tag="googlenet"):
+    """``meshwright.models.GoogLeNet``: modules of four branches beside each other."""
+
+    width: Positive = 64
+    """Channels of the stem, a multiple of 8; all others in proportion."""
+    image_channels: Positive = 3
+    """Colours: 1 or 3."""
+    classes: Positive = 1000
+    """Number of classes."""
+
+
+class WideResNetModel(_Model, frozen=True, kw_only=True, tag="wide-resnet"):
+    """``meshwright.models.WideResNet``: residual bottleneck blocks for large images."""
+
+    blocks: tuple[Positive, ...] = (3, 4, 6, 3)
+    """How many there are in each group."""
+    width: Positive = 64
+    """Channels of the stem; a block of group i has ``4 * width * 2**i`` outside."""
+    widened: Positive = 2
+    """How many times ``width * 2**i`` channels a block of group i has inside."""
+    image_channels: Positive = 3
+    """Colours: 1 or 3."""
+    classes: Positive = 1000
+    """Number of classes."""
+
+
+class UNetModel(_Model, frozen=True, kw_only=True, tag="unet"):
+    """``meshwright.models.UNet``: levels of half the size and back, a class for each pixel. Its ``loss`` is
+    ``segmentation``, of ``image`` and ``label`` [n, y, x]."""
+
+    depth: Positive = 2
+    """How often the image is halved."""
+    width: Positive = 8
+    """Channels of the outermost level, a multiple of 2."""
+    image_channels: Positive = 3
+    """Colours: 1 or 3."""
+    classes: Positive = 4
+    """Number of classes of a pixel."""
+    norm: Literal["group", "batch"] = "group"
+    """Norm of each sample, in groups of channels, or over the batch."""
+
+
+class FactoryModel(_Model, frozen=True, kw_only=True, tag="factory"):
+    """Any model: ``factory(**arguments)`` returns it. ``name`` may be left out; ``loss`` must be given."""
+
+    factory: str
+    """``package.module:function`` (or a class); the current folder is searched first."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the factory."""
+
+
+Model = (
+    GPTModel | MLPModel | LeNetModel | ResNetModel | AlexNetModel | VGGModel | GoogLeNetModel | WideResNetModel
+    | UNetModel | FactoryModel
+)  # fmt: skip
