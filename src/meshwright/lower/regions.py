@@ -139,6 +139,7 @@ def _joins(node: fx.Node) -> bool:
     if node.target is aten._to_copy.default:
         source = node.args[0]
         assert isinstance(source, fx.Node)
+        assert isinstance(value, Tensor)
         return bool(value.dtype != source.meta["val"].dtype) and set(node.kwargs) <= {"dtype"}
     if node.target is aten.scatter_add.default:
         return _is_one_a_row(node)

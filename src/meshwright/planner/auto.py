@@ -1,8 +1,9 @@
 """The best layout of a captured model: what ranks, batch and memory allow, by closed form; then the best are played."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan, Prediction
 from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.factors import Factors
 from meshwright.planner.foretell import foretell
 from meshwright.schedules.pipeline import schedule_of
 
@@ -64,7 +66,8 @@ def plan_auto(
     pipelines: bool = True,
     progress: Progress = lambda what: None,
 ) -> Plan:
-    """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that fits.
+    """The fastest plan over dp x cp x ep x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that fits,
+    with sequence parallelism by the rule where the program has not found better.
 
     All layouts are weighed in closed form; the ``PLAYED`` fastest are simulated, and the simplest of those that are
     within ``ALIKE`` of the fastest is taken. ``gpipe`` is left out, for ``1f1b`` takes as long with less memory;
@@ -84,7 +87,7 @@ def plan_auto(
     too_large: list[_Option] = []
     refused: list[str] = []
     weigh = _Scales(graph, world_size, cluster, optimizer, clips)
-    for layout in (one for one in candidates(graph.batch_size, world_size) if pipelines or one.pp == 1):
+    for layout in (one for one in candidates(graph.batch_size, world_size, axes_of(graph)) if pipelines or one.pp == 1):
         progress(layout_text(layout))
         try:
             option = weigh.lightest_that_fits(layout, limit)
@@ -117,8 +120,32 @@ def plan_auto(
     )
 
 
-def candidates(batch_size: int, world_size: int) -> Iterator[Layout]:
-    """All layouts that could be meant for so many ranks; simple ones first."""
+@dataclass(frozen=True)
+class Axes:
+    """What a model has besides a batch and features: sequences that operators work on, attention to them, and experts
+    (their number; several mixtures: what divides all)."""
+
+    sequences: bool = False
+    attention: bool = False
+    experts: int = 1
+
+
+def axes_of(graph: Graph) -> Axes:
+    """What there is to divide."""
+    mixtures = [one for one in graph.operators if one.target.startswith("meshwright.experts.")]
+    experts = math.gcd(*(graph.tensors[one.inputs[-1]].shape[0] for one in mixtures)) if mixtures else 1
+    sequences = Factors(graph, {}, {}).sequences()
+    attention = any(one.target.startswith("meshwright.attention.") for one in graph.operators)
+    return Axes(bool(sequences), attention and bool(sequences), experts)
+
+
+def candidates(batch_size: int, world_size: int, axes: Axes | None = None) -> Iterator[Layout]:
+    """All layouts that could be meant for so many ranks; simple ones first.
+
+    The sequence over ``cp``, experts over ``ep`` and sequence parallelism come without stages: these follow rules, and
+    what they save, stages save too.
+    """
+    axes = axes or Axes()
     for pp in _divisors(world_size):
         for tp in _divisors(world_size // pp):
             dp = world_size // pp // tp
@@ -133,6 +160,24 @@ def candidates(batch_size: int, world_size: int) -> Iterator[Layout]:
                     for chunks in range(2, MOST_CHUNKS + 1):
                         if m % pp == 0:
                             yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="interleaved", chunks=chunks)
+    yield from _by_rule(batch_size, world_size, axes)
+
+
+def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
+    """Layouts of axes that rules divide, not the program."""
+    for cp in _divisors(world_size) if axes.attention else (1,):
+        for tp in _divisors(world_size // cp):
+            dp = world_size // cp // tp
+            if batch_size % dp:
+                continue
+            for ep in _divisors(math.gcd(dp, axes.experts)):
+                sequence = (False, True) if tp > 1 and axes.sequences and ep == 1 else (False,)
+                contexts: tuple[Literal["gather", "ring"], ...] = ("gather", "ring") if cp > 1 else ("gather",)
+                for m, between, context in itertools.product(_divisors(batch_size // dp), sequence, contexts):
+                    if m <= MOST_MICROBATCHES and (cp > 1 or ep > 1 or between):
+                        yield Layout(
+                            dp=dp, cp=cp, ep=ep, tp=tp, microbatches=m, sequence_parallel=between, context=context
+                        )
 
 
 class _Scales:
@@ -164,7 +209,7 @@ class _Scales:
         option = self._weigh(layout, self._plain)
         if option.memory.peak_bytes <= limit:
             return option
-        careful = self._careful(layout, limit) if layout.tp > 1 else None
+        careful = self._careful(layout, limit) if layout.tp > 1 and not _is_by_rule(layout) else None
         for recompute in RECOMPUTE[1:]:
             if option.memory.peak_bytes <= limit:
                 break
@@ -192,7 +237,7 @@ class _Scales:
     def _weigh(self, layout: Layout, ask: Ask) -> _Option:
         plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
         key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.zero, layout.recompute,
-               ask.memory_bytes)  # fmt: skip
+               layout.cp, layout.context, layout.ep, layout.sequence_parallel, ask.memory_bytes)  # fmt: skip
         if key not in self._works:
             self._works[key] = step_work(self.graph, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
         work, schedule = self._works[key], schedule_of(plan)
@@ -206,8 +251,13 @@ def zeros(layout: Layout) -> tuple[Literal[0, 1, 2, 3], ...]:
     return (0,) if layout.dp == 1 else (0, 1) if layout.pp > 1 else (0, 1, 2, 3)
 
 
+def _is_by_rule(layout: Layout) -> bool:
+    return layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel
+
+
 def _complexity(layout: Layout) -> tuple[int, int, int, int, int]:
-    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
+    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep))
+    axes += layout.sequence_parallel + (layout.context == "ring")
     return (axes, layout.chunks, layout.microbatches, layout.zero, RECOMPUTE.index(layout.recompute))
 
 

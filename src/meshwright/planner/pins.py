@@ -19,7 +19,8 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
     one that names more of its path holds; equal ones must agree.
 
     Args:
-        pins: module globs to ``factor@axis``; factors are ``batch``, ``none`` and the letters of operators.
+        pins: module globs to ``factor@axis``; factors are ``batch``, ``none``, the letters of operators (``f``), and
+            where none there has such a letter, the graph's classes of letters that go together (``f1``).
         axes: the names of the mesh's axes; those of one rank only are checked, and divide nothing.
 
     Raises:
@@ -36,8 +37,9 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
         if axis not in factors.sizes:
             continue
         hits = 0
+        by_class = not any(factor in one.classes for one in members)
         for operator in members:
-            letter = _letter(factors, operator, factor, axis)
+            letter = _letter(factors, operator, factor, axis, by_class)
             hits += bool(letter)
             other = by.get((operator.name, axis))
             if other is not None:
@@ -55,12 +57,7 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
                 continue
             found.setdefault(operator.name, {})[axis] = letter
         if not hits and factor != "none":
-            known = sorted({letter for one in members for letter in one.classes})
-            raise LayoutError(
-                f"no operator there can split {factor!r} over {axis}={factors.sizes[axis]}",
-                where=where,
-                remedy=f"factors are: batch, none, {', '.join(known)}",
-            )
+            raise _unknown_factor(factors, members, factor, axis, where)
     return found
 
 
@@ -70,13 +67,14 @@ def _read(glob: str, text: str, axes: tuple[str, ...]) -> tuple[str, str]:
     if not at:
         raise LayoutError(f"{text!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
     if axis not in axes:
-        raise LayoutError(f"unknown axis {axis!r}", where=where, remedy=f"axes are {', '.join(axes)}")
+        near = did_you_mean(axis, axes)
+        raise LayoutError(f"unknown axis {axis!r}", where=where, remedy=f"{near} axes are {', '.join(axes)}".strip())
     return factor, axis
 
 
-def _letter(factors: Factors, operator: Operator, factor: str, axis: str) -> str:
+def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_class: bool) -> str:
     for letter, name in operator.classes.items():
-        wanted = factors.is_batch(name) if factor == "batch" else letter == factor
+        wanted = factors.is_batch(name) if factor == "batch" else factor == (name if by_class else letter)
         if wanted and factors.fits(operator, letter, axis):
             return letter
     joint = operator.rule.joint if operator.rule is not None else {}
@@ -86,6 +84,22 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str) -> str
 def _closeness(glob: str, module: str) -> tuple[bool, int]:
     """How exactly a pin names a module: by its path, else by how much of it."""
     return glob == module, sum(letter not in "*?" for letter in glob)
+
+
+def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis: str, where: str) -> LayoutError:
+    """Nobody there can split it: what sizes it has there, or which others there are."""
+    classes = {name for one in members for letter, name in one.classes.items() if factor in (letter, name)}
+    sizes = sorted({factors.graph.factor_classes[name].size for name in classes})
+    letters = sorted({letter for one in members for letter in one.classes})
+    names = sorted({name for one in members for name in one.classes.values()}.difference(letters))
+    known = ["batch", "none", *letters, *names]
+    size = f", of size {' and '.join(map(str, sizes))}," if sizes else ""
+    near = "" if sizes else did_you_mean(factor, known)
+    return LayoutError(
+        f"no operator there can split {factor!r}{size} over {axis}={factors.sizes[axis]}",
+        where=where,
+        remedy=f"{near} factors are: {', '.join(known)}".strip(),
+    )
 
 
 def _nowhere(factors: Factors, glob: str, where: str) -> LayoutError:
