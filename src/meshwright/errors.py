@@ -34,6 +34,10 @@ class CaptureError(MeshwrightError):
     """A model or loss function that cannot be traced into a graph."""
 
 
+class CompileError(MeshwrightError):
+    """A step that cannot be compiled: no compiler, or a device that it was not made for."""
+
+
 class RuleError(MeshwrightError):
     """An operator's split rule that cannot be parsed or does not fit its operator."""
 

@@ -232,9 +232,9 @@ def execute(
         elif node.target is torch.ops.meshwright.experts_across_backward.default:
             known[node] = across_backward(rows_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is torch.ops.meshwright.attention_ring.default:
-            known[node] = ring.forward(round_of(args[-2]), *args[:-2], size=args[-1])
+            known[node] = ring.forward(round_of(args[-2]), rows_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is torch.ops.meshwright.attention_ring_backward.default:
-            known[node] = ring.backward(round_of(args[-2]), *args[:-2], size=args[-1])
+            known[node] = ring.backward(round_of(args[-2]), rows_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is collectives.HALO_EXCHANGE:
             known[node] = halo_rows(args[0], swapped(args[5], args[0]), *args[1:5], part=args[6])
         elif node.target is collectives.HALO_REDUCE:

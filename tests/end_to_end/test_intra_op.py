@@ -177,6 +177,14 @@ def test_a_pin_holds_for_the_modules_inside_and_the_rest_is_solved() -> None:
     assert "pinned" in {note.reason for note in plan.notes if note.module == "blocks.*.mlp.up"}
 
 
+def test_a_pin_names_a_class_where_no_operator_has_such_a_letter() -> None:
+    by_letter, by_class = (
+        mw.plan(gpt(), BOX, layout=mw.Layout(tp=8, pin={"blocks.*.mlp": f"{name}@tp"})).stage.storage
+        for name in ("f", "f1")
+    )
+    assert by_class == by_letter
+
+
 def test_the_closer_of_two_pins_holds() -> None:
     pins = {"*": "none@tp", "blocks.1.mlp": "f@tp"}
     storage = mw.plan(gpt(), BOX, layout=mw.Layout(tp=8, pin=pins)).stage.storage
@@ -196,7 +204,12 @@ def test_the_closer_of_two_pins_holds() -> None:
             r"layout: pin\['blocks.0.mpl'\]: matches no module\n  -> did you mean `blocks.0.mlp`.*modules are: ",
         ),
         ({"head": "h@tp"}, r"no operator there can split 'h' over tp=8\n  -> factors are: batch, none, b, k, s, v"),
+        (
+            {"head": "batc@tp"},
+            r"no operator there can split 'batc' over tp=8\n  -> did you mean `batch`\? factors are: ",
+        ),
         ({"head": "v@pp"}, r"unknown axis 'pp'\n  -> axes are dp, tp"),
+        ({"head": "v@ttp"}, r"unknown axis 'ttp'\n  -> did you mean `tp`\? axes are dp, tp"),
     ],
 )
 def test_a_pin_that_cannot_hold_says_why(pins: dict[str, str], message: str) -> None:

@@ -189,6 +189,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         seed=run.train.seed,
         cluster=run.layout.cluster or None,
         strict=run.layout.strict,
+        compile=run.train.compile,
     )
     held_bytes = _held_besides(trainer, device)
     foretold = _foretold(run, trainer, device) if rank == 0 and not run.schedule.batch_sizes else None

@@ -37,6 +37,7 @@ def train(
     file: Path = typer.Argument(..., metavar="RUN.toml", help="What to train, on what, how and where."),
     feed_back: bool = RECALIBRATE,
     strict: bool = typer.Option(False, "--strict", help="Refuse a model with an operator that no rule splits."),
+    compile: bool = typer.Option(False, "--compile", help="Join operators into kernels; needs a C++ compiler."),
     list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults, and stop."),
 ) -> None:
     """Train what a RUN.toml names. Every key of the file is an option too: --SECTION.KEY VALUE."""
@@ -44,7 +45,8 @@ def train(
         for name, default, owner in keys():
             typer.echo(f"--{name:<28} {default:<22} {owner}".rstrip())
         return
-    raw = overridden(config.read(file), [*(["--layout.strict=true"] if strict else []), *context.args])
+    chosen = [*(["--layout.strict=true"] if strict else []), *(["--train.compile=true"] if compile else [])]
+    raw = overridden(config.read(file), [*chosen, *context.args])
     run_training(with_directory(config.make(raw, where=str(file)), f"runs/{file.stem}"), feed_back=feed_back)
 
 

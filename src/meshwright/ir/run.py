@@ -256,6 +256,9 @@ class Train(Section, frozen=True, kw_only=True):
     """Seed of initial values, data order and dropout."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of parameters and of floating-point data."""
+    compile: bool = False
+    """Join operators into kernels by torch.compile's inductor, which needs a C++ compiler; the same numbers but for
+    rounding."""
     log_every: Positive = 10
     """Steps between log lines."""
     evaluate_every: Count = 0

@@ -17,6 +17,7 @@ from meshwright.ir.stages import BACKWARD, FINISH, REDUCE, STEP, Cut
 from meshwright.lower import buckets
 from meshwright.lower.buckets import Value
 from meshwright.lower.program import Accumulator, StageProgram
+from meshwright.lower.regions import Compiler
 from meshwright.lower.spmd import Lowering
 from meshwright.ops import collectives
 
@@ -37,9 +38,16 @@ class GradientLowering(Lowering):
     the rest."""
 
     def __init__(
-        self, capture: Capture, plan: Plan, divided: Cut, stage: int, groups: dict[str, AxisGroup], device: torch.device
+        self,
+        capture: Capture,
+        plan: Plan,
+        divided: Cut,
+        stage: int,
+        groups: dict[str, AxisGroup],
+        device: torch.device,
+        compiler: Compiler | None = None,
     ) -> None:
-        super().__init__(capture, plan, groups, device)
+        super().__init__(capture, plan, groups, device, compiler)
         self.divided, self.stage = divided, stage
         self.last = stage == divided.num_stages - 1
         self.program = StageProgram(stage)

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from meshwright.ir.recomputation import Recomputation
 from meshwright.lower.fuse import accumulate_products, reuse_memory
 from meshwright.lower.prefetch import prefetch
+from meshwright.lower.regions import Compiler
 from meshwright.lower.stage import BoxedFunction, boxed_function
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
@@ -33,13 +34,18 @@ class Phase:
 
 
 def partition(
-    graph: fx.Graph, constants: dict[str, Tensor], again: Recomputation, sent_down: Iterable[str]
+    graph: fx.Graph,
+    constants: dict[str, Tensor],
+    again: Recomputation,
+    sent_down: Iterable[str],
+    compiler: Compiler | None = None,
 ) -> dict[str, Phase]:
     """The function of every phase. Needs ``meta["phase"]`` of every node, and :func:`propagate`.
 
-    ``backward`` also comes in two parts: ``input`` makes ``sent_down``, ``weight`` the rest.
+    ``backward`` also comes in two parts: ``input`` makes ``sent_down``, ``weight`` the rest. ``compiler`` joins
+    operators.
     """
-    split = _Partition(graph, constants, again)
+    split = _Partition(graph, constants, again, compiler)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in _PHASES}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -81,8 +87,10 @@ def _accumulations(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node | None]:
 
 
 class _Partition:
-    def __init__(self, graph: fx.Graph, constants: dict[str, Tensor], again: Recomputation) -> None:
-        self.graph, self.constants, self.again = graph, constants, again
+    def __init__(
+        self, graph: fx.Graph, constants: dict[str, Tensor], again: Recomputation, compiler: Compiler | None
+    ) -> None:
+        self.graph, self.constants, self.again, self.compiler = graph, constants, again, compiler
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.cheap: dict[fx.Node, bool] = {}
 
@@ -147,6 +155,8 @@ class _Partition:
         for node in (*constants, *order):
             copies[node] = new.node_copy(node, copies.__getitem__)
         new.output([copies[node] for node in outputs])
+        if self.compiler is not None:
+            self.compiler.compile(new)
         prefetch(new)
         if phase in _LATE:
             accumulate_products(new)

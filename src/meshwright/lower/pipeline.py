@@ -25,23 +25,30 @@ from meshwright.lower.buckets import Value
 from meshwright.lower.fuse import fuse, propagate
 from meshwright.lower.partition import partition
 from meshwright.lower.program import Scalar, Slice, StageProgram, Transfer
+from meshwright.lower.regions import Compiler
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
 
 
 def lower_stage(
-    capture: Capture, plan: Plan, divided: Cut, stage: int, groups: dict[str, AxisGroup], device: torch.device
+    capture: Capture,
+    plan: Plan,
+    divided: Cut,
+    stage: int,
+    groups: dict[str, AxisGroup],
+    device: torch.device,
+    compiler: Compiler | None = None,
 ) -> StageProgram:
     """The program of stage number ``stage`` for the rank that ``groups`` describes (axes of the stage's mesh with more
-    than one rank).
+    than one rank). ``compiler`` joins operators.
 
     Raises:
         PlanError: an operator would have to communicate with other micro-batches.
     """
     if plan.microbatches > 1:
         groups = {**groups, TIME: AxisGroup(TIME, plan.microbatches, 0)}
-    return _StageLowering(capture, plan, divided, stage, groups, device).lower_stage()
+    return _StageLowering(capture, plan, divided, stage, groups, device, compiler).lower_stage()
 
 
 class _StageLowering(GradientLowering):
@@ -265,4 +272,5 @@ class _StageLowering(GradientLowering):
             {name: value.to(self.device) for name, value in traced.constants.items()},
             Recomputation(stage.recompute, {one.name: one.module for one in self.ir.operators}),
             sent_down=[one.value for one in program.sent_down],
+            compiler=self.compiler,
         )

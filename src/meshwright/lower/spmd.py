@@ -20,6 +20,7 @@ from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write
 from meshwright.lower.halo import Exchanged
 from meshwright.lower.local import LocalCall
 from meshwright.lower.prefetch import prefetch, sink_waits
+from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
 from meshwright.ops import collectives
@@ -56,19 +57,28 @@ def lower(
     groups: dict[str, AxisGroup],
     device: torch.device | None = None,
     turn: Callable[[], None] | None = None,
+    compiler: Compiler | None = None,
 ) -> Lowered:
     """The graph of the rank that ``groups`` describes, for ``device`` (default: the CPU).
 
     ``groups`` holds the axes of the plan's mesh that have more than one rank. ``turn`` is called where the backward
-    pass begins, if there is one.
+    pass begins, if there is one. ``compiler`` joins operators.
     """
-    return Lowering(capture, plan, groups, device or torch.device("cpu")).lower(turn)
+    return Lowering(capture, plan, groups, device or torch.device("cpu"), compiler).lower(turn)
 
 
 class Lowering:
     """Emits one rank's graph. ``lower/pipeline.py`` emits a stage of it, in phases."""
 
-    def __init__(self, capture: Capture, plan: Plan, groups: dict[str, AxisGroup], device: torch.device) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        plan: Plan,
+        groups: dict[str, AxisGroup],
+        device: torch.device,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.compiler = compiler
         self.capture, self.plan, self.groups, self.device = capture, plan, groups, device
         self.ir = capture.graph
         self.sizes = {axis: group.size for axis, group in groups.items()}
@@ -349,6 +359,8 @@ class Lowering:
         written = [first + k for k, name in enumerate(traced.differentiable) if name not in reduced]
         written += [last + k for k, name in enumerate(traced.buffers) if name in self.ir.buffer_updates]
         separate(self.graph, written)
+        if self.compiler is not None:
+            self.compiler.compile(self.graph)
         write_into_buckets(self.graph)
         prefetch(self.graph)
         sink_waits(self.graph)

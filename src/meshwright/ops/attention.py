@@ -28,7 +28,8 @@ def attention_rule(call: Call) -> Rule:
     queries and keys at once (``st``), keys and values go round a ring."""
     mask = _mask_pattern(call.args[3], "!t")
     pattern = f"b h s !d, b h !t !d, b h !t !e{mask} -> b h s !e, b h s"
-    decompositions = {"t": ("gather b h s", "sum b h s e"), "st": ("ring 2 1",)}
+    ring = ("ring 2 1", "all_to_all 4 1") if call.args[5] else ("ring 2 1",)
+    decompositions = {"t": ("gather b h s", "sum b h s e"), "st": ring}
     return make_rule(call, pattern, decompositions=decompositions, joint={"st": ("s", "t")})
 
 
@@ -37,14 +38,17 @@ def attention_backward_rule(call: Call) -> Rule:
     mask = _mask_pattern(call.args[4], "t")
     q, k, v, o = "b h s !d", "b h t !d", "b h t !e", "b h s !e"
     pattern = f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}"
-    return make_rule(call, pattern, decompositions={"st": ("ring 4 2",)}, joint={"st": ("s", "t")})
+    ring = ("ring 4 2", "all_to_all 8 2") if call.args[8] else ("ring 4 2",)
+    return make_rule(call, pattern, decompositions={"st": ring}, joint={"st": ("s", "t")})
 
 
 def attention_local(local: Local) -> Any:
     """Each shard attends to its keys; their softmaxes are merged through the log-sum-exp (Milakov, Gimelshein 2018)."""
     query, key, value, mask, dropout, causal, scale, _, number = local.args
     if local.is_split("st"):
-        call = local.call(ours.attention_ring.default, *local.args[:7], *_key(local, dropout, number), *_ring(local))
+        call = local.call(
+            ours.attention_ring.default, *local.args[:7], *_key(local, dropout, number), *_ring(local, causal)
+        )
         return local.call(operator.getitem, call, 0), local.call(operator.getitem, call, 1)
     mask, causal = _shifted_mask(local, query, mask, causal)
     call = local.call(local.target, query, key, value, mask, dropout, causal, scale, *_key(local, dropout, number))
@@ -67,7 +71,7 @@ def attention_backward_local(local: Local) -> Any:
     grad, query, key, value, mask, output, logsumexp, dropout, causal, scale, _, number = local.args
     if local.is_split("st"):
         return local.call(
-            ours.attention_ring_backward.default, *local.args[:10], *_key(local, dropout, number), *_ring(local)
+            ours.attention_ring_backward.default, *local.args[:10], *_key(local, dropout, number), *_ring(local, causal)
         )
     mask, causal = _shifted_mask(local, query, mask, causal)
     return local.call(
@@ -76,8 +80,8 @@ def attention_backward_local(local: Local) -> Any:
     )  # fmt: skip
 
 
-def _ring(local: Local) -> tuple[int, int, str, int]:
-    """(this rank's first query, its number in the ring, the ring's group and size)."""
+def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
+    """(this rank's first query, its number in the ring, whether ranks swap halves, the ring's group and size)."""
     if local.is_split("t"):
         raise RuleError(
             "keys that go round a ring are split over another axis too", where=local.name, remedy="split queries there"
@@ -85,7 +89,8 @@ def _ring(local: Local) -> tuple[int, int, str, int]:
     (index, _), (part, parts), (group, size) = local.coordinate("st"), local.coordinate("s"), local.group("st")
     rows = local.size("s") // (parts * size)
     place = part * size + index if parts > 1 and local.outside("s", "st") else index * parts + part
-    return place * rows, index, group, size
+    balanced = causal and parts == 1 and rows % 2 == 0 and local.size("s") == local.size("t")
+    return place * rows, index, balanced, group, size
 
 
 def _key(local: Local, dropout: float, number: int) -> tuple[Value, int]:

@@ -82,6 +82,11 @@ def _fused(query: Tensor, dropout: float) -> bool:
     )
 
 
+def _laid_out(value: Tensor) -> Tensor:
+    """As the fused kernels lay out: (batch, length, heads, ...) in memory."""
+    return value.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _attention_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float,
     random_key: int, salt: int,
@@ -93,13 +98,13 @@ def _attention_cpu(
         )
         if mask is not None:  # the kernel gives 0 where no key is allowed
             logsumexp.masked_fill_((mask == -math.inf).all(-1), -math.inf)
-        return output, logsumexp
+        return _laid_out(output), logsumexp
     scores = _scores(query, key, mask, causal, scale)
     logsumexp = scores.logsumexp(-1)
     weights = torch.nan_to_num(scores.sub_(logsumexp.unsqueeze(-1)).exp_())
     if dropout:
         weights = weights * _keep(weights, dropout, random_key, salt)
-    return torch.matmul(weights, value), logsumexp
+    return _laid_out(torch.matmul(weights, value)), _laid_out(logsumexp)
 
 
 def _attention_backward_cpu(
@@ -113,7 +118,7 @@ def _attention_backward_cpu(
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return gradients[0], gradients[1], gradients[2]
+        return _laid_out(gradients[0]), _laid_out(gradients[1]), _laid_out(gradients[2])
     weights = torch.nan_to_num(_scores(query, key, mask, causal, scale).sub_(logsumexp.unsqueeze(-1)).exp_())
     grad_weights = torch.matmul(grad, value.transpose(-2, -1))
     dropped = weights
@@ -125,7 +130,7 @@ def _attention_backward_cpu(
     grad_scores = weights * (grad_weights - (grad * output).sum(-1, keepdim=True))
     grad_query = torch.matmul(grad_scores, key) * scale
     grad_key = torch.matmul(grad_scores.transpose(-2, -1), query) * scale
-    return grad_query, grad_key, grad_value
+    return _laid_out(grad_query), _laid_out(grad_key), _laid_out(grad_value)
 
 
 def _cross_entropy_backward(grad: Tensor, logarithms: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -142,7 +147,7 @@ def _attention_shape(
     # the layout of the fused kernels: (batch, length, heads, width) in memory
     output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
     statistics = torch.promote_types(query.dtype, torch.float32)
-    return output, query.new_empty(batch, heads, length, dtype=statistics)
+    return output, query.new_empty(batch, length, heads, dtype=statistics).transpose(1, 2)
 
 
 def _attention_backward_shape(

@@ -7,11 +7,22 @@
 
 Parts are merged by their log-sum-exp; gradients of keys and values travel with them and end where they began (Liu,
 Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023).
+
+Under a causal mask the first ranks would wait for the last. So each takes, for the time of the ring, an early and a
+late half part of the sequence, and all have as much to do in every step ("zigzag"; the striped form is by Brandon et
+al., "Striped Attention", 2023):
+
+    rank     has      takes    own keys     keys of ranks before          keys of ranks behind
+    0        0 1      0 5      causal       all queries, the early half   the late queries, both halves
+    1        2 3      1 4
+    2        4 5      2 3
+
+Two exchanges of halves, before and after, cost about what two steps of the ring do.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +35,7 @@ ours = torch.ops.meshwright
 
 _SETTINGS = (
     "Tensor? mask, {more}float dropout, bool causal, float scale, SymInt random_key, SymInt salt, SymInt row,"
-    " SymInt index, str group, SymInt size"
+    " SymInt index, bool balanced, str group, SymInt size"
 )
 LIBRARY.define(
     f"attention_ring(Tensor query, Tensor key, Tensor value, {_SETTINGS.format(more='')}) -> (Tensor, Tensor)"
@@ -38,14 +49,30 @@ Shift = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to send a tensor to the next rank of the ring; what it returns waits for that of the rank before."""
 
 
+Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Sends rows to ranks, so many to each: gives what came, by sender, and its counts."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which queries meet which keys in a step: along the sequence, of those that are here."""
+
+    mask: Tensor | None = None
+    causal: bool = False
+    rows: slice = field(default_factory=lambda: slice(None))
+    columns: slice = field(default_factory=lambda: slice(None))
+
+
 @dataclass(frozen=True)
 class Ring:
-    """A rank's place: its number in the ring, the ring's size, and its first query's number in the sequence."""
+    """A rank's place: its number in the ring, the ring's size, its first query's number in the sequence, and whether
+    it has an early and a late half."""
 
     shift: Shift
     index: int
     size: int
     row: int
+    balanced: bool
 
     def moving(self, key: Tensor, value: Tensor, mask: Tensor | None) -> list[Tensor]:
         """What goes round: keys and values, and a mask of keys alone, which lies as they do."""
@@ -56,74 +83,119 @@ class Ring:
         """Whose keys and values are here."""
         return (self.index - step) % self.size
 
-    def mask(
-        self, step: int, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool
-    ) -> tuple[bool, Tensor | None, bool]:
-        """(whether any query may see any of these keys, the mask of this part, whether it is just causal)."""
+    def part(self, step: int, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Part | None:
+        """What a step computes; None where no query may see any of these keys."""
         rows, columns = query.shape[2], key.shape[2]
+        if self.balanced:
+            half, source = rows // 2, self.source(step)
+            if source == self.index:
+                return Part(causal=True)
+            return Part(columns=slice(0, half)) if source < self.index else Part(rows=slice(half, rows))
         column = self.source(step) * columns
         if not causal:
             whole = mask is not None and mask.shape[-1] == columns * self.size
-            return True, mask.narrow(-1, column, columns) if whole and mask is not None else mask, False
+            return Part(mask.narrow(-1, column, columns) if whole and mask is not None else mask)
         if column > self.row + rows - 1:
-            return False, None, False
+            return None
         if column == self.row:
-            return True, None, True
+            return Part(causal=True)
         if column + columns - 1 <= self.row:
-            return True, None, False
+            return Part()
         every = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
-        return True, every.tril_(self.row - column), False
+        return Part(every.tril_(self.row - column))
+
+    def takes(self, rank: int) -> tuple[int, int]:
+        """The halves of the sequence that a rank works on."""
+        return rank, 2 * self.size - 1 - rank
+
+    def swapped(self, exchange: Exchange, values: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
+        """Tensors [b, h, s, d] of one dtype, of the halves that this rank has, as those that it takes; or back."""
+
+        def holder(half: int, mirrored: bool) -> int:
+            return min(half, 2 * self.size - 1 - half) if mirrored else half // 2
+
+        own = (2 * self.index, 2 * self.index + 1)
+        have, want = (self.takes(self.index), own) if back else (own, self.takes(self.index))
+        goes = [holder(half, mirrored=not back) for half in have]
+        comes = [holder(half, mirrored=back) for half in want]
+        rows = torch.cat([one.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for one in values], 1)
+        counts = torch.zeros(self.size, 1, dtype=torch.int64)
+        for rank in goes:
+            counts[rank] += 1
+        came, _ = exchange(rows if goes[0] <= goes[1] else rows.flip(0), counts)
+        came = came if comes[0] <= comes[1] else came.flip(0)
+        result = []
+        for one, flat in zip(values, came.split([one.numel() // 2 for one in values], 1), strict=True):
+            batch, heads, length, width = one.shape
+            halves = flat.reshape(2, batch, heads, length // 2, width)
+            result.append(halves.movedim(0, 2).reshape(batch, heads, length, width))
+        return result
 
 
 def forward(
-    shift: Shift, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-    scale: float, random_key: int, salt: int, row: int, index: int, *, size: int,
+    shift: Shift, exchange: Exchange, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
+    causal: bool, scale: float, random_key: int, salt: int, row: int, index: int, balanced: bool, *, size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``attention`` of this rank's queries [b, h, s, d] and all ranks' keys and values, of which it has some."""
-    ring = Ring(shift, index, size, row)
+    ring = Ring(shift, index, size, row, balanced)
+    if balanced:
+        query, key, value = ring.swapped(exchange, (query, key, value))
     wide = torch.promote_types(query.dtype, torch.float32)
     total = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
-    every: Tensor | None = None
+    every = query.new_full(query.shape[:3], -math.inf, dtype=wide)
     for step in range(size):
         coming = [shift(one) for one in ring.moving(key, value, mask)] if step + 1 < size else []
-        seen, part_mask, part_causal = ring.mask(step, query, key, mask, causal)
-        if seen:
-            settings = (dropout, part_causal, scale, random_key, mix(salt, ring.source(step)) if dropout else 0)
-            output, own = ours.attention(query, key, value, part_mask, *settings)
-            merged = own if every is None else torch.logaddexp(every, own)
+        part = ring.part(step, query, key, mask, causal)
+        if part is not None:
+            settings = (dropout, part.causal, scale, random_key, mix(salt, ring.source(step)) if dropout else 0)
+            keys, values = key[:, :, part.columns], value[:, :, part.columns]
+            output, own = ours.attention(query[:, :, part.rows], keys, values, part.mask, *settings)
+            before, into = every[:, :, part.rows], total[:, :, part.rows]
+            merged = torch.logaddexp(before, own)
             finite = merged.masked_fill(merged == -math.inf, 0.0)  # a query without any key: its output is zero
-            if every is not None:
-                total.mul_((every - finite).exp_().unsqueeze(-1))
-            total.add_(output * (own - finite).exp_().unsqueeze(-1))
-            every = merged
+            into.mul_((before - finite).exp_().unsqueeze(-1))
+            into.add_(output * (own - finite).exp_().unsqueeze(-1))
+            before.copy_(merged)
         if coming:
             key, value, *rest = (finish() for finish in coming)
             mask = rest[0] if rest else mask
-    assert every is not None
-    return total.to(query.dtype), every
+    output = total.to(query.dtype)
+    if balanced:
+        (output,) = ring.swapped(exchange, (output,), back=True)
+        every = ring.swapped(exchange, (every.unsqueeze(-1),), back=True)[0].squeeze(-1)
+    return output, every
 
 
 def backward(
-    shift: Shift, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor,
-    logsumexp: Tensor, dropout: float, causal: bool, scale: float, random_key: int, salt: int, row: int, index: int,
-    *, size: int,
+    shift: Shift, exchange: Exchange, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    output: Tensor, logsumexp: Tensor, dropout: float, causal: bool, scale: float, random_key: int, salt: int,
+    row: int, index: int, balanced: bool, *, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of this rank's queries, keys and values."""
-    ring = Ring(shift, index, size, row)
+    ring = Ring(shift, index, size, row, balanced)
+    if balanced:
+        grad, query, key, value, output = ring.swapped(exchange, (grad, query, key, value, output))
+        logsumexp = ring.swapped(exchange, (logsumexp.unsqueeze(-1),))[0].squeeze(-1)
     grads = [torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (query, key, value)]
     for step in range(size):
         coming = [shift(one) for one in ring.moving(key, value, mask)] if step + 1 < size else []
-        seen, part_mask, part_causal = ring.mask(step, query, key, mask, causal)
-        if seen:
-            settings = (dropout, part_causal, scale, random_key, mix(salt, ring.source(step)) if dropout else 0)
-            parts = ours.attention_backward(grad, query, key, value, part_mask, output, logsumexp, *settings)
-            for one, part in zip(grads, parts, strict=True):
-                one.add_(part)
+        part = ring.part(step, query, key, mask, causal)
+        if part is not None:
+            settings = (dropout, part.causal, scale, random_key, mix(salt, ring.source(step)) if dropout else 0)
+            rows, columns = part.rows, part.columns
+            parts = ours.attention_backward(
+                grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], part.mask,
+                output[:, :, rows], logsumexp[:, :, rows], *settings,
+            )  # fmt: skip
+            for one, term, place in zip(grads, parts, (rows, columns, columns), strict=True):
+                one[:, :, place].add_(term)
         going = [shift(one) for one in grads[1:]]
         grads[1:] = [finish() for finish in going]
         if coming:
             key, value, *rest = (finish() for finish in coming)
             mask = rest[0] if rest else mask
+    if balanced:
+        grads = ring.swapped(exchange, grads, back=True)
     return grads[0], grads[1], grads[2]
 
 
@@ -135,14 +207,18 @@ def _round(group: str, size: int) -> Shift:
     return shift
 
 
+def _over(group: str, size: int) -> Exchange:
+    return lambda rows, counts: collectives.EXCHANGE_ROWS(rows, counts, group, size)
+
+
 def _forward(*values: Any) -> Any:
     *given, group, size = values
-    return forward(_round(group, size), *given, size=size)
+    return forward(_round(group, size), _over(group, size), *given, size=size)
 
 
 def _backward(*values: Any) -> Any:
     *given, group, size = values
-    return backward(_round(group, size), *given, size=size)
+    return backward(_round(group, size), _over(group, size), *given, size=size)
 
 
 def _shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

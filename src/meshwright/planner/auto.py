@@ -1,8 +1,9 @@
 """The best layout of a captured model: what ranks, batch and memory allow, by closed form; then the best are played."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan, Prediction
 from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.factors import Factors
 from meshwright.planner.foretell import foretell
 from meshwright.schedules.pipeline import schedule_of
 
@@ -64,8 +66,9 @@ def plan_auto(
     pipelines: bool = True,
     progress: Progress = lambda what: None,
 ) -> Plan:
-    """The fastest plan over dp x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that fits; of
-    models with convolutions, over dp x mixed too.
+    """The fastest plan over dp x cp x ep x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that
+    fits, with sequence parallelism by the rule where the program has not found better; of models with convolutions,
+    over dp x mixed too.
 
     All layouts are weighed in closed form; the ``PLAYED`` fastest are simulated, and the simplest of those that are
     within ``ALIKE`` of the fastest is taken. ``gpipe`` is left out, for ``1f1b`` takes as long with less memory;
@@ -85,7 +88,7 @@ def plan_auto(
     too_large: list[_Option] = []
     refused: list[str] = []
     weigh = _Scales(graph, world_size, cluster, optimizer, clips)
-    layouts = candidates(graph.batch_size, world_size, mixes=convolves(graph))
+    layouts = candidates(graph.batch_size, world_size, axes_of(graph))
     for layout in (one for one in layouts if pipelines or one.pp == 1):
         progress(layout_text(layout))
         try:
@@ -119,14 +122,34 @@ def plan_auto(
     )
 
 
-def convolves(graph: Graph) -> bool:
-    """Whether a model has convolutions: layers that are unlike, with images that can be cut."""
-    return any(one.target.startswith("aten.convolution.") for one in graph.operators)
+@dataclass(frozen=True)
+class Axes:
+    """What a model has besides a batch and features: sequences that operators work on, attention to them, experts
+    (their number; several mixtures: what divides all), and images that convolutions read, in layers that are unlike."""
+
+    sequences: bool = False
+    attention: bool = False
+    experts: int = 1
+    images: bool = False
 
 
-def candidates(batch_size: int, world_size: int, mixes: bool = False) -> Iterator[Layout]:
-    """All layouts that could be meant for so many ranks; simple ones first. ``mixes``: those too that split every
-    operator in its own way. Where there are fewer samples than ranks, they cut images in two dims as well."""
+def axes_of(graph: Graph) -> Axes:
+    """What there is to divide."""
+    mixtures = [one for one in graph.operators if one.target.startswith("meshwright.experts.")]
+    experts = math.gcd(*(graph.tensors[one.inputs[-1]].shape[0] for one in mixtures)) if mixtures else 1
+    sequences = Factors(graph, {}, {}).sequences()
+    attention = any(one.target.startswith("meshwright.attention.") for one in graph.operators)
+    images = any(one.target.startswith("aten.convolution.") for one in graph.operators)
+    return Axes(bool(sequences), attention and bool(sequences), experts, images)
+
+
+def candidates(batch_size: int, world_size: int, axes: Axes | None = None) -> Iterator[Layout]:
+    """All layouts that could be meant for so many ranks; simple ones first.
+
+    The sequence over ``cp``, experts over ``ep`` and sequence parallelism come without stages: these follow rules, and
+    what they save, stages save too. Where there are fewer samples than ranks, ``mixed`` cuts images in two dims too.
+    """
+    axes = axes or Axes()
     for pp in _divisors(world_size):
         for tp in _divisors(world_size // pp):
             dp = world_size // pp // tp
@@ -141,13 +164,31 @@ def candidates(batch_size: int, world_size: int, mixes: bool = False) -> Iterato
                     for chunks in range(2, MOST_CHUNKS + 1):
                         if m % pp == 0:
                             yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="interleaved", chunks=chunks)
-    for size in _divisors(world_size)[1:] if mixes else ():
+    for size in _divisors(world_size)[1:] if axes.images else ():
         dp = world_size // size
         if batch_size % dp == 0:
             yield Layout(dp=dp, mixed=(size,))
             two = max(one for one in _divisors(size) if one * one <= size)
             if two > 1 and batch_size < world_size:
                 yield Layout(dp=dp, mixed=(size // two, two))
+    yield from _by_rule(batch_size, world_size, axes)
+
+
+def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
+    """Layouts of axes that rules divide, not the program."""
+    for cp in _divisors(world_size) if axes.attention else (1,):
+        for tp in _divisors(world_size // cp):
+            dp = world_size // cp // tp
+            if batch_size % dp:
+                continue
+            for ep in _divisors(math.gcd(dp, axes.experts)):
+                sequence = (False, True) if tp > 1 and axes.sequences and ep == 1 else (False,)
+                contexts: tuple[Literal["gather", "ring"], ...] = ("gather", "ring") if cp > 1 else ("gather",)
+                for m, between, context in itertools.product(_divisors(batch_size // dp), sequence, contexts):
+                    if m <= MOST_MICROBATCHES and (cp > 1 or ep > 1 or between):
+                        yield Layout(
+                            dp=dp, cp=cp, ep=ep, tp=tp, microbatches=m, sequence_parallel=between, context=context
+                        )
 
 
 class _Scales:
@@ -179,7 +220,8 @@ class _Scales:
         option = self._weigh(layout, self._plain)
         if option.memory.peak_bytes <= limit:
             return option
-        careful = self._careful(layout, limit) if layout.tp > 1 or layout.mixed else None
+        solved = (layout.tp > 1 or layout.mixed) and not _is_by_rule(layout)
+        careful = self._careful(layout, limit) if solved else None
         for recompute in RECOMPUTE[1:]:
             if option.memory.peak_bytes <= limit:
                 break
@@ -207,7 +249,8 @@ class _Scales:
     def _weigh(self, layout: Layout, ask: Ask) -> _Option:
         plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
         key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.zero, layout.recompute,
-               layout.mixed, ask.memory_bytes)  # fmt: skip
+               layout.cp, layout.context, layout.ep, layout.sequence_parallel, layout.mixed,
+               ask.memory_bytes)  # fmt: skip
         if key not in self._works:
             self._works[key] = step_work(self.graph, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
         work, schedule = self._works[key], schedule_of(plan)
@@ -221,8 +264,13 @@ def zeros(layout: Layout) -> tuple[Literal[0, 1, 2, 3], ...]:
     return (0,) if layout.dp == 1 else (0, 1) if layout.pp > 1 else (0, 1, 2, 3)
 
 
+def _is_by_rule(layout: Layout) -> bool:
+    return layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel
+
+
 def _complexity(layout: Layout) -> tuple[int, int, int, int, int]:
-    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, *layout.mixed))
+    sizes = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, *layout.mixed)
+    axes = sum(size > 1 for size in sizes) + layout.sequence_parallel + (layout.context == "ring")
     return (axes, layout.chunks, layout.microbatches, layout.zero, RECOMPUTE.index(layout.recompute))
 
 

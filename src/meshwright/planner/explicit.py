@@ -48,13 +48,15 @@ class Ask:
     """What is wanted of the program.
 
     ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
-    ``whole``: parameters that must not be cut. ``known`` keeps solutions.
+    ``whole``: parameters that must not be cut. ``by_rule``: tensor parallel as Megatron-LM divides it by hand (columns,
+    then rows; whole heads; the vocabulary where that pays), for comparisons. ``known`` keeps solutions.
     """
 
     explains: bool = True
     memory_bytes: float | None = None
     whole: frozenset[str] = frozenset()
     optimizer: OptimizerCost = ADAMW
+    by_rule: bool = False
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
 
 
@@ -166,7 +168,8 @@ class _Planner:
         else:
             pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
             space = [] if self.mixes else self.space
-            if self.layout.sequence_parallel or not self.sizes.keys().isdisjoint(("cp", "ep", *space)):
+            ruled = self.ask.by_rule or self.layout.sequence_parallel
+            if ruled or not self.sizes.keys().isdisjoint(("cp", "ep", *space)):
                 self._fix(pins)
             elif "tp" in self.sizes or pins or self.mixes:
                 self._require_heads("tp", pins)

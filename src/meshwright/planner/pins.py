@@ -22,7 +22,8 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
 
     Args:
         pins: module globs to ``factor@axis``, or several with spaces between them; factors are ``batch``, ``none``,
-            the letters of operators, and the words of ``planner.words``.
+            the letters of operators (``f``), where none there has such a letter the graph's classes of letters that go
+            together (``f1``), and the words of ``planner.words``.
         axes: the names of the mesh's axes; those of one rank only are checked, and divide nothing.
 
     Raises:
@@ -38,8 +39,9 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
         if axis not in factors.sizes:
             continue
         hits = 0
+        by_class = not any(factor in one.classes for one in members)
         for operator in members:
-            letter = _letter(factors, operator, factor, axis)
+            letter = _letter(factors, operator, factor, axis, by_class)
             hits += bool(letter)
             other = by.get((operator.name, axis))
             if other is not None:
@@ -57,12 +59,7 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
                 continue
             found.setdefault(operator.name, {})[axis] = letter
         if not hits and factor != "none":
-            known = sorted({letter for one in members for letter in one.classes})
-            raise LayoutError(
-                f"no operator there can split {factor!r} over {axis}={factors.sizes[axis]}",
-                where=where,
-                remedy=f"factors are: batch, none, {', '.join([*known, *_words(members)])}",
-            )
+            raise _unknown_factor(factors, members, factor, axis, where)
     return found
 
 
@@ -77,7 +74,8 @@ def _every(pins: dict[str, str], axes: tuple[str, ...]) -> Iterator[tuple[str, s
             factors, over = STATIONARY.get(factor, (SAME.get(factor, factor),)), named.split(",")
             for axis in over:
                 if axis not in axes:
-                    raise LayoutError(f"unknown axis {axis!r}", where=where, remedy=f"axes are {', '.join(axes)}")
+                    remedy = f"{did_you_mean(axis, axes)} axes are {', '.join(axes)}".strip()
+                    raise LayoutError(f"unknown axis {axis!r}", where=where, remedy=remedy)
             if len(factors) != len(over) or len(set(over)) < len(over):
                 example = f"{factor}@{','.join(axes[-len(factors) :])}"
                 takes = "1 axis" if len(factors) == 1 else f"{len(factors)} axes"
@@ -89,9 +87,9 @@ def _every(pins: dict[str, str], axes: tuple[str, ...]) -> Iterator[tuple[str, s
             yield from ((glob, *pair) for pair in zip(factors, over, strict=True))
 
 
-def _letter(factors: Factors, operator: Operator, factor: str, axis: str) -> str:
+def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_class: bool) -> str:
     for letter, name in operator.classes.items():
-        wanted = factors.is_batch(name) if factor == "batch" else letter == factor
+        wanted = factors.is_batch(name) if factor == "batch" else factor == (name if by_class else letter)
         if wanted and factors.fits(operator, letter, axis):
             return letter
     joint = operator.rule.joint if operator.rule is not None else {}
@@ -107,6 +105,22 @@ def _words(operators: list[Operator]) -> list[str]:
 def _closeness(glob: str, module: str) -> tuple[bool, int]:
     """How exactly a pin names a module: by its path, else by how much of it."""
     return glob == module, sum(letter not in "*?" for letter in glob)
+
+
+def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis: str, where: str) -> LayoutError:
+    """Nobody there can split it: what sizes it has there, or which others there are."""
+    classes = {name for one in members for letter, name in one.classes.items() if factor in (letter, name)}
+    sizes = sorted({factors.graph.factor_classes[name].size for name in classes})
+    letters = sorted({letter for one in members for letter in one.classes})
+    names = sorted({name for one in members for name in one.classes.values()}.difference(letters))
+    known = ["batch", "none", *letters, *names, *_words(members)]
+    size = f", of size {' and '.join(map(str, sizes))}," if sizes else ""
+    near = "" if sizes else did_you_mean(factor, known)
+    return LayoutError(
+        f"no operator there can split {factor!r}{size} over {axis}={factors.sizes[axis]}",
+        where=where,
+        remedy=f"{near} factors are: {', '.join(known)}".strip(),
+    )
 
 
 def _nowhere(factors: Factors, glob: str, where: str) -> LayoutError:

@@ -20,6 +20,8 @@ ELEMENT_WISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
 """Optimizers of torch.optim that treat every element alone, so that a part of a tensor trains as the whole would."""
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""Optimizers that PyTorch has a kernel for, on the CPU too, which reads and writes every tensor once."""
 NEEDS_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP")
 _REMEDY = "pass a function such as lambda p: torch.optim.AdamW(p, lr=3e-4), of all the parameters that it is given"
 
@@ -45,8 +47,10 @@ def check_factory(factory: Any, max_grad_norm: Any) -> None:
         )
 
 
-def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters) -> Optimizer:
+def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fused: bool = False) -> Optimizer:
     """The optimizer over this rank's parts of the parameters; over none, where only other stages are trained.
+
+    ``fused``: by PyTorch's fused kernel where there is one, and the caller has not chosen.
 
     Raises:
         OptimizerError: the factory failed, returned no optimizer or one over other tensors, or its optimizer needs
@@ -74,6 +78,10 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters) -> Op
             where="optimizer",
             remedy=_REMEDY,
         )
+    if fused and type(made) in FUSED:
+        for group in made.param_groups:
+            if group["fused"] is None and not group["foreach"] and not group["differentiable"]:
+                group["fused"] = all(value.is_floating_point() for value in group["params"])
     if isinstance(made, NeedsShardSums):
         if any(map(parameters.is_sharded, parameters)):
             made.sum_shards_with(shard_sum(parameters))

@@ -17,6 +17,7 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import batch_border, cut
 from meshwright.lower.pipeline import lower_stage
 from meshwright.lower.program import Transfer
+from meshwright.lower.regions import Compiler
 from meshwright.lower.spmd import lower
 from meshwright.runtime.executor import Executor, Place, Route, StepResult
 from meshwright.schedules.pipeline import schedule_of
@@ -52,18 +53,32 @@ def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
     return result
 
 
-def lowered_step(captured: Capture, plan: Plan, groups: dict[str, AxisGroup], rank: int, device: torch.device) -> Step:
-    """The step of ``plan`` on this rank."""
+def lowered_step(
+    captured: Capture,
+    plan: Plan,
+    groups: dict[str, AxisGroup],
+    rank: int,
+    device: torch.device,
+    compiler: Compiler | None = None,
+) -> Step:
+    """The step of ``plan`` on this rank, its operators joined by ``compiler``."""
     if plan.whole_step:
-        return WholeStep(captured, plan, groups, device)
-    return PipelineStep(captured, plan, groups, rank, device)
+        return WholeStep(captured, plan, groups, device, compiler)
+    return PipelineStep(captured, plan, groups, rank, device, compiler)
 
 
 class WholeStep:
     """One function: forward, backward, and the reduction of gradients."""
 
-    def __init__(self, captured: Capture, plan: Plan, groups: dict[str, AxisGroup], device: torch.device) -> None:
-        self.lowered = lowered = lower(captured, plan, groups, device, turn=self._turn)
+    def __init__(
+        self,
+        captured: Capture,
+        plan: Plan,
+        groups: dict[str, AxisGroup],
+        device: torch.device,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.lowered = lowered = lower(captured, plan, groups, device, self._turn, compiler)
         self._turned = 0.0
         self.inputs, self.input_placements = lowered.inputs, lowered.input_placements
 
@@ -103,7 +118,13 @@ class PipelineStep:
     """The stages that this rank holds, and the schedule by which it runs them."""
 
     def __init__(
-        self, captured: Capture, plan: Plan, groups: dict[str, AxisGroup], rank: int, device: torch.device
+        self,
+        captured: Capture,
+        plan: Plan,
+        groups: dict[str, AxisGroup],
+        rank: int,
+        device: torch.device,
+        compiler: Compiler | None = None,
     ) -> None:
         graph = captured.graph
         self.inputs = list(graph.inputs)
@@ -117,7 +138,9 @@ class PipelineStep:
         mine = range(index, divided.num_stages, self._count)
         stage_groups = {axis: group for axis, group in groups.items() if axis != "pp"}
         self._plan, self._graph = plan, graph
-        programs = {stage: lower_stage(captured, plan, divided, stage, stage_groups, device) for stage in mine}
+        programs = {
+            stage: lower_stage(captured, plan, divided, stage, stage_groups, device, compiler) for stage in mine
+        }
         self.input_placements: dict[str, Placements] = {}
         for program in programs.values():
             self.input_placements |= program.input_placements

@@ -28,6 +28,7 @@ from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
 from meshwright.ir.trace import Trace
+from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.runtime import checkpoint
@@ -70,6 +71,7 @@ class Trainer:
         device: torch.device,
         replan: Replan,
         rules: Mapping[Target, OperatorRule] | None = None,
+        compile: bool = False,
     ) -> None:
         self.plan = plan
         self.step_number = 0
@@ -84,9 +86,10 @@ class Trainer:
         axes = {group.name: axis for axis, group in self.groups.items()}
         self.recorder: Recorder | None = Recorder(axes, memory_reader(device))
         # before anything of the caller's changes
-        lowered = lowered_step(captured, plan, self.groups, self.rank, device)
+        self._compiler = Compiler(device) if compile else None
+        lowered = lowered_step(captured, plan, self.groups, self.rank, device, self._compiler)
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
-        self._optimizer = make_optimizer(optimizer, self.parameters) if optimizer is not None else None
+        self._optimizer = make_optimizer(optimizer, self.parameters, fused=compile) if optimizer is not None else None
         self.parameters.take_over()
         self._names_trained = self.parameters.follow()
         self._lowered: OrderedDict[Hashable, tuple[Step, Graph]] = OrderedDict()
@@ -113,6 +116,11 @@ class Trainer:
         """By name of a tensor of the batch, what this rank needs of the global one. Where images are cut over ranks,
         ``step(batch, local=True)`` takes these rows alone, too: ``image[trainer.input_parts["image"]]``."""
         return self._parts.slices
+
+    @property
+    def num_kernels(self) -> int:
+        """Kernels that were compiled; 0 without ``compile``."""
+        return self._compiler.num_kernels if self._compiler is not None else 0
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -356,7 +364,7 @@ class Trainer:
             self._model, self._loss_fn, leaves.with_tensors(shaped), training=training, rules=self._rules
         )
         plan = self._replan(self.plan, captured.graph)
-        entry = (lowered_step(captured, plan, self.groups, self.rank, self.device), captured.graph)
+        entry = (lowered_step(captured, plan, self.groups, self.rank, self.device, self._compiler), captured.graph)
         self._lowered[key] = entry
         while len(self._lowered) > SHAPES_KEPT:
             forgotten = next(one for one in self._lowered if one != key)

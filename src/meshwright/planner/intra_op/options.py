@@ -36,8 +36,7 @@ class Options:
             [
                 (axis, factor, passes)
                 for factor in self._factors(decision, axis)
-                for passes in self._passes(decision, axis)
-                if factor == _NONE or not any(passes)
+                for passes in self._passes(decision, axis, factor)
             ]
             for axis in self.sizes
         ]
@@ -72,11 +71,13 @@ class Options:
             and self.allows(operator, letter, axis)
         )
 
-    def _passes(self, decision: Decision, axis: str) -> list[tuple[bool, bool]]:
-        """Whether sums that come from outside may pass through (forward, backward)."""
+    def _passes(self, decision: Decision, axis: str, factor: tuple[str, int]) -> list[tuple[bool, bool]]:
+        """Whether sums that come from outside may pass through (forward, backward): members that do not split the
+        factor, as the addition of what two operators give to the gradient of a parameter that they share."""
         inside = {name for one in decision.members for name in one.outputs}
+        open_here = [one for one in decision.members if factor not in self._letters(one)]
         able = [
-            any(self._arriving(one, axis, inside) for one in decision.members if one.backward == backward)
+            any(self._arriving(one, axis, inside) for one in open_here if one.backward == backward)
             for backward in (False, True)
         ]
         return [

@@ -1,0 +1,316 @@
+"""Neighbouring element-wise operators, norms and softmaxes -> one kernel each, made by torch.compile's inductor.
+
+    mm, add, layer_norm, mm, log_softmax, nll_loss, exp, mul, scatter_add, mm
+        [ region     ]      [ region                                  ]
+
+Everything else stays as it was lowered, in its order: products, attention, random numbers, what writes in place, and
+collectives, which a compiler that moves operators would have to be kept from moving (docs/decisions/0020).
+"""
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from meshwright.errors import CompileError
+from meshwright.ops import collectives
+from meshwright.ops.pointwise import is_pointwise
+from meshwright.ops.view import VIEWS
+
+aten = torch.ops.aten
+
+_FREE = VIEWS | {operator.getitem, aten.reshape.default, aten.contiguous.default}
+"""What moves nothing inside of a kernel."""
+_JOINED = frozenset(
+    {
+        aten.native_layer_norm.default, aten._fused_rms_norm.default, aten._softmax.default, aten._log_softmax.default,
+        aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.nll_loss_forward.default,
+        aten.scatter_add.default, aten.gather.default,
+    }
+)  # fmt: skip
+"""Operators that are no element-wise ones, and gain by being joined with such."""
+_SLOW = frozenset({aten.gelu.default, aten.gelu_backward.default, aten.erf.default, aten.clone.default})
+"""Element-wise operators that are faster alone (the error function, 1.5 times), or whose result a compiler may take
+for its input."""
+_MADE = frozenset(
+    {aten.full.default, aten.arange.default, aten.arange.start, aten.new_zeros.default, aten.zeros.default}
+)
+"""What is made of nothing, wherever it stands."""
+
+WORTH = 4096
+"""Elements below which a call of a kernel takes longer than the operators."""
+Region = Callable[..., tuple[Tensor, ...]]
+
+
+class Compiler:
+    """Makes kernels of regions, once for all that are alike. One a trainer.
+
+    Raises:
+        CompileError: there is no C++ compiler, or the device is none that this was tried on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        if device.type != "cpu":
+            raise CompileError(
+                f"steps are compiled for the CPU only, not for {device.type}", where="compile", remedy="leave it out"
+            )
+        try:
+            self.compiler = get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise CompileError(
+                "there is no C++ compiler",
+                where="compile",
+                remedy="install g++ (or clang), or name one in the environment variable CXX; or train without compile",
+            ) from None
+        self._known: dict[str, Region | None] = {}
+
+    @property
+    def num_kernels(self) -> int:
+        """Kernels that were made."""
+        return sum(one is not None for one in self._known.values())
+
+    def compile(self, graph: fx.Graph) -> None:
+        """Replace every region of the graph by a call of its kernel. Needs ``meta["val"]`` of every node."""
+        for members in _regions(graph):
+            _Extraction(graph, members).replace(self._kernel)
+        graph.eliminate_dead_code(_is_impure)
+
+    def _kernel(self, inner: fx.Graph, values: Sequence[Tensor]) -> Region | None:
+        shapes = [(tuple(value.shape), value.stride(), value.dtype) for value in values]
+        key = f"{inner}{shapes}{torch.get_num_threads()}"
+        if key not in self._known:
+            self._known[key] = _compiled(inner, values, f"region_{len(self._known)}")
+        return self._known[key]
+
+
+def _is_impure(node: fx.Node) -> bool:
+    """What must stay though nobody reads its result: collectives, what writes, notes of time."""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema.is_mutable) if schema is not None else node.target is not operator.getitem
+
+
+def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | None:
+    """The kernel; None where a result of it would lie in the memory of what it is given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, of parts of it that inductor imports
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.config import patch
+
+    examples = [_example(value) for value in values]
+    with torch.no_grad(), patch(compile_threads=1):
+        made: Any = compile_fx(fx.GraphModule(torch.nn.Module(), inner), examples)
+        results = made(*examples)
+    given = {value.untyped_storage().data_ptr() for value in examples}
+    if any(one.untyped_storage().data_ptr() in given for one in results):
+        return None
+
+    def region(*arguments: Tensor) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = made(*arguments)
+        return result
+
+    region.__name__ = region.__qualname__ = name
+    return region
+
+
+def _example(value: Tensor) -> Tensor:
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return made.fill_(1)
+
+
+# --- which operators --------------------------------------------------------------------------------------------------
+
+
+def _joins(node: fx.Node) -> bool:
+    """Whether an operator may be part of a region."""
+    if node.op != "call_function" or node.target in _FREE or node.target in _SLOW or node.kwargs.keys() & {"out"}:
+        return False
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    if not all(isinstance(one, Tensor) and one.numel() for one in values if one is not None):
+        return False
+    if node.target is aten._to_copy.default:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        assert isinstance(value, Tensor)
+        return bool(value.dtype != source.meta["val"].dtype) and set(node.kwargs) <= {"dtype"}
+    if node.target is aten.scatter_add.default:
+        return _is_one_a_row(node)
+    if node.target is aten.native_layer_norm.default:
+        return node.args[2] is not None
+    return node.target in _JOINED or is_pointwise(node.target)  # type: ignore[arg-type]
+
+
+def _is_one_a_row(node: fx.Node) -> bool:
+    """Whether a scatter adds one number to each row, as the gradient of a cross-entropy does."""
+    into, dim, index = node.args[:3]
+    assert isinstance(into, fx.Node)
+    assert isinstance(index, fx.Node)
+    rows, found = into.meta["val"].shape, index.meta["val"].shape
+    return dim in (-1, len(rows) - 1) and tuple(found) == (*rows[:-1], 1)
+
+
+def _is_light(node: fx.Node) -> bool:
+    """What a region may be moved behind: nothing waits for it, and it takes no time."""
+    if node.target in _MADE:
+        return True
+    value = node.meta.get("val")
+    return node.target is collectives.WAIT and isinstance(value, Tensor) and value.numel() == 1
+
+
+def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Runs of operators that may be one kernel: nothing between the first and the last needs any of them."""
+    found: list[list[fx.Node]] = []
+    members: list[fx.Node] = []
+    made: set[fx.Node] = set()  # by the run, views included
+    for node in graph.nodes:
+        depends = not made.isdisjoint(node.all_input_nodes)
+        if _joins(node):
+            members.append(node)
+            made.add(node)
+        elif node.op == "call_function" and node.target in _FREE:
+            if depends:
+                made.add(node)
+        elif node.op == "call_function" and not (_is_light(node) and not depends):
+            found.append(members)
+            members, made = [], set()
+    found.append(members)
+    return [one for one in found if len(one) > 1 and max(map(_size, one)) >= WORTH]
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return max(one.numel() for one in (value if isinstance(value, tuple | list) else (value,)) if one is not None)
+
+
+# --- a region as a graph of its own -----------------------------------------------------------------------------------
+
+
+class _Extraction:
+    """Takes operators out of a graph; views that only they read, or that are of them, come along."""
+
+    def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+        self.graph, self.members, self.inside = graph, members, set(members)
+        self.absorbed: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            free = node.op == "call_function" and node.target in _FREE
+            if node.target is operator.getitem:
+                free = node.args[0] in self.inside
+            if free and node.users and all(user in self.inside or user in self.absorbed for user in node.users):
+                self.absorbed.add(node)
+        self.inner = fx.Graph()
+        self.inputs: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def replace(self, kernel: Callable[[fx.Graph, Sequence[Tensor]], Region | None]) -> None:
+        for node in self.members:
+            self._copy(node)
+        results = [one for node in self.members for one in self._results(node)]
+        if not results:
+            return
+        self.inner.output(tuple(self.copies.get(one) or self._copy(one) for one in results))
+        function = kernel(self.inner, [node.meta["val"] for node in self.inputs])
+        if function is None:
+            return
+        last = self.members[-1]
+        views = self._views_before(last)
+        with self.graph.inserting_after(last):
+            call = self.graph.call_function(function, tuple(self.inputs))
+        with self.graph.inserting_before(call):
+            contiguous = [self._as_expected(node) for node in self.inputs]
+        call.args = tuple(contiguous)
+        call.meta.update({**last.meta, "val": tuple(one.meta["val"] for one in results)})
+        place = call
+        for index, one in enumerate(results):
+            with self.graph.inserting_after(place):
+                place = self.graph.call_function(operator.getitem, (call, index))
+            place.meta.update(one.meta)
+            one.replace_all_uses_with(place, delete_user_cb=lambda user: user not in self.inside)
+        self._erase(last)
+        for node in views:
+            place.append(node)
+            place = node
+
+    def _views_before(self, last: fx.Node) -> list[fx.Node]:
+        """Views of what the region makes that stand before its end, and are read by others."""
+        found: list[fx.Node] = []
+        node = self.members[0]
+        while node is not last:
+            if node.op == "call_function" and node.target in _FREE and self._is_view_of_member(node):
+                found.append(node)
+            node = node.next
+        return [node for node in found if node not in self.absorbed and not self._is_result(node)]
+
+    def _erase(self, last: fx.Node) -> None:
+        """Drop the operators that the kernel replaces."""
+        first, node = self.members[0], last
+        while True:
+            before = node.prev
+            dead = node in self.inside or node in self.absorbed or self._is_result(node)
+            if dead and not node.users:
+                self.graph.erase_node(node)
+            if node is first:
+                return
+            node = before
+
+    def _is_result(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and node.target is operator.getitem and node.args[0] in self.inside
+
+    def _as_expected(self, node: fx.Node) -> fx.Node:
+        """A value that comes from outside may have other strides than a kernel was made for."""
+        value = node.meta["val"]
+        root = node
+        while root.op == "call_function" and root.target in _FREE and isinstance(root.args[0], fx.Node):
+            root = root.args[0]
+        if root.op != "placeholder" or not value.is_contiguous():
+            return node
+        made = self.graph.call_function(aten.contiguous.default, (node,))
+        made.meta.update(node.meta)
+        return made
+
+    def _results(self, node: fx.Node) -> list[fx.Node]:
+        """What others read of an operator: its result, or of several those that are read."""
+
+        def is_read(value: fx.Node) -> bool:
+            return any(user not in self.inside and user not in self.absorbed for user in value.users)
+
+        if isinstance(node.meta["val"], Tensor):
+            return [node] if is_read(node) else []
+        return [user for user in node.users if user.target is operator.getitem and is_read(user)]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node not in self.copies:
+            self.copies[node] = self._made(node)
+        return self.copies[node]
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        if node not in self.inside and node not in self.absorbed and not self._is_view_of_member(node):
+            with self.inner.inserting_after(next(reversed(self.inputs.values()), None)):
+                self.inputs[node] = self.inner.placeholder(f"given_{len(self.inputs)}")
+            return self.inputs[node]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._copy)
+        if node.target is aten.scatter_add.default:
+            return self._add_to_rows(node, args)
+        return self.inner.call_function(node.target, args, dict(kwargs))  # type: ignore[arg-type]
+
+    def _is_view_of_member(self, node: fx.Node) -> bool:
+        while node.op == "call_function" and node.target in _FREE and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        return node in self.inside
+
+    def _add_to_rows(self, node: fx.Node, args: Any) -> fx.Node:
+        """A scatter of one number a row, as element-wise operators."""
+        into, _, index, values = args
+        value = node.meta["val"]
+        columns = self.inner.call_function(aten.arange.default, (value.shape[-1],), {"device": value.device})
+        here = self.inner.call_function(aten.eq.Tensor, (columns, index))
+        zero = self.inner.call_function(aten.full.default, ([], 0), {"dtype": value.dtype, "device": value.device})
+        added = self.inner.call_function(aten.where.self, (here, values, zero))
+        return self.inner.call_function(aten.add.Tensor, (into, added))

@@ -1,0 +1,161 @@
+"""Compiled steps equal those that are not: losses and parameters, masks of dropout and recomputation included."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._inductor.config import patch
+
+import meshwright as mw
+from meshwright.errors import CompileError
+from meshwright.lower.regions import WORTH, Compiler
+from meshwright.models import GPT, GPTConfig, classification_loss, language_model_loss
+from meshwright.ops import collectives
+from tests.distributed import oracle
+from tests.distributed.oracle import Subject
+from tests.distributed.pool import Ranks
+
+SEQUENCE = 64
+CASES = {
+    "dp2, zero": (mw.Layout(dp=2, zero=3), torch.float32),
+    "tp2": (mw.Layout(tp=2), torch.float64),
+    "pp2, recomputed": (mw.Layout(pp=2, microbatches=2, recompute="full"), torch.float64),
+}
+TOLERANCES = {torch.float64: oracle.TOLERANCE, torch.float32: 1e-5}
+
+
+def subject(dtype: torch.dtype, dropout: float = 0.1) -> Subject:
+    torch.manual_seed(3)
+    config = GPTConfig(layers=2, width=32, heads=2, vocabulary=64, sequence_length=SEQUENCE, dropout=dropout)
+    batches = []
+    for _ in range(2):
+        tokens = torch.randint(64, (8, SEQUENCE + 1))
+        targets = oracle.ragged_ends(tokens[:, 1:])
+        batches.append({"tokens": tokens[:, :-1].contiguous(), "targets": targets})
+    return Subject(GPT(config).to(dtype), language_model_loss, batches)
+
+
+def both(layout: mw.Layout, dtype: torch.dtype) -> tuple[float, float, int]:
+    """Largest errors of losses and of parameters; and how many kernels were made."""
+    (plain, _), (compiled, trainer) = (
+        oracle.in_parallel(
+            subject(dtype), layout, oracle.OPTIMIZERS["AdamW"],
+            parallelize=functools.partial(mw.parallelize, compile=compile),
+        )
+        for compile in (False, True)
+    )  # fmt: skip
+    losses = oracle.error_of(torch.stack(compiled.losses), torch.stack(plain.losses))
+    return losses, oracle.largest_error(compiled.state, plain.state), trainer.num_kernels
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_equals_uncompiled(ranks: Ranks, name: str) -> None:
+    layout, dtype = CASES[name]
+    for losses, state, kernels in ranks(layout.num_ranks, both, layout, dtype, timeout=300.0):
+        assert losses <= TOLERANCES[dtype]
+        assert state <= TOLERANCES[dtype]
+        assert kernels >= 1, "something was compiled"
+
+
+# --- regions ----------------------------------------------------------------------------------------------------------
+
+
+def graph_of(function: Callable[..., object], *values: torch.Tensor) -> fx.Graph:
+    """A graph as lowering makes it: values noted, outputs in a list."""
+    made = torch.fx.experimental.proxy_tensor.make_fx(function)(*values)
+    return made.graph
+
+
+def run(graph: fx.Graph, *values: torch.Tensor) -> object:
+    return fx.GraphModule(nn.Module(), graph)(*values)
+
+
+def targets(graph: fx.Graph) -> list[str]:
+    return [getattr(node.target, "__name__", "") for node in graph.nodes if node.op == "call_function"]
+
+
+def test_collectives_stay_where_they_were() -> None:
+    """What is started before a region is started before it, and what is waited for after it is waited for after."""
+    ours = torch.ops.meshwright_comm
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        a = x.exp() * y + 1
+        started = ours.all_gather_start(a, "group", 2, "native")
+        b = (x * y).sin() + y
+        whole = ours.wait(started)
+        return [whole, (b * 2 + x) * whole[0]]
+
+    value = torch.ones(64, 64)
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        graph = graph_of(function, mode.from_tensor(value), mode.from_tensor(value))
+    Compiler(torch.device("cpu")).compile(graph)
+    found = [name for name in targets(graph) if "region" in name or "start" in name or "wait" in name]
+    assert found == ["region_0", "all_gather_start.default", "region_1", "wait.default", "region_2"]
+    assert collectives.ALL_GATHER in [node.target for node in graph.nodes]
+
+
+def test_a_view_that_others_read_too_stays() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        y = (x.exp() * 2 + 1).reshape(-1, 64)
+        z = y.sin() * y
+        return [y @ w, z, x.reshape(-1, 64) * 3 + z]
+
+    x, w = torch.randn(4, 32, 64).double(), torch.randn(64, 8).double()
+    graph = graph_of(function, x, w)
+    expected = function(x, w)
+    Compiler(torch.device("cpu")).compile(graph)
+    assert sum(name.startswith("region") for name in targets(graph)) == 2
+    for one, other in zip(run(graph, x, w), expected, strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(one, other)
+
+
+def test_small_operators_stay_as_they_are() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.exp() * 2 + 1]
+
+    graph = graph_of(function, torch.randn(WORTH - 1))
+    Compiler(torch.device("cpu")).compile(graph)
+    assert "region_0" not in targets(graph)
+
+
+def test_no_compiler() -> None:
+    mine = subject(torch.float32)
+    missing = patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(CompileError, match="there is no C\\+\\+ compiler") as error:
+        mw.parallelize(mine.model, mine.loss_fn, mine.batches[0], plan=mw.Layout(), compile=True)
+    assert "CXX" in error.value.remedy
+
+
+def test_attention_has_the_strides_that_are_foretold() -> None:
+    ours = torch.ops.meshwright
+    for dropout, causal in ((0.0, True), (0.5, False)):
+        query, key, value = (torch.randn(2, 3, 8, 4) for _ in range(3))
+        settings = (dropout, causal, 0.5, 1, 2)
+        output, statistics = ours.attention(query, key, value, None, *settings)
+        given = (output, query, key, value, None, output, statistics)
+        real = [output, statistics, *ours.attention_backward(*given, *settings)]
+        with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+            fake = [mode.from_tensor(one) if one is not None else None for one in given]
+            foretold = [
+                *ours.attention(*fake[1:4], None, *settings),
+                *ours.attention_backward(*fake, *settings),
+            ]
+        assert [one.stride() for one in real] == [one.stride() for one in foretold]
+
+
+def test_classification_is_compiled_too() -> None:
+    torch.manual_seed(0)
+    batch = {"inputs": torch.randn(64, 96), "label": torch.randint(128, (64,))}
+
+    def loss(compile: bool) -> float:
+        torch.manual_seed(1)
+        model = mw.models.MLP((96, 128, 128))
+        return float(
+            mw.parallelize(model, classification_loss, batch, plan=mw.Layout(), compile=compile).evaluate(batch)
+        )
+
+    assert loss(True) == pytest.approx(loss(False), rel=1e-6)

@@ -1,0 +1,117 @@
+"""Attention around a ring: under a causal mask all ranks have as much to do, and results are those of one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import meshwright as mw
+from meshwright.capture.builder import capture
+from meshwright.ops.ring import Ring
+from meshwright.planner.explicit import plan_layout
+from tests.distributed import oracle
+from tests.distributed.lockstep import run_step
+from tests.distributed.pool import Ranks
+
+LENGTH = 4
+"""Queries of a rank."""
+
+
+def pairs(ring: Ring, step: int) -> list[tuple[int, int]]:
+    """The (query, key) pairs, by place in the whole sequence, that a rank works on in a step."""
+
+    def places(rank: int) -> torch.Tensor:
+        return torch.cat([torch.arange(half * LENGTH // 2, (half + 1) * LENGTH // 2) for half in ring.takes(rank)])
+
+    here = torch.zeros(1, 1, LENGTH, 1)
+    part = ring.part(step, here, here, None, causal=True)
+    assert part is not None
+    queries, keys = places(ring.index)[part.rows], places(ring.source(step))[part.columns]
+    seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
+    if part.causal:
+        seen = seen.tril()
+    return [(int(queries[i]), int(keys[j])) for i, j in seen.nonzero().tolist()]
+
+
+@given(st.integers(2, 9))
+def test_every_pair_is_met_once_and_every_rank_has_as_many_in_every_step(size: int) -> None:
+    rings = [Ring(lambda value: lambda: value, index, size, index * LENGTH, True) for index in range(size)]
+    found = {(ring.index, step): pairs(ring, step) for ring in rings for step in range(size)}
+    every = Counter(pair for some in found.values() for pair in some)
+    assert every == {(query, key): 1 for query in range(size * LENGTH) for key in range(query + 1)}
+    for step in range(size):
+        assert len({len(found[index, step]) for index in range(size)}) == 1
+
+
+def train(layout: mw.Layout) -> tuple[float, float]:
+    subjects = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        subjects.append(oracle.gpt(True, tied=False))
+    expected = oracle.in_one_process(subjects[0], oracle.OPTIMIZERS["AdamW"])
+    found, trainer = oracle.in_parallel(subjects[1], layout, oracle.OPTIMIZERS["AdamW"])
+    state = oracle.largest_error(found.state, expected.state) if trainer.rank == 0 else 0.0
+    return oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses)), state
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        mw.Layout(cp=2, context="ring"),
+        mw.Layout(cp=3, context="ring"),
+        mw.Layout(dp=2, cp=2, context="ring"),
+        mw.Layout(cp=2, tp=2, context="ring", sequence_parallel=False),
+    ],
+    ids=["cp2", "cp3", "dp2 x cp2", "cp2 x tp2"],
+)
+def test_training_equals_one_process(ranks: Ranks, layout: mw.Layout) -> None:
+    for losses, state in ranks(layout.num_ranks, train, layout):
+        assert losses <= oracle.TOLERANCE
+        assert state <= oracle.TOLERANCE
+
+
+class Attends(nn.Module):
+    """Causal attention, with a scale so that there is a gradient."""
+
+    def __init__(self, length: int, dropout: float) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 1, 2, length, 4, dtype=torch.float64))
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.weights * x.unsqueeze(0)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=self.dropout)
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(batch["x"]).square().sum()
+    return loss
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 8), (4, 8), (2, 6)], ids=["2", "4", "odd halves"])
+def test_gradients_are_those_of_the_masks_that_were_drawn(size: int, length: int) -> None:
+    """With dropout: a step along the gradient changes the loss by what the gradient says."""
+    torch.manual_seed(2)
+    model, batch = Attends(length, 0.4), {"x": torch.randn(2, 2, length, 4, dtype=torch.float64)}
+    captured = capture(model, loss_of, batch)
+    plan = plan_layout(captured.graph, mw.Layout(cp=size, context="ring"), world_size=size)
+    strategies = plan.strategies(captured.graph)
+    assert {"cp": "st"} in strategies.values()
+    direction = torch.randn_like(model.weights)
+
+    def step(by: float) -> tuple[float, torch.Tensor]:
+        values = {"weights": (model.weights + by * direction).detach(), "batch.x": batch["x"]}
+        found, _ = run_step(captured, plan, values)
+        gradient = found.gradients["weights"]
+        assert gradient is not None
+        return float(found.loss), gradient
+
+    by = 1e-5
+    numeric = (step(by)[0] - step(-by)[0]) / (2 * by)
+    assert numeric == pytest.approx(float((step(0.0)[1] * direction).sum()), rel=1e-6)
