@@ -134,8 +134,8 @@ def verify(
     """Compare the plan on these ranks with one process of eager PyTorch: forward, backward, and ``steps`` updates.
 
     Both sides run copies of the model in float64 on the CPU, whatever the plan's precision, with dropout off; AdamW
-    where no optimizer is given. Every rank must call it, and gets the same rows. ``rows.ok`` says whether a difference is at most 1e-9 of the largest
-    value (or of 1).
+    where no optimizer is given. Every rank must call it, and gets the same rows. ``rows.ok`` says whether a difference
+    is at most 1e-9 of the largest value (or of 1).
 
     Raises:
         CaptureError: the step cannot be traced, or draws random numbers.
