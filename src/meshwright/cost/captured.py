@@ -36,6 +36,11 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     inputs_bytes: int
 
     @property
+    def persistent_bytes(self) -> int:
+        """What stays between steps: gathered parameters go, and the memory in which gradients are summed up stays."""
+        return self.total_bytes - self.gathered_bytes - self.inputs_bytes
+
+    @property
     def total_bytes(self) -> int:
         """All of it."""
         return sum(getattr(self, name) for name in self.__struct_fields__)

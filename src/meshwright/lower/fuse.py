@@ -18,6 +18,7 @@ _IN_PLACE: dict[Any, tuple[Any, str]] = {
     aten.sub.Tensor: (aten.sub.out, "out"),
     aten.mul.Tensor: (aten.mul.out, "out"),
     aten.div.Tensor: (aten.div.out, "out"),
+    aten.addcmul.default: (aten.addcmul.out, "out"),
     aten.exp.default: (aten.exp.out, "out"),
     aten.neg.default: (aten.neg.out, "out"),
     aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),

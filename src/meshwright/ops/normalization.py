@@ -282,13 +282,8 @@ def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
     """Mean and biased variance over all shards (equal counts): gathered over one factor after the other, and merged as
     Chan et al. 1983, eq. 2.1."""
     split = split_factors(local, _BATCH)
-    parts = prod(local.coordinate(name)[1] for name in split)
-    dims, count = [0, *range(2, len(local.input_shape(0)))], _count(local) // parts
-    mean = local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, source, dims), count)
-    shape = [1, -1, *[1] * (len(dims) - 1)]
-    centered = local.call(aten.sub.Tensor, source, local.call(aten.reshape.default, mean, shape))
-    squares = local.call(aten.sum.dim_IntList, local.call(aten.mul.Tensor, centered, centered), dims)
-    variance = local.call(aten.div.Tensor, squares, count)
+    both = local.call(aten.batch_norm_update_stats.default, source, None, None, 0.0)
+    mean, variance = (local.call(operator.getitem, both, index) for index in (0, 1))
     for name in split:
         pair = local.all_gather(local.call(aten.stack.default, [mean, variance]), name)
         mean, variance = _merged(local, pair, local.coordinate(name)[1])
@@ -333,22 +328,23 @@ def batch_norm_backward_local(local: Local) -> Any:
     split = split_factors(local, _BATCH)
     if not split or not train:
         return local.call(local.target, *local.args, **local.kwargs)
-    dims = [0, *range(2, len(local.input_shape(0)))]
-    vector, count = [1, -1, *[1] * (len(dims) - 1)], _count(local)
-
-    def broad(value: Value) -> Value:
-        return local.call(aten.reshape.default, value, vector)
-
-    normal = local.call(aten.mul.Tensor, local.call(aten.sub.Tensor, source, broad(mean)), broad(scale))
-    first = local.call(aten.sum.dim_IntList, grad, dims)
-    second = local.call(aten.sum.dim_IntList, local.call(aten.mul.Tensor, grad, normal), dims)
-    sums = _all_reduce(local, local.call(aten.stack.default, [first, second]), split)
-    bias_grad, weight_grad = (local.call(aten.select.int, sums, 0, index) for index in (0, 1))
-    inner = local.call(aten.sub.Tensor, grad, broad(local.call(aten.div.Tensor, bias_grad, count)))
-    scaled = local.call(aten.mul.Tensor, normal, broad(local.call(aten.div.Tensor, weight_grad, count)))
-    inner = local.call(aten.sub.Tensor, inner, scaled)
-    factor = scale if weight is None else local.call(aten.mul.Tensor, scale, weight)
-    input_grad = local.call(aten.mul.Tensor, inner, broad(factor)) if mask[0] else None
+    sums = local.call(local.target, *local.args[:9], [False, True, True])  # of this shard, with the statistics of all
+    own = [local.call(operator.getitem, sums, index) for index in (2, 1)]
+    total = _all_reduce(local, local.call(aten.stack.default, own), split)
+    bias_grad, weight_grad = (local.call(aten.select.int, total, 0, index) for index in (0, 1))
+    input_grad = None
+    if mask[0]:  # factor (grad - mean of grad - normal (mean of grad normal)): what the source has in it is affine
+        factor = scale if weight is None else local.call(aten.mul.Tensor, scale, weight)
+        less = local.call(aten.mul.Tensor, factor, -1.0 / _count(local))
+        slope = local.call(aten.mul.Tensor, local.call(aten.mul.Tensor, less, weight_grad), scale)
+        offset = local.call(aten.mul.Tensor, less, bias_grad)
+        ones = local.call(aten.ones_like.default, mean)
+        affine = local.call(
+            aten._native_batch_norm_legit_no_training.default, source, slope, offset, mean, ones, 0.0, 0.0
+        )
+        vector = [1, -1, *[1] * (len(local.input_shape(0)) - 2)]
+        broad = local.call(aten.reshape.default, factor, vector)
+        input_grad = local.call(aten.addcmul.default, local.call(operator.getitem, affine, 0), grad, broad)
     return input_grad, weight_grad if mask[1] else None, bias_grad if mask[2] else None
 
 
