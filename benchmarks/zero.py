@@ -236,9 +236,7 @@ def predicted_memory(layout: mw.Layout, config: GPTConfig, cluster: Cluster) -> 
     plan = mw.plan(graph, cluster, layout=layout)
     held = stage_held(graph, plan, 0, cluster, ADAMW)
     (peak,) = peak_memory(step_work(graph, plan, cluster, optimizer=ADAMW), schedule_of(plan))
-    return Memory(
-        persistent_bytes=held.parameters_bytes + held.optimizer_bytes + held.buffers_bytes, peak_bytes=peak.peak_bytes
-    )
+    return Memory(persistent_bytes=held.persistent_bytes, peak_bytes=peak.peak_bytes)
 
 
 def memory(layout: mw.Layout, cluster: Cluster) -> list[Finding]:
@@ -295,8 +293,9 @@ run on CPUs).
 
 Memory is that of the rank that needs most, beyond what it held after a step of a small model. Large GPT:
 {LARGE.layers} layers, {LARGE.width} wide, {LARGE.heads} heads, vocabulary {LARGE.vocabulary}, batch {LARGE_BATCH} x
-{LARGE.sequence_length}, AdamW, float32. Persistent: resident between steps, after malloc_trim. Peak: VmHWM over two
-steps, reset before. Predicted: what plans are made with."""
+{LARGE.sequence_length}, AdamW, float32. Persistent: resident between steps, after malloc_trim: parameters, optimizer
+state, and the memory in which gradients are summed up over micro-batches, which stays. Peak: VmHWM over two steps, reset
+before. Predicted: what plans are made with."""
     report.write("zero", "The targets of ZeRO", COMMAND, timed(rounds, steps), settings(), results, words)
 
 

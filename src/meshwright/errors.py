@@ -101,3 +101,7 @@ class LostRankError(RankError):
 
 class NonFiniteLossError(MeshwrightError):
     """A loss that became NaN or infinite."""
+
+
+class LossScaleError(MeshwrightError):
+    """Gradients in a low precision that are not finite, whatever the loss is scaled by."""

@@ -19,6 +19,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
+from meshwright.ir.precision import Precision
 from meshwright.ir.trace import Trace
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.auto import plan_auto
@@ -32,13 +33,22 @@ log = logging.getLogger("meshwright")
 Rules = Mapping[Target, OperatorRule]
 
 
-def capture(model: nn.Module, loss_fn: LossFunction, batch: Any, *, rules: Rules | None = None) -> Graph:
+def capture(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    rules: Rules | None = None,
+    precision: Precision | None = None,
+) -> Graph:
     """The training step of ``model`` on a global batch, as a graph. Computes nothing; meta models are fine.
+
+    ``precision``: of products; parameters stay in float32 (``Layout.precision``).
 
     Raises:
         CaptureError: the step cannot be traced (data-dependent control flow, for one).
     """
-    return builder.capture(model, loss_fn, batch, rules=rules).graph
+    return builder.capture(model, loss_fn, batch, rules=rules, precision=precision).graph
 
 
 def plan(
@@ -132,6 +142,22 @@ def choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | No
 def loaded(plan: Any) -> tuple[Plan, str]:
     """A plan or a plan file's, and what to call it in errors."""
     return (plan, "plan") if isinstance(plan, Plan) else (files.load(Path(plan), Plan), str(plan))
+
+
+def precision_of(plan: Any, precision: Precision | None) -> Precision | None:
+    """What a plan is to compute in, as ``choose`` takes it: the precision of a plan or a layout, else the one given.
+
+    Raises:
+        LayoutError: both are given, and differ.
+    """
+    if plan == "auto":
+        return precision
+    said = plan.precision if isinstance(plan, Layout) else loaded(plan)[0].precision
+    if precision is not None and said != precision and not (said is None and isinstance(plan, Layout)):
+        raise LayoutError(
+            f"precision={precision!r}, but the plan has {said!r}", where="precision", remedy="give it in one place"
+        )
+    return said or precision
 
 
 def check_plan(plan: Any) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshwright import build, config
 from meshwright.api.machine import known_cluster
-from meshwright.api.plans import capture, choose, simulate
+from meshwright.api.plans import capture, choose, precision_of, simulate
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
@@ -94,7 +94,13 @@ def simulate_run(
 
 
 def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, Plan]:
-    graph = capture(build.model(run), build.loss_function(run), build.example_batch(run))
+    asked = run.layout.chosen()
+    graph = capture(
+        build.model(run),
+        build.loss_function(run),
+        build.example_batch(run),
+        precision=precision_of(asked, run.layout.precision),
+    )
     if run.layout.strict:
         check_strict(graph)
     known = known_cluster(run.layout.cluster or None, torch.device("cpu"))
@@ -109,7 +115,7 @@ def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, P
             optimizer=optimizer_cost(run.optimizer),
             clips=run.train.max_grad_norm > 0,
         )
-    return graph, choose(run.layout.chosen(), graph, world_size, cluster, torch.device("cpu"))
+    return graph, choose(asked, graph, world_size, cluster, torch.device("cpu"))
 
 
 def optimizer_cost(optimizer: Optimizer) -> OptimizerCost:
@@ -187,6 +193,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         optimizer=build.optimizer(run),
         max_grad_norm=run.train.max_grad_norm or None,
         seed=run.train.seed,
+        precision=run.layout.precision,
         cluster=run.layout.cluster or None,
         strict=run.layout.strict,
         compile=run.train.compile,
@@ -324,7 +331,7 @@ def _write(run: Run, weights: dict[str, torch.Tensor], progress: Progress) -> st
 def _peak_flops_per_s(run: Run, trainer: Trainer, device: torch.device) -> float:
     """The peak of all ranks together; 0 where it is not known for this device and dtype."""
     known = known_cluster(run.layout.cluster or None, device).device
-    peak = known.peak_flops_per_s.get(run.train.dtype, 0.0)
+    peak = known.peak_flops_per_s.get(trainer.graph.precision or run.train.dtype, 0.0)
     if known.kind == "cpu":  # a device is one core there, and a rank may have several
         peak *= torch.get_num_threads()
     return peak * trainer.plan.mesh.world_size if (known.kind == "cpu") == (device.type == "cpu") else 0.0

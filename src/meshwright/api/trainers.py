@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.api.plans import Rules, capture, check_plan, choose, loaded
+from meshwright.api.plans import Rules, capture, check_plan, choose, loaded, precision_of
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import from_every_rank, from_rank_0
@@ -19,11 +20,13 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
+from meshwright.ir.precision import Precision
 from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.notes import check_strict
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
+from meshwright.runtime.precision import check_device
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
 
@@ -52,6 +55,7 @@ def parallelize(
     optimizer: OptimizerFactory | None = None,
     max_grad_norm: float | None = None,
     seed: int = 0,
+    precision: Precision | None = None,
     device: torch.device | str | None = None,
     cluster: Cluster | str | None = None,
     rules: Rules | None = None,
@@ -71,6 +75,9 @@ def parallelize(
             ``lambda p: torch.optim.AdamW(p, lr=3e-4)``.
         max_grad_norm: clip gradients to this norm over the whole model.
         seed: of dropout and of meta models' initial values.
+        precision: what products compute in (``Layout.precision``), where the plan does not say it: ``"bfloat16"``,
+            ``"float16"`` (with a dynamic loss scale), ``"float32"``; the parameters must be float32. None: as the
+            model computes.
         device: default: this rank's CUDA device where there is one (experimental), else the CPU.
         cluster: what the plan is for; default: this machine as it was calibrated, else ``cpu-local``.
         rules: rules for operators of your own, by operator.
@@ -91,7 +98,9 @@ def parallelize(
     check_factory(optimizer, max_grad_norm)
     target = launch.start(device)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    captured = builder.capture(model, loss_fn, batch, rules=rules)
+    computed_in = from_rank_0(lambda: precision_of(plan, precision))
+    check_device(computed_in, target, tells=not dist.is_initialized() or dist.get_rank() == 0)
+    captured = builder.capture(model, loss_fn, batch, rules=rules, precision=computed_in)
     graph = captured.graph
     if strict:
         check_strict(graph)
@@ -129,9 +138,9 @@ def verify(
 ) -> tuple[Comparison, ...]:
     """Compare the plan on these ranks with one process of eager PyTorch: forward, backward, and ``steps`` updates.
 
-    Both sides run copies of the model in float64 on the CPU, with dropout off; AdamW where no optimizer is given. Every
-    rank must call it, and gets the same rows. ``rows.ok`` says whether a difference is at most 1e-9 of the largest
-    value (or of 1).
+    Both sides run copies of the model in float64 on the CPU, whatever the plan's precision, with dropout off; AdamW
+    where no optimizer is given. Every rank must call it, and gets the same rows. ``rows.ok`` says whether a difference
+    is at most 1e-9 of the largest value (or of 1).
 
     Raises:
         CaptureError: the step cannot be traced, or draws random numbers.
@@ -146,7 +155,14 @@ def verify(
     if not isinstance(plan, Layout) and plan != "auto":
         launch.start("cpu")
         pairs = (model, batch), (mine, doubled)
-        plan = _in_float64(plan, *(capture(one, loss_fn, data, rules=rules) for one, data in pairs))
+        computed_in = from_rank_0(lambda: precision_of(plan, None))
+        precisions = (computed_in, None)
+        plan = _in_float64(plan, *(
+            capture(one, loss_fn, data, rules=rules, precision=low)
+            for (one, data), low in zip(pairs, precisions, strict=True)
+        ))  # fmt: skip
+    elif isinstance(plan, Layout):
+        plan = msgspec.structs.replace(plan, precision=None)
     trainer = parallelize(
         mine, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device="cpu",
         rules=rules, strict=strict,

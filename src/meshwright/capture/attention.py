@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules import transformer
 
+from meshwright.capture.precision import lowered
 from meshwright.ops import library
 
 SCALED_DOT_PRODUCT: Callable[..., Tensor] = F.scaled_dot_product_attention
@@ -22,7 +23,8 @@ class Attention:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         self._calls += 1
-        result = library.attention(*args, **{**kwargs, "number": self._calls})
+        given, named = lowered((args, kwargs))
+        result = library.attention(*given, **{**named, "number": self._calls})
         return SCALED_DOT_PRODUCT(*args, **kwargs) if result is None else result
 
     @contextmanager

@@ -18,6 +18,7 @@ from meshwright.capture.recorder import Rewrites
 from meshwright.capture.tracer import LossFunction, Traced, trace
 from meshwright.errors import CaptureError
 from meshwright.ir import graph as ir
+from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 from meshwright.ops.random import RULES as RANDOM
@@ -58,6 +59,7 @@ def capture(
     *,
     training: bool = True,
     rules: Mapping[Target, OperatorRule] | None = None,
+    precision: Precision | None = None,
 ) -> Capture:
     """Capture one training step (or evaluation) of ``model`` on a global batch as a graph.
 
@@ -66,6 +68,8 @@ def capture(
     is then seen at 2 and at 4. Where operators work in place, the step is traced once more without rewrites (which
     may copy what another operator changes), and becomes functional and canonical afterwards.
 
+    ``precision`` is that of products (``capture/precision.py``); None: as the model computes.
+
     Raises:
         CaptureError: the step cannot be traced, or its operators depend on the batch size.
         RuleError: a rule's pattern does not fit its operator.
@@ -73,7 +77,9 @@ def capture(
     size = take_apart(batch).size
 
     def at(batch_size: int, rewrites: Rewrites) -> Traced:
-        return trace(model, loss_fn, batch, training=training, batch_size=batch_size, rewrites=rewrites)
+        return trace(
+            model, loss_fn, batch, training=training, batch_size=batch_size, rewrites=rewrites, precision=precision
+        )
 
     rewrites: Rewrites = CANONICAL
     traced = at(size, rewrites)
@@ -83,7 +89,7 @@ def capture(
     pair = {batch_size: traced if batch_size == size else at(batch_size, rewrites) for batch_size in sizes}
     refusals.other_random_numbers([one.drawn for one in (traced, *pair.values())])
     _compare(pair)
-    return _Builder(model, functionalized(traced), pair, size, rules or {}).build(training)
+    return _Builder(model, functionalized(traced), pair, size, rules or {}, precision).build(training)
 
 
 def _compare(pair: Mapping[int, Traced]) -> None:
@@ -108,9 +114,11 @@ def _compare(pair: Mapping[int, Traced]) -> None:
 
 class _Builder:
     def __init__(
-        self, model: nn.Module, traced: Traced, pair: dict[int, Traced], size: int, own: Mapping[Target, OperatorRule]
-    ) -> None:
+        self, model: nn.Module, traced: Traced, pair: dict[int, Traced], size: int, own: Mapping[Target, OperatorRule],
+        precision: Precision | None,
+    ) -> None:  # fmt: skip
         self.model, self.traced, self.pair, self.size, self.own = model, traced, pair, size, own
+        self.precision = precision
         self.atoms: dict[fx.Node, list[list[Atom]]] = {}
         self.names: dict[fx.Node, str] = {}
         self.batched: set[int] = set()
@@ -365,6 +373,7 @@ class _Builder:
                 if self.names[node] != name
             },
             tied=traced.tied,
+            precision=self.precision,
         )
         return msgspec.structs.replace(graph, fingerprint=ir.fingerprint(graph))
 

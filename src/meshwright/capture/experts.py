@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.capture.precision import lowered
 from meshwright.ops.experts import experts
 
 _INTERFACE = "transformers.integrations.moe"
@@ -41,7 +42,8 @@ def _standing_for(original: Callable[..., Tensor], module: Any) -> Callable[...,
         if activation is None:
             return original(self, hidden_states, top_k_index, top_k_weights)
         up = self.gate_up_proj if self.has_gate else self.up_proj
-        return experts(hidden_states, top_k_index, top_k_weights, up, self.down_proj, activation)
+        tokens, index, weights, up, down = lowered((hidden_states, top_k_index, top_k_weights, up, self.down_proj))
+        return experts(tokens, index, weights, up, down, activation)
 
     return forward
 

@@ -14,14 +14,16 @@ from meshwright.capture import refusals
 from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.experts import one_operator
+from meshwright.capture.precision import LOW, called, check_masters, computing_in
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
 from meshwright.capture.recorder import Recorder, Rewrites
 from meshwright.errors import CaptureError
+from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
 from meshwright.ops.table import CANONICAL
 
 LossFunction = Callable[[nn.Module, Any], Any]
-OUR_METRICS = ("loss", "grad_norm")
+OUR_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 """What a trainer itself reports."""
 
 
@@ -69,7 +71,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._provenance.see()
-        return (self._attention if function is SCALED_DOT_PRODUCT else function)(*args, **kwargs)
+        return called(self._attention if function is SCALED_DOT_PRODUCT else function, args, kwargs)
 
 
 def trace(
@@ -80,10 +82,12 @@ def trace(
     training: bool = True,
     batch_size: int | None = None,
     rewrites: Rewrites = CANONICAL,
+    precision: Precision | None = None,
 ) -> Traced:
     """Trace ``loss_fn(model, batch)`` and, when ``training``, the gradients of every parameter that needs one.
 
-    Nothing is computed: all tensors are fake CPU tensors. ``batch_size`` pretends another size of dim 0.
+    Nothing is computed: all tensors are fake CPU tensors. ``batch_size`` pretends another size of dim 0. Under a
+    ``precision`` products are traced in it; in float16 the scale of the loss is one input more, the last.
 
     Raises:
         CaptureError: the step cannot be traced; names the module and the source line.
@@ -104,21 +108,27 @@ def trace(
             return torch.empty(shape, dtype=tensor.dtype, device="cpu")
 
     refusals.hooks(parameters)
+    check_masters(precision, parameters)
     wanted = [name for name, value in parameters.items() if value.requires_grad] if training else []
+    scaled = is_scaled(precision) and bool(wanted)
     provenance = Provenance(model)
     metrics: list[str] = []
 
-    def run(values: list[Tensor], states: list[Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
+    def run(
+        values: list[Tensor], states: list[Tensor], inputs: list[Tensor], scale: list[Tensor]
+    ) -> list[Tensor | None]:
         weights = {
             name: value.detach().requires_grad_(name in wanted) for name, value in zip(parameters, values, strict=True)
         }
         every = {**weights, **dict(zip(buffers, states, strict=True))}
         attention = Attention()
-        with _Watch(provenance, attention), attention.everywhere(), provenance.forward():
+        with _Watch(provenance, attention), attention.everywhere(), provenance.forward(), computing_in(precision):
             result, after = torch.func.functional_call(
                 step, {f"model.{name}": value for name, value in every.items()}, (leaves.with_tensors(inputs),)
             )
         loss, extra = _loss_and_metrics(result)
+        if loss.dtype in LOW.values() and precision is not None:
+            loss = loss.float()
         metrics[:] = list(extra)
         gradients: tuple[Tensor | None, ...] = ()
         if wanted:
@@ -127,7 +137,8 @@ def trace(
                     "the loss depends on no parameter", where="loss_fn", remedy="return a loss computed by the model"
                 )
             provenance.follow_backward(loss)
-            gradients = torch.autograd.grad(loss, [weights[name] for name in wanted], allow_unused=True)
+            of = [weights[name] for name in wanted]
+            gradients = torch.autograd.grad(loss, of, scale or None, allow_unused=True)
         updates = refusals.updated(dict(zip(buffers, states, strict=True)), after)
         return [loss.detach(), *(value.detach() for value in extra.values()), *gradients, *updates]
 
@@ -137,6 +148,7 @@ def trace(
         [fake(value) for value in parameters.values()],
         [fake(value) for value in buffers.values()],
         [fake(value, resize=True) for value in leaves.tensors.values()],
+        [fake(torch.empty(()))] if scaled else [],
     ]
     recorder = Recorder([tensor for group in values for tensor in group], provenance.here, rewrites)
     cached_casts = torch.is_autocast_cache_enabled()
@@ -161,7 +173,7 @@ def trace(
         recorder.mutates,
         parameters=list(parameters),
         buffers=list(buffers),
-        inputs=list(leaves.tensors),
+        inputs=[*leaves.tensors, *([LOSS_SCALE] if scaled else [])],
         leaves=leaves.without_values(),
         metrics=metrics,
         differentiable=wanted,

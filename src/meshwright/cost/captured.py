@@ -29,11 +29,16 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
     parameters_bytes: int
     gathered_bytes: int
-    """Parameters that are stored in parts, and whole from the first micro-batch to the last."""
+    """Parameters that are stored in parts, or in another dtype, and whole from the first micro-batch to the last."""
     gradients_bytes: int
     optimizer_bytes: int
     buffers_bytes: int
     inputs_bytes: int
+
+    @property
+    def persistent_bytes(self) -> int:
+        """What stays between steps: gathered parameters go, and the memory in which gradients are summed up stays."""
+        return self.total_bytes - self.gathered_bytes - self.inputs_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -242,6 +247,9 @@ class _Stage:
             if name in self._trained()
         ]
         cost = Cost(CHECK_KERNELS * self.rates.kernel_s)
+        if self.graph.precision in ("bfloat16", "float16"):  # gradients are looked at, and unscaled
+            for size in parameters:
+                cost += self.rates.stream("update", 2 * size)
         if self.clips:
             for size in parameters:
                 cost += self.rates.stream("reduction", size)
@@ -268,7 +276,12 @@ class _Stage:
         inputs = [self.graph.tensors[name] for name in self.graph.inputs] if self.stage < pipeline else []
         return Held(
             parameters_bytes=parameters,
-            gathered_bytes=sum(size for node in self._of(PROLOGUE) if node.gathers for size in node.storages.values()),
+            gathered_bytes=sum(
+                size
+                for node in self._of(PROLOGUE)
+                if node.gathers or node.operator in self.divided.casts
+                for size in node.storages.values()
+            ),
             gradients_bytes=sum(self.walk.accumulators.values()),
             optimizer_bytes=states * self.optimizer.states,
             buffers_bytes=sum(parts.num_bytes(name, {}) for name in self._owned(self.graph.buffers)),

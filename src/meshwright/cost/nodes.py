@@ -126,8 +126,13 @@ class StageNodes:
     def _put(self, name: str, placements: Placements, node: Node, phase: str) -> None:
         self.values[name] = _Value(node, placements, phase, self.graph.tensors[name].storage)
 
+    def _phase_of(self, operator: Operator) -> str:
+        if self.whole:
+            return self.divided.phase_of(operator)
+        return self.divided.phase_under(operator, self.plan.stages[self.stage].released)
+
     def _operator(self, operator: Operator, fused: bool) -> None:
-        strategy, phase = self.strategies[operator.name], self.divided.phase_of(operator)
+        strategy, phase = self.strategies[operator.name], self._phase_of(operator)
         inputs = [
             self._want(name, self.parts.wanted(operator, strategy, position), phase)
             for position, name in enumerate(operator.inputs)
@@ -160,7 +165,8 @@ class StageNodes:
             else:
                 node.views.append(storage)
             self._put(name, placements, node, phase)
-        node.released = not node.storages and bool(node.inputs) and all(source.released for source in node.inputs)
+        same = not node.storages or base == "aten._to_copy"
+        node.released = same and bool(node.inputs) and all(source.released for source in node.inputs)
 
     def _interior(self, node: Node) -> None:
         """What an operator computes while its last halo travels, as a node of its own: all but the borders, which are

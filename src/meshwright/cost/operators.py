@@ -18,8 +18,8 @@ _ALWAYS: dict[str, tuple[Passes, int]] = {
     "aten.cumsum": ((("reduction", 2),), 1),
 }
 _SPLIT: dict[str, tuple[Passes, int]] = {
-    "batch_norm": ((("reduction", 2), ("pointwise", 7)), 20),
-    "batch_norm_backward": ((("reduction", 2), ("pointwise", 16)), 18),
+    "batch_norm": ((("reduction", 2), ("pointwise", 2)), 16),
+    "batch_norm_backward": ((("reduction", 2), ("pointwise", 5)), 14),
     "softmax": ((("reduction", 2), ("pointwise", 4), ("activation", 2)), 16),
     "norm": ((("reduction", 2), ("pointwise", 7)), 14),
     "norm_backward": ((("reduction", 4), ("pointwise", 12)), 14),

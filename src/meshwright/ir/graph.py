@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule
 
 TensorKind = Literal["input", "parameter", "buffer", "constant", "activation", "gradient", "output"]
@@ -76,7 +77,8 @@ class ParameterGradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One captured training step of the global batch (or an evaluation, which has no gradients)."""
+    """One captured training step of the global batch (or an evaluation, which has no gradients). ``precision`` is what
+    it was captured in; None: what the model itself computes in."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -93,6 +95,7 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     gradients: tuple[ParameterGradient, ...] = ()
     buffer_updates: dict[str, str] = {}
     tied: dict[str, str] = {}
+    precision: Precision | None = None
     fingerprint: str = ""
 
     def flops(self) -> float:

@@ -7,6 +7,7 @@ import msgspec
 
 from meshwright.errors import LayoutError
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.precision import Precision
 
 TIME = "time"
 """The axis of micro-batches: it divides the batch as a mesh axis does, but in time, so nothing communicates over it."""
@@ -39,6 +40,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     parameters, which are then gathered for every use."""
     zero_ranks: int = 0
     """How many neighbouring dp ranks share one copy of what ``zero`` cuts; the other dp ranks hold copies. 0: all."""
+    precision: Precision | None = None
+    """What products compute in; parameters, gradients and optimizer state stay in float32. Left out: what the model
+    itself computes in."""
     spatial: tuple[int, ...] = ()
     """Into how many parts images are cut: ``(height, width)``, or height alone; volumes ``(depth, height, width)``.
     Convolutions exchange the rows at the borders."""
@@ -233,6 +237,8 @@ def layout_text(layout: Layout) -> str:
     words = [axes or "one rank"]
     if layout.zero:
         words.append(f"zero{layout.zero}" + (f" in {layout.zero_ranks}s" if layout.zero_ranks else ""))
+    if layout.precision is not None:
+        words.append(layout.precision)
     if layout.microbatches > 1:
         words.append(f"{layout.microbatches} micro-batches")
     if layout.pp > 1:

@@ -19,6 +19,7 @@ from meshwright.ir.placement import (
     is_linear,
     output_placements,
 )
+from meshwright.ir.precision import Precision
 from meshwright.ir.resharding import Link
 from meshwright.ir.stages import cut
 from meshwright.ir.stored import check_buckets, check_gathers, check_storage
@@ -108,7 +109,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     microbatches: int = 1
     schedule: str = "none"
     chunks: int = 1
-    precision: str | None = None
+    precision: Precision | None = None
     buckets: tuple[Bucket, ...] = ()
     gathers: tuple[Bucket, ...] = ()
     algorithms: dict[str, str] = {}
@@ -226,6 +227,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             PlanError: it was made for another model, names an unknown axis or factor, splits what cannot be split,
                 or passes on or reduces a partial sum where there is none.
         """
+        self._check_precision(graph, where)
         if self.graph_fingerprint != graph.fingerprint:
             raise PlanError(
                 f"the plan was made for {self.model} (fingerprint {self.graph_fingerprint}), "
@@ -278,6 +280,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         )  # fmt: skip
         check_buckets(self, graph, self._check_partials(graph, strategies, where), where)
 
+    def _check_precision(self, graph: Graph, where: str) -> None:
+        if self.precision != graph.precision:
+            mine, theirs = (one or "the model's own dtypes" for one in (self.precision, graph.precision))
+            raise PlanError(
+                f"the plan computes in {mine}, the step was captured in {theirs}",
+                where=f"{where}: precision",
+                remedy="capture the step in the plan's precision, or plan again",
+            )
+
     def _check_supported(self, where: str) -> None:
         """That nothing is asked for that this version would leave undone, and that the stages go with the mesh."""
         held = self.mesh.size("pp") * self.chunks if "pp" in self.mesh.names else 1
@@ -288,7 +299,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 remedy="there is one stage for every coordinate of pp, times chunks",
             )
         asked = {
-            "precision": (self.precision, None),
             "codec": (self.codec, None),
             "consistency": (self.consistency, "sync"),
         }

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from meshwright.ir import files
@@ -71,7 +72,7 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Data-parallel size; -1: what is left of the ranks."""
     plan: str = ""
     """A plan file (``meshwright plan --output``), in place of sizes; ``auto``: the fastest layout that the planner
-    finds, unless another key of this table asks for one."""
+    finds (in ``precision``), unless another key of this table asks for one."""
     cluster: str = ""
     """The cluster that is planned for: a name, or a file; empty: this machine."""
     strict: bool = False
@@ -79,8 +80,9 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def searched(self) -> bool:
-        """Whether the planner is to search."""
-        return self.plan == "auto" and self.sizes() == RunLayout().sizes()
+        """Whether the planner is to search; for it, ``precision`` is given."""
+        asked = msgspec.structs.replace(self.sizes(), precision=None)
+        return self.plan == "auto" and asked == RunLayout().sizes()
 
     @property
     def file(self) -> str:

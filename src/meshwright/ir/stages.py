@@ -10,7 +10,7 @@ A cut is told by the first forward operator of every stage but the first. All el
                         keeps its own term, and the terms are added once a step
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -21,7 +21,7 @@ from meshwright.ir.placement import Placements, Shard, output_placements
 
 STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
 """When a stage's work runs: what is there before the step; once a step; each micro-batch (two); once a step (two)."""
-_ADD = "aten.add.Tensor"
+_ADD, _CAST = "aten.add.Tensor", "aten._to_copy.default"
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,8 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     ``stage_of`` holds forward and backward operators; prologue operators belong to every stage that reads them, and
     additions that join gradients across stages to none. ``up[s]`` are the tensors that stage s sends to s + 1, in the
     order in which they are made; ``down[s]`` those that stage s + 1 sends to s. ``terms`` are, by parameter and stage,
-    the tensors whose sum is that stage's gradient; ``owners`` the stages that hold a parameter or buffer.
+    the tensors whose sum is that stage's gradient; ``owners`` the stages that hold a parameter or buffer; ``casts``
+    the forward operators that only give a parameter another dtype.
     """
 
     num_stages: int
@@ -40,10 +41,17 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     down: tuple[tuple[str, ...], ...]
     terms: dict[str, dict[int, tuple[str, ...]]]
     owners: dict[str, tuple[int, ...]]
+    casts: frozenset[str] = frozenset()
 
     def phase_of(self, operator: Operator) -> str:
         """When an operator runs: ``PROLOGUE``, ``FORWARD`` or ``BACKWARD``."""
         return PROLOGUE if operator.prologue else BACKWARD if operator.name in self.late else FORWARD
+
+    def phase_under(self, operator: Operator, released: Collection[str]) -> str:
+        """As ``phase_of``; where a step is run in phases, parameters that are not ``released`` are cast once a step."""
+        if operator.name in self.casts and operator.inputs[0] not in released:
+            return PROLOGUE
+        return self.phase_of(operator)
 
     def operators(self, graph: Graph, stage: int, results: Iterable[str]) -> list[Operator]:
         """The operators of a stage and the part of the prologue that they or ``results`` (tensors) need, first."""
@@ -112,6 +120,7 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
         down=down,
         terms=terms,
         owners=_owners(graph, stage_of, terms),
+        casts=frozenset(one.name for one in forward if one.target == _CAST and one.inputs[0] in graph.parameters),
     )
 
 

@@ -155,13 +155,18 @@ class GradientLowering(Lowering):
     def _reduce_each(self, bucket: Bucket, totals: list[_Total]) -> None:
         """Reduce a bucket in every micro-batch, and sum up the parts."""
         with self._in(BACKWARD):
-            nodes = [self.values[self.divided.terms[one.parameter][self.stage][0]].node for one in totals]
+            nodes = [self._term(self.divided.terms[one.parameter][self.stage][0]) for one in totals]
             started = buckets.start_cut(self.emit, nodes, bucket, self.groups)
             parts = buckets.finish(self.emit, started, bucket, self.groups, [one.shape for one in totals])
             for total, part in zip(totals, parts, strict=True):
                 self._add(total, part)
                 self._keep(total)
                 self.program.gradients[total.parameter] = total.node.name
+
+    def _term(self, name: str) -> fx.Node:
+        """A gradient as it is made, of a micro-batch: what is the same in all of them is a term of a sum."""
+        made = {axis: one for axis, one in self.values[name].placements.items() if axis in self.groups}
+        return self._want(name, made | ({TIME: Partial("sum")} if TIME in self.groups else {}))
 
     def _reduce_to_parts(self, bucket: Bucket, totals: list[_Total]) -> None:
         """Reduce once a step what was summed up whole, each to its part."""

@@ -19,6 +19,7 @@ aten = torch.ops.aten
 _PHASES = ("prologue", "forward", "backward", "input", "weight", "reduce", "finish")
 _LATE = ("backward", "input", "weight")
 _VIEWS = VIEWS | {aten.reshape.default, aten.contiguous.default}
+_AGAIN = _VIEWS | {aten._to_copy.default}
 _SAME = dict.fromkeys(("backward",), _LATE) | {"input": ("input", "backward"), "weight": ("weight", "backward")}
 """Phases that do not hand values to each other: a backward runs in one piece or in two."""
 
@@ -191,9 +192,9 @@ class _Partition:
         return True
 
     def _released(self, node: fx.Node) -> bool:
-        """Whether it is a parameter that was gathered for forward only, or a view of it."""
+        """Whether it is a parameter that was gathered for forward only, or a view or a cast of it."""
         if node.op != "call_function" or node.meta.get("returned"):
             return False
         source = node.args[0] if node.args else None
-        view = node.target in _VIEWS and isinstance(source, fx.Node) and self._released(source)
+        view = node.target in _AGAIN and isinstance(source, fx.Node) and self._released(source)
         return bool(node.meta.get("released")) or view

@@ -14,6 +14,7 @@ from torch import fx
 
 from meshwright.capture.builder import Capture
 from meshwright.errors import PlanError
+from meshwright.ir.graph import Operator
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Partial, Placements, Shard, input_placements, local_shape
@@ -64,7 +65,7 @@ class _StageLowering(GradientLowering):
         self._plan_uses()
         storages = self._storage_readers()
         for operator in self.operators:
-            self.phase = self.divided.phase_of(operator)
+            self.phase = self._phase_of(operator)
             self._operator(operator, storages)
         self._send()
         self._update_buffers()
@@ -117,9 +118,12 @@ class _StageLowering(GradientLowering):
                 rule = operator.rule
                 wanted = input_placements(rule, self.strategies[operator.name], position) if rule else {}
                 self.uses.setdefault(name, []).append(wanted)
-                self.phase_uses.setdefault(name, []).append((held.phase_of(operator), wanted))
+                self.phase_uses.setdefault(name, []).append((self._phase_of(operator), wanted))
         for name, _ in self.outputs:
             self.uses.setdefault(name, [])
+
+    def _phase_of(self, operator: Operator) -> str:
+        return self.divided.phase_under(operator, self.plan.stages[self.stage].released)
 
     def _made_here(self, name: str) -> bool:
         maker = self.produced.get(name)

@@ -66,6 +66,7 @@ def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if causal:
         allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
         scores = scores.masked_fill_(~allowed, -math.inf)
@@ -104,7 +105,7 @@ def _attention_cpu(
     weights = torch.nan_to_num(scores.sub_(logsumexp.unsqueeze(-1)).exp_())
     if dropout:
         weights = weights * _keep(weights, dropout, random_key, salt)
-    return _laid_out(torch.matmul(weights, value)), _laid_out(logsumexp)
+    return _laid_out(torch.matmul(weights.to(value.dtype), value)), _laid_out(logsumexp)
 
 
 def _attention_backward_cpu(
@@ -120,14 +121,15 @@ def _attention_backward_cpu(
         )
         return _laid_out(gradients[0]), _laid_out(gradients[1]), _laid_out(gradients[2])
     weights = torch.nan_to_num(_scores(query, key, mask, causal, scale).sub_(logsumexp.unsqueeze(-1)).exp_())
-    grad_weights = torch.matmul(grad, value.transpose(-2, -1))
+    grad_weights = torch.matmul(grad, value.transpose(-2, -1)).to(weights.dtype)
     dropped = weights
     if dropout:
         keep = _keep(weights, dropout, random_key, salt)
         dropped = weights * keep
         grad_weights = grad_weights * keep
-    grad_value = torch.matmul(dropped.transpose(-2, -1), grad)
-    grad_scores = weights * (grad_weights - (grad * output).sum(-1, keepdim=True))
+    grad_value = torch.matmul(dropped.transpose(-2, -1).to(grad.dtype), grad)
+    delta = (grad.to(weights.dtype) * output).sum(-1, keepdim=True)
+    grad_scores = (weights * (grad_weights - delta)).to(query.dtype)
     grad_query = torch.matmul(grad_scores, key) * scale
     grad_key = torch.matmul(grad_scores.transpose(-2, -1), query) * scale
     return _laid_out(grad_query), _laid_out(grad_key), _laid_out(grad_value)

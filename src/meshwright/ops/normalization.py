@@ -281,13 +281,8 @@ def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
     """Mean and biased variance over all shards (equal counts): gathered over one factor after the other, and merged as
     Chan et al. 1983, eq. 2.1."""
     split = split_factors(local, _BATCH)
-    parts = prod(local.coordinate(name)[1] for name in split)
-    dims, count = [0, *range(2, len(local.input_shape(0)))], _count(local) // parts
-    mean = local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, source, dims), count)
-    shape = [1, -1, *[1] * (len(dims) - 1)]
-    centered = local.call(aten.sub.Tensor, source, local.call(aten.reshape.default, mean, shape))
-    squares = local.call(aten.sum.dim_IntList, local.call(aten.mul.Tensor, centered, centered), dims)
-    variance = local.call(aten.div.Tensor, squares, count)
+    both = local.call(aten.batch_norm_update_stats.default, source, None, None, 0.0)
+    mean, variance = (local.call(operator.getitem, both, index) for index in (0, 1))
     for name in split:
         pair = local.all_gather(local.call(aten.stack.default, [mean, variance]), name)
         mean, variance = _merged(local, pair, local.coordinate(name)[1])

@@ -21,6 +21,7 @@ from meshwright.ir.plan import Alternative, Plan, Prediction
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.factors import Factors
 from meshwright.planner.foretell import foretell
+from meshwright.planner.precision import check_precision
 from meshwright.schedules.pipeline import schedule_of
 
 PLAYED = 6
@@ -81,8 +82,10 @@ def plan_auto(
         pipelines: whether layouts with stages are weighed, too; else operators alone are divided.
 
     Raises:
-        LayoutError: no layout divides the batch, or none fits; names the one that needs least, and what would do.
+        LayoutError: the devices lack the step's precision; no layout divides the batch, or none fits; names the one
+            that needs least, and what would do.
     """
+    check_precision(None, graph, cluster)
     limit = memory_bytes or cluster.device.memory_bytes
     fitting: list[_Option] = []
     too_large: list[_Option] = []

@@ -36,6 +36,7 @@ from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
+from meshwright.planner.precision import check_precision
 from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
 from meshwright.planner.spatial_rule import SpatialRule
 from meshwright.planner.tensor_rule import TensorRule
@@ -79,6 +80,7 @@ def plan_layout(
             in ``pin``.
         ScheduleError: the schedule is not defined for so many micro-batches.
     """
+    check_precision(layout.precision, graph, cluster)
     return _planned(graph, layout.resolved(world_size), cluster, base, ask or Ask())
 
 
@@ -217,8 +219,9 @@ class _Planner:
             stages=tuple(
                 self._stage(divided, index, first, used, storage) for index, first in enumerate(("", *firsts))
             ),
-            layout=self.layout,
+            layout=msgspec.structs.replace(self.layout, precision=self.graph.precision),
             microbatches=self.layout.microbatches,
+            precision=self.graph.precision,
             schedule="none" if len(firsts) == 0 else self.layout.schedule,
             chunks=self.layout.chunks,
             buckets=gradient_buckets(self.graph, divided, placements, storage, Mover(sizes, links), algorithms),

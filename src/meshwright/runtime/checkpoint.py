@@ -148,6 +148,8 @@ def load(
         shards.read(directory, parts | more)
         optimizer_state.take(trainer.parameters, optimizer, state["optimizer"], states)
     trainer.step_number, trainer.seed, trainer.metrics = state["step"], state["seed"], {}
+    if trainer.loss_scale is not None:
+        trainer.loss_scale.load_state_dict(state.get("loss_scale"))
     everywhere(where, lambda: _give_back(extra, state["extra"]))
     if trainer.rank == 0:
         log.info("step %d is loaded from %s", trainer.step_number, where)
@@ -236,6 +238,7 @@ def _state_of(
         "seed": trainer.seed,
         "optimizer": _plain("the optimizer", kept),
         "loader": _plain("the loader", loader.state_dict()) if loader is not None else None,
+        "loss_scale": trainer.loss_scale.state_dict() if trainer.loss_scale is not None else None,
         "extra": {name: _plain(f"extra {name!r}", one.state_dict()) for name, one in extra.items()},
     }
     return parts, state
@@ -292,6 +295,13 @@ def _examine(trainer: Trainer, path: Path) -> Manifest:
     here = _tensors_of(trainer)
     for name in [*here, *(name for name in found.tensors if name not in here)]:
         mine, saved = here.get(name), found.tensors.get(name)
+        if mine is not None and saved is not None and mine.shape == saved.shape and mine.dtype != saved.dtype:
+            raise CheckpointError(
+                f"the checkpoint is in another precision: {name} is {saved.dtype}, in this model {mine.dtype}",
+                where=f"{path}",
+                remedy=f"build the model in {saved.dtype} (model.to(torch.{saved.dtype})) and load it there; its "
+                "full_state_dict() then loads into a model of any dtype",
+            )
         if mine != saved:
             raise CheckpointError(
                 f"the checkpoint is of another model: {name} is {saved or 'not there'}, in this model "
@@ -299,7 +309,11 @@ def _examine(trainer: Trainer, path: Path) -> Manifest:
                 where=f"{path}",
                 remedy=f"build the model that was saved ({found.model}, step {found.step}), or load another checkpoint",
             )
-    if found.fingerprint != trainer.graph.fingerprint:
+    before, now = found.plan.get("precision"), trainer.graph.precision
+    if before != now:
+        log.info("%s was trained in %s, and goes on in %s: parameters and optimizer state are the same", path,
+                 *(one or "the model's own dtypes" for one in (before, now)))  # fmt: skip
+    elif found.fingerprint != trainer.graph.fingerprint:
         log.info("%s was saved by another training step with the same parameters", path)
     return found
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.builder import Capture, capture
+from meshwright.capture.precision import LOW
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import look_at_links, sum_over
@@ -36,6 +37,7 @@ from meshwright.runtime.checkpoint import Stateful
 from meshwright.runtime.inputs import Parts, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
+from meshwright.runtime.precision import LossScale
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters, full_state_dict
@@ -53,8 +55,8 @@ class Trainer:
     Attributes:
         plan: the plan that runs.
         step_number: steps done.
-        metrics: ``loss``, ``grad_norm`` (where clipping is on) and the loss function's own, of the last step or
-            evaluation, as scalar tensors.
+        metrics: ``loss``, ``grad_norm`` (where clipping is on), under a low precision ``skipped`` (0 or 1) and
+            ``loss_scale`` (float16), and the loss function's own, of the last step or evaluation, as scalar tensors.
         recorder: what the last step or evaluation did; None leaves nothing noted.
     """
 
@@ -92,9 +94,11 @@ class Trainer:
         self._optimizer = make_optimizer(optimizer, self.parameters, fused=compile) if optimizer is not None else None
         self.parameters.take_over()
         self._names_trained = self.parameters.follow()
+        precision = captured.graph.precision
+        self.loss_scale = LossScale(precision, device) if precision in LOW else None
         self._lowered: OrderedDict[Hashable, tuple[Step, Graph]] = OrderedDict()
         self._leaves = captured.traced.leaves
-        self._parts = Parts(self._leaves, lowered.inputs, lowered.input_placements, self.groups)
+        self._parts = Parts(self._leaves, list(self._leaves.tensors), lowered.input_placements, self.groups)
         self._lowered[self._key(self._leaves, local=False, training=True)] = (lowered, captured.graph)
         self._compared: set[Hashable] = set()
         self._last = lowered
@@ -153,7 +157,11 @@ class Trainer:
         optimizer = self.optimizer
         with self._recorded():
             result = self._run(batch, local, training=True)
-            loss = self._finish(result)
+            loss = result.scalars["loss"]
+            if not self._is_finite(result):
+                self.step_number += 1
+                return loss
+            self._finish(result)
             parameters = self.parameters.trainable
             for name, parameter in parameters.items():
                 parameter.grad = result.gradients.get(name)
@@ -316,12 +324,14 @@ class Trainer:
             self._lowered.move_to_end(key)
         step = self._last = entry[0]
         inputs = {}
-        for name, (leaf, value) in zip(step.inputs, leaves.tensors.items(), strict=True):
+        for name, value in leaves.tensors.items():
             placements = step.input_placements.get(name, {})
             if local and not self.plan.uneven:
                 rest = {axis: one for axis, one in placements.items() if axis not in DATA_AXES}
-                placements = {} if self._parts.is_cut(leaf, value) else rest
+                placements = {} if self._parts.is_cut(name, value) else rest
             inputs[name] = local_part(value, placements, self.groups).to(self.device, non_blocking=True)
+        if training and self.loss_scale is not None:
+            inputs |= self.loss_scale.inputs
         self._note("data", begun)
         return step.run(
             self.parameters.values(),
@@ -361,8 +371,9 @@ class Trainer:
         if training:
             log.info("capturing the step again for batch shapes %s", shapes)
         captured = capture(
-            self._model, self._loss_fn, leaves.with_tensors(shaped), training=training, rules=self._rules
-        )
+            self._model, self._loss_fn, leaves.with_tensors(shaped), training=training, rules=self._rules,
+            precision=self.graph.precision,
+        )  # fmt: skip
         plan = self._replan(self.plan, captured.graph)
         entry = (lowered_step(captured, plan, self.groups, self.rank, self.device, self._compiler), captured.graph)
         self._lowered[key] = entry
@@ -372,7 +383,25 @@ class Trainer:
             self._compared.discard(forgotten)
         return entry
 
-    def _finish(self, result: StepResult) -> Tensor:
+    def _is_finite(self, result: StepResult) -> bool:
+        """Under a low precision: gradients are unscaled, and if one is not finite on any rank, nothing is changed."""
+        if self.loss_scale is None:
+            return True
+        begun, loss, step = time.perf_counter(), result.scalars["loss"], self.step_number + 1
+        gradients = [value for value in result.gradients.values() if value is not None]
+        if not self.loss_scale.dynamic and not torch.isfinite(loss):
+            self._refuse(float(loss), step)
+        finite = self.loss_scale.unscale(gradients, self.groups, loss)
+        self.loss_scale.note(finite, step, tells=self.rank == 0)
+        result.scalars["skipped"] = torch.tensor(0 if finite else 1)
+        if self.loss_scale.dynamic:
+            result.scalars["loss_scale"] = torch.tensor(self.loss_scale.value)
+        self._note("unscale", begun)
+        if not finite:
+            self.metrics = result.scalars
+        return finite
+
+    def _finish(self, result: StepResult) -> None:
         loss = result.scalars["loss"]
         if self.device.type == "cpu" and not torch.isfinite(loss):
             self._refuse(float(loss), self.step_number + 1)
@@ -384,7 +413,6 @@ class Trainer:
             buffer = self.parameters.named_buffers[name]
             if value is not buffer:
                 buffer.copy_(value)
-        return loss
 
     def _refuse(self, value: float, step: int) -> None:
         raise NonFiniteLossError(

@@ -1,0 +1,126 @@
+"""Training in a low precision on this rank: what its device can do, the scale of the loss, and steps that are skipped.
+
+Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3: weights, gradients and optimizer state in
+float32, and a loss that is scaled before a backward in float16, because gradients below 6e-8 are 0 there. The scale
+is dynamic, with the constants of ``torch.amp.GradScaler``. It is a power of two, so that scaling rounds nothing.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.groups import sum_over
+from meshwright.errors import LaunchError, LossScaleError
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
+
+log = logging.getLogger("meshwright")
+
+FIRST_SCALE = 2.0**16
+MOST_SCALE = 2.0**24
+LEAST_SCALE = 2.0**-14
+"""Gradients that overflow even so are not those of a loss that can be trained."""
+GROWTH_STEPS = 2000
+"""After so many steps without overflow the scale is doubled."""
+MOST_SKIPPED = 8
+"""Steps in a row that are skipped without a scale that could be lowered."""
+_NEEDS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
+_ARM = {"bfloat16": ("bf16",), "float16": ("fp16", "fphp")}
+
+
+def check_device(precision: Precision | None, device: torch.device, *, tells: bool = True) -> None:
+    """That a device computes in a precision; where a CPU only emulates it, that is said in the log (``tells``).
+
+    Raises:
+        LaunchError: it cannot at all.
+    """
+    if precision not in _NEEDS:
+        return
+    if device.type == "cuda":
+        lacks = precision == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        if lacks or torch.cuda.get_device_capability(device) < (5, 3):
+            name = torch.cuda.get_device_name(device)
+            raise LaunchError(
+                f"{name} does not compute in {precision}", where="precision",
+                remedy="use 'float16' or 'float32'" if lacks else "use 'float32'",
+            )  # fmt: skip
+    elif device.type == "cpu":
+        known = torch.cpu.get_capabilities()
+        wanted = _NEEDS[precision] if known.get("architecture") == "x86_64" else _ARM[precision]
+        if tells and not any(known.get(name) for name in wanted):
+            log.warning(
+                "this CPU has no instructions for %s (%s): results are right, but slower than in float32",
+                precision, " or ".join(wanted),
+            )  # fmt: skip
+
+
+class LossScale:
+    """The scale of the loss (1, and always 1, but for float16), and which steps are skipped: those that have a gradient
+    that is not finite, on any rank, on all of them."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.precision, self.device = precision, device
+        self.dynamic = is_scaled(precision)
+        self.value = FIRST_SCALE if self.dynamic else 1.0
+        self.good_steps = self.skipped = 0
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What a captured step takes of it."""
+        return {LOSS_SCALE: torch.full((), self.value, device=self.device)} if self.dynamic else {}
+
+    def unscale(self, gradients: Sequence[Tensor], groups: Mapping[str, AxisGroup], loss: Tensor) -> bool:
+        """Divide the gradients by the scale, in place; whether they and the loss are finite, on every rank. All ranks
+        call it together."""
+        found = (~torch.isfinite(loss)).to(torch.float32).reshape(1)
+        inverse = torch.full((1,), 1.0 / self.value, device=self.device)
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for one in gradients:
+            alike.setdefault(one.dtype, []).append(one)
+        for several in alike.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(several, found, inverse)
+        for axis in sorted(groups, key=lambda axis: axis == "pp"):  # stages may have axes of their own
+            found = sum_over(found, groups[axis])
+        return not float(found)
+
+    def note(self, finite: bool, step: int, *, tells: bool = True) -> None:
+        """Step number ``step`` was made, or skipped.
+
+        Raises:
+            LossScaleError: no scale helps.
+        """
+        if finite:
+            self.good_steps, self.skipped = self.good_steps + 1, 0
+            if self.dynamic and self.good_steps % GROWTH_STEPS == 0:
+                self.value = min(2 * self.value, MOST_SCALE)
+            return
+        self.good_steps, self.skipped = 0, self.skipped + 1
+        self.value /= 2 if self.dynamic else 1
+        if tells:
+            scale = f"; the loss scale is now {self.value:g}" if self.dynamic else ""
+            log.warning("step %d is skipped: a gradient is not finite%s", step, scale)
+        if self.dynamic and self.value < LEAST_SCALE:
+            problem = f"the loss scale fell to {self.value:g} at step {step}"
+        elif not self.dynamic and self.skipped == MOST_SKIPPED:
+            problem = f"{self.skipped} steps in a row up to step {step} had gradients that are not finite"
+        else:
+            return
+        other = "'bfloat16', whose range is that of float32" if self.dynamic else "'float32'"
+        raise LossScaleError(
+            f"{problem}: the step overflows in {self.precision} at any scale, or its loss is not finite",
+            where=f"step {step}",
+            remedy=f"look at this step's batch and learning rate, or use precision {other}; parameters are as they "
+            f"were before step {step - self.skipped + 1}",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for a checkpoint."""
+        return {"precision": self.precision, "value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take a state back; where it is of another precision, or there is none, the scale begins anew."""
+        if state is not None and state["precision"] == self.precision:
+            self.value, self.good_steps, self.skipped = state["value"], state["good_steps"], 0
