@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ import meshwright as mw
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import collectives
 from meshwright.comm.transport import mpi
-from meshwright.errors import RankError
+from meshwright.errors import ClusterError, RankError
 from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.models import MLP, classification_loss
 from tests.distributed.oracle import TOLERANCE, error_of, largest_error
@@ -110,6 +111,28 @@ def without_mpi() -> str:
 def test_a_plan_that_wants_mpi_is_refused_where_mpi_did_not_start_the_ranks(ranks: Ranks) -> None:
     for rank, told in enumerate(ranks(2, without_mpi)):
         assert told.startswith(f"rank {rank}: a plan wants MPI's collectives, and the ranks were not started by MPI")
+
+
+def too_few(fan_outs: tuple[int, ...]) -> str:
+    """What ranks hear that train with a cluster of these levels."""
+    base = mw.Cluster.load("cpu-local")
+    levels = tuple(msgspec.structs.replace(base.levels[0], name=f"l{i}", fan_out=n) for i, n in enumerate(fan_outs))
+    cluster = msgspec.structs.replace(base, num_devices=math.prod(fan_outs), levels=levels, open_ended=False)
+    batch = {"inputs": torch.zeros(8, 6), "label": torch.arange(8) % 4}
+    try:
+        mw.parallelize(MLP((6, 16, 4)), classification_loss, batch, plan=mw.Layout(dp=-1), cluster=cluster)
+    except ClusterError as error:
+        return str(error)
+    return ""
+
+
+def test_a_cluster_whose_levels_do_not_hold_the_ranks_is_refused_on_all_of_them(ranks: Ranks) -> None:
+    told = "cluster cpu-local: there are 4 ranks, but its levels hold 1 x 2 = 2\n  -> start 2 ranks, or correct"
+    assert all(one.startswith(told) for one in ranks(4, too_few, (1, 2)))
+    told = "cluster cpu-local: 4 devices do not fill whole units of level 'l0', which hold 3"
+    assert all(one.startswith(told) for one in ranks(4, too_few, (3, 4)))
+    assert ranks(4, too_few, (2, 2)) == [""] * 4
+    assert ranks(4, too_few, (4, 2)) == [""] * 4, "one of two units"
 
 
 PROGRAM = """

@@ -166,6 +166,24 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
     return load_cluster(f"{name}-dgx")
 
 
+def check_size(cluster: Cluster, num_ranks: int) -> None:
+    """Ranks that run must be all devices of a cluster, or a part of it that is made up of whole units of its levels.
+
+    Raises:
+        ClusterError: they are more, or cut a unit.
+    """
+    if num_ranks > cluster.num_devices:
+        held = " x ".join(str(level.fan_out) for level in cluster.levels)
+        raise ClusterError(
+            f"there are {num_ranks} ranks, but its levels hold {f'{held} = ' * (len(cluster.levels) > 1)}"
+            f"{cluster.num_devices}",
+            where=f"cluster {cluster.name}",
+            remedy=f"start {cluster.num_devices} ranks, or correct num_devices and a fan_out",
+        )
+    if cluster.homogeneous:
+        cluster.resized(num_ranks)
+
+
 def _runnable(here: Cluster) -> Cluster:
     """This machine without what it measured of MPI, where the ranks were not started by that."""
     rows = tuple(row for row in here.collectives if row.algorithm != MPI or mpi.is_there())

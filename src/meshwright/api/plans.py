@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.api.machine import calibrated, known_cluster
+from meshwright.api.machine import calibrated, check_size, known_cluster
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
@@ -119,13 +119,13 @@ def simulate(
 def choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | None, device: torch.device) -> Plan:
     """The plan that is meant by ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
     if isinstance(plan, Layout):
-        return plan_layout(graph, plan, world_size=world_size, cluster=known_cluster(cluster, device, world_size))
+        return plan_layout(graph, plan, world_size=world_size, cluster=_fitting(cluster, device, world_size))
     if plan == "auto":
         if cluster is None and world_size > 1 and device.type == "cpu" and calibrated() is None:
             log.warning(
                 "this machine was not measured, so its layout is chosen for a generic one: `meshwright calibrate`"
             )
-        return plan_auto(graph, world_size, known_cluster(cluster, device, world_size))
+        return plan_auto(graph, world_size, _fitting(cluster, device, world_size))
     chosen, where = loaded(plan)
     chosen.check(graph, where)
     if chosen.mesh.world_size != world_size:
@@ -137,6 +137,12 @@ def choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | No
     if chosen.batch_size != graph.batch_size:
         chosen = adapt_plan(chosen, graph)
     return chosen
+
+
+def _fitting(cluster: Cluster | str | None, device: torch.device, world_size: int) -> Cluster:
+    known = known_cluster(cluster, device, world_size)
+    check_size(known, world_size)
+    return known
 
 
 def loaded(plan: Any) -> tuple[Plan, str]:
