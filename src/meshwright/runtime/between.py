@@ -32,16 +32,21 @@ CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 LONG_BYTES, HOPELESS = 2**20, 3.0
 """From this size on, an algorithm that takes so many times as long as the fastest is not measured at larger ones."""
 
+BLOCK_S, MOST_CALLS, LEAST_BLOCKS = 1e-3, 50, 3
+"""Calls are timed in blocks of about so long, of at most so many, at least so often."""
+
 Advance = Callable[[str], None]
 Call = Callable[[], object]
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Bytes of messages; how often each is timed: at most ``repeats`` times, and for about ``most_s`` seconds."""
+    """Bytes of messages and what is done with them; how often each is timed: at most ``repeats`` times, and for about
+    ``most_s`` seconds."""
 
     bytes: tuple[int, ...] = (64, *(4**power for power in range(6, 14)))
     repeats: int = 12
     most_s: float = 0.4
+    operations: tuple[Operation, ...] = ("broadcast", *CHOSEN)
 
 
 class Places(NamedTuple):
@@ -91,10 +96,11 @@ def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTi
             rows.append(_row("send", "channel", level, 2, size, seconds))
     for one in _groups(places, rank):
         boxes = equal_boxes(one.fan_outs) if one.fan_outs else ""
-        rows += _by_size(one, "broadcast", (NATIVE,), sizes, advance)
-        for operation in CHOSEN:
-            names = candidates(operation, one.group.size, boxes)
-            rows += _by_size(one, operation, (*names, *((MPI,) if mpi.is_there() else ())), sizes, advance)
+        for operation in sizes.operations:
+            names: tuple[str, ...] = (NATIVE,)
+            if operation in CHOSEN:
+                names = (*candidates(operation, one.group.size, boxes), *((MPI,) if mpi.is_there() else ()))
+            rows += _by_size(one, operation, names, sizes, advance)
     return rows
 
 
@@ -192,18 +198,21 @@ _OPERATIONS: dict[Operation, Callable[[AxisGroup, int], Call]] = {
 
 
 def _in_step(call: Call, sizes: Sizes) -> float:
-    """The seconds of a call that all ranks make together, one after the other: each waits for the others by itself. The
-    fastest of some counts, on the slowest rank."""
+    """The seconds of a call that all ranks make together, one after the other: each waits for the others by itself. Of
+    some blocks of calls the first quarter counts, on the slowest rank: others on the machine make some slower."""
     call()
     meet()
     start = time.perf_counter()
     call()
-    found = [time.perf_counter() - start]
-    repeats = min(sizes.repeats, max(3, int(sizes.most_s / max(from_every_rank(found[0])))))
+    once_s = max(from_every_rank(time.perf_counter() - start))
+    several = min(MOST_CALLS, max(1, int(BLOCK_S / once_s)))
+    blocks = min(sizes.repeats, max(LEAST_BLOCKS, int(sizes.most_s / once_s / several)))
     meet()
-    for _ in range(repeats - 1):
+    found = []
+    for _ in range(blocks):
         start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
-    slowest: float = max(from_every_rank(min(found)))
+        for _ in range(several):
+            call()
+        found.append((time.perf_counter() - start) / several)
+    slowest: float = max(from_every_rank(sorted(found)[len(found) // 4]))
     return slowest

@@ -84,7 +84,7 @@ def made_cluster(
         kernels=Kernels(processors=1, matmul_fraction=1.0, bandwidth_fraction=0.7, kernel_s=alone.kernel_s, launch_s=0),
         source="meshwright calibrate: the best rate of any kernel on one core",
     )
-    levels = tuple(_level(name, fan_out, timings) for name, fan_out in ((BOX, cores), (NETWORK, boxes)) if fan_out > 1)
+    levels = levels_of(timings, cores, boxes)
     return Cluster(
         name="this-machine",
         num_devices=cores * boxes,
@@ -97,6 +97,11 @@ def made_cluster(
             machine=name, torch=str(torch.__version__), time_s=round(time.time()), spread=round(alone.spread, 4)
         ),
     )
+
+
+def levels_of(timings: list[CollectiveTiming], cores: int, boxes: int) -> tuple[Level, ...]:
+    """The levels of so many boxes of so many cores, by the messages that were measured at each."""
+    return tuple(_level(name, fan_out, timings) for name, fan_out in ((BOX, cores), (NETWORK, boxes)) if fan_out > 1)
 
 
 def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:

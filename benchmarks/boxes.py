@@ -1,0 +1,243 @@
+"""Do collectives along levels reach their targets? Ranks in emulated boxes: pass or fail. `python -m benchmarks.boxes`.
+
+Boxes are network namespaces joined by links of given rates (``runtime/emulated_network.py``; root, else nothing is
+judged). First the table is measured that ``meshwright calibrate`` would write, then the algorithms run by turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import alone, ms
+from meshwright.bench.repeat import alternate
+from meshwright.catalog import load_cluster
+from meshwright.comm.groups import collectives
+from meshwright.cost.collective import Group, Network
+from meshwright.ir.cluster import Cluster, CollectiveTiming
+from meshwright.ir.result import Check, Finding, Verdict
+from meshwright.ir.statistics import ratio
+from meshwright.runtime import launch
+from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.emulated_network import run_in_boxes, why_not
+from meshwright.runtime.measured import levels_of
+from meshwright.runtime.ranks import run_ranks
+from meshwright.schedules.collectives.choice import NATIVE, candidates, chosen, in_pieces
+from meshwright.schedules.collectives.hierarchy import equal_boxes
+
+ROUNDS = 5
+GBIT = 1e9
+LARGE_BYTES = 2**26
+FASTER, OF_THE_BOUND, OF_THE_BEST = 1.35, 1.10, 1.05
+"""Than a ring that crosses boxes at every hop; what the slow link allows; the best of all algorithms."""
+OFF, OFF_MEDIAN = 0.20, 0.10
+UNEQUAL = (GBIT, GBIT, GBIT / 2, GBIT / 4)
+UNEQUAL_BYTES = 2**24
+LINK_SIZES = Sizes(bytes=(2**18, 2**20, 2**22, 2**24, 2**26), repeats=5, most_s=2.0, operations=("all_reduce",))
+LINK_PREDICTED = (2**19, 3 * 2**20, 12 * 2**20, 2**25)
+MEMORY_SIZES = Sizes(operations=("all_reduce",))
+MEMORY_PREDICTED = (2**11, 2**15, 2**19, 2**21, 2**23, 2**25)
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What ranks measured: the table; seconds by bytes and side, a figure a round; what the table says to take, and
+    that it takes, by bytes."""
+
+    table: tuple[CollectiveTiming, ...]
+    seconds: dict[int, dict[str, list[float]]]
+    picked: dict[int, str]
+    predicted: dict[int, dict[str, float]]
+
+
+# --- on every rank ---------------------------------------------------------------------------------------------------
+
+
+def measure(table: Sizes, sizes: Sequence[int], crossing: bool, rounds: int) -> Found:
+    """The table, and then every algorithm (or, where ``crossing``, only what is picked, and a ring that leaves its box
+    at every hop) at other sizes."""
+    torch.set_num_threads(1)
+    launch.start("cpu")
+    with torch.inference_mode():
+        places = boxes_of_world()
+        rows = between(table, places, lambda what: None)
+        size = dist.get_world_size()
+        network, group = Network(known(rows, places.num_boxes, places.each)), Group(size)
+        text = network.algorithms(group)
+        seconds, picked, predicted = {}, {}, {}
+        for num_bytes in sizes:
+            picked[num_bytes] = chosen(text, "all_reduce", num_bytes)
+            names = _names(places.num_boxes, places.each, num_bytes)
+            sides = _crossing(picked[num_bytes], num_bytes) if crossing else _all(names, num_bytes)
+            steps = max(1, min(50, 2**22 // num_bytes))
+            seconds[num_bytes] = alternate(sides, rounds=rounds, steps=steps, warmup_steps=1)
+            times = {name: network.measured_s("all_reduce", name, num_bytes, group) for name in names}
+            predicted[num_bytes] = {name: one for name, one in times.items() if one is not None}
+    return Found(tuple(rows), seconds, picked, predicted)
+
+
+def known(rows: list[CollectiveTiming], boxes: int, each: int) -> Cluster:
+    """The cluster that these rows tell of."""
+    base = load_cluster("cpu-local")
+    levels = levels_of(rows, each, boxes)
+    return msgspec.structs.replace(
+        base, name="emulated", num_devices=each * boxes, levels=levels, collectives=tuple(rows)
+    )
+
+
+def _names(boxes: int, each: int, num_bytes: int) -> list[str]:
+    names = candidates("all_reduce", boxes * each, equal_boxes((each, boxes)) if boxes > 1 and each > 1 else "")
+    return [name for name in names if num_bytes >= 2**20 or not in_pieces(name)]
+
+
+def _all(names: Sequence[str], num_bytes: int) -> dict[str, Callable[[], object]]:
+    world = dist.group.WORLD
+    assert world is not None
+    return {name: _call(world, name, num_bytes) for name in names}
+
+
+def _crossing(picked: str, num_bytes: int) -> dict[str, Callable[[], object]]:
+    """The pick, and a flat ring whose every hop leaves the box: ranks of the two boxes by turns."""
+    world, half = dist.group.WORLD, dist.get_world_size() // 2
+    assert world is not None
+    turns = [rank for pair in zip(range(half), range(half, 2 * half), strict=True) for rank in pair]
+    ring = dist.new_group(turns, sort_ranks=False)
+    assert dist.get_process_group_ranks(ring) == turns
+    return {picked: _call(world, picked, num_bytes), "flat ring": _call(ring, "ring", num_bytes)}
+
+
+def _call(group: dist.ProcessGroup, name: str, num_bytes: int) -> Callable[[], object]:
+    value = torch.zeros(num_bytes // 4)
+    if name == NATIVE:
+        return partial(dist.all_reduce, value, group=group)
+    ours = collectives(group)
+    value.fill_(dist.get_rank() + 1)
+    ours.all_reduce(value, "sum", name).wait()
+    expected = sum(range(1, dist.get_world_size() + 1))
+    if not bool((value == expected).all()):
+        raise AssertionError(f"{name} gives {value.min()} to {value.max()} instead of {expected}")
+    value.fill_(0)
+    return lambda: ours.all_reduce(value, "sum", name).wait()
+
+
+# --- judged ----------------------------------------------------------------------------------------------------------
+
+
+def two_boxes(rounds: int) -> list[Finding]:
+    """2 boxes of 2, 1 Gbit/s: against the ring and the bound, and as predicted."""
+    found = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_SIZES, (LARGE_BYTES,), True, rounds)
+    seconds, pick = found.seconds[LARGE_BYTES], found.picked[LARGE_BYTES]
+    name = "2 boxes x 2 ranks, emulated 1 Gbit/s, 64 MiB"
+    mine, ring = (statistics.median(seconds[side]) for side in (pick, "flat ring"))
+    bound_s = 8 * LARGE_BYTES / GBIT
+    results = [
+        _check(
+            f"{name}: at least {FASTER} x faster than a flat ring that leaves its box at every hop",
+            ring >= FASTER * mine,
+            f"{ratio(seconds['flat ring'], seconds[pick])}: {ms(mine)} by {pick}, against {ms(ring)}",
+            seconds,
+        ),
+        _check(
+            f"{name}: at most {OF_THE_BOUND:g} x what the link takes for the bytes that must cross it",
+            mine <= OF_THE_BOUND * bound_s,
+            f"{mine / bound_s:.3f}: {ms(mine)}, and 64 MiB at 1 Gbit/s take {ms(bound_s)}",
+        ),
+        _check(f"{name}: picked unaided, an algorithm along levels", "@2x2" in pick, pick),
+    ]
+    found = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_SIZES, LINK_PREDICTED, False, rounds)
+    return [*results, predicted("2 boxes x 2 ranks, emulated 1 Gbit/s", found)]
+
+
+def four_boxes(rounds: int) -> list[Finding]:
+    """4 boxes whose links are unequal: is the pick the best?"""
+    found = _in_boxes((0, 1, 2, 3), UNEQUAL, LINK_SIZES, (UNEQUAL_BYTES,), False, rounds)
+    seconds, pick = found.seconds[UNEQUAL_BYTES], found.picked[UNEQUAL_BYTES]
+    medians = {side: statistics.median(each) for side, each in seconds.items()}
+    best = min(medians, key=medians.__getitem__)
+    times = ", ".join(f"{side} {ms(value)}" for side, value in sorted(medians.items(), key=lambda one: one[1]))
+    rates = ", ".join(f"{rate / GBIT:g}" for rate in UNEQUAL)
+    return [
+        _check(
+            f"4 boxes, emulated links of {rates} Gbit/s, 16 MiB: the pick is within 5 % of the best",
+            medians[pick] <= OF_THE_BEST * medians[best],
+            f"{medians[pick] / medians[best]:.3f}: {pick}; {times}",
+            seconds,
+        )
+    ]
+
+
+def in_one_box(rounds: int) -> list[Finding]:
+    """2 ranks that share memory, as predicted."""
+    with tempfile.TemporaryDirectory() as name:
+        found = run_ranks(
+            measure, MEMORY_SIZES, MEMORY_PREDICTED, False, rounds, num_ranks=2, directory=Path(name)
+        )  # fmt: skip
+    return [predicted("2 ranks of one box", found)]
+
+
+def predicted(where: str, found: Found) -> Finding:
+    """How far the table's times are from what was measured at other sizes, by our algorithms."""
+    off = {
+        (name, num_bytes): found.predicted[num_bytes][name] / statistics.median(each) - 1
+        for num_bytes, sides in found.seconds.items()
+        for name, each in sides.items()
+        if name != NATIVE and name in found.predicted[num_bytes]
+    }
+    worst = max(off, key=lambda key: abs(off[key]))
+    median = statistics.median(map(abs, off.values()))
+    inside = sum(abs(one) <= OFF for one in off.values())
+    return Check(
+        target=f"{where}: times predicted from the table within {OFF:.0%} of measured, median {OFF_MEDIAN:.0%}",
+        verdict="pass" if inside == len(off) and median <= OFF_MEDIAN else "fail",
+        measured=f"median {median:.1%}, worst {off[worst]:+.1%} ({worst[0]}, {worst[1]} bytes)",
+        passed=inside,
+        total=len(off),
+        notes={"off": {f"{name}, {num_bytes}": round(value, 4) for (name, num_bytes), value in off.items()}},
+    )
+
+
+def _check(target: str, right: bool, measured: str, seconds: dict[str, list[float]] | None = None) -> Check:
+    """A target that waits for links, not for cores: judged though ranks share these."""
+    verdict: Verdict = "pass" if right else "fail"
+    return Check(
+        target=target, verdict=verdict, measured=measured, passed=int(right), total=1,
+        notes={"seconds": seconds} if seconds else {},
+    )  # fmt: skip
+
+
+def _in_boxes(
+    boxes: tuple[int, ...], rates: tuple[float, ...], table: Sizes, sizes: Sequence[int], crossing: bool, rounds: int
+) -> Found:
+    with tempfile.TemporaryDirectory() as name:
+        return run_in_boxes(
+            measure, table, tuple(sizes), crossing, rounds, boxes=boxes, rates_bits_per_s=rates, directory=Path(name)
+        )
+
+
+def findings(rounds: int = ROUNDS) -> list[Finding]:
+    """All targets."""
+    results = in_one_box(rounds)
+    if missing := why_not():
+        return [*results, Check(target="emulated boxes", verdict="reported", measured=f"not measured: {missing}")]
+    return [*results, *two_boxes(rounds), *four_boxes(rounds)]
+
+
+PARTS = {"memory": in_one_box, "two": two_boxes, "four": four_boxes}
+
+
+def main() -> int:
+    """Measure and print; names on the command line are of ``PARTS``."""
+    if not sys.argv[1:]:
+        return alone(findings())
+    return max(alone(PARTS[one](ROUNDS)) for one in sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
