@@ -1,6 +1,7 @@
 """Our collectives give what one process computes, in float64, for every algorithm, 2 to 4 ranks, any length and dtype,
 over shared memory, over send and receive, and between threads; ranks that differ, are lost or are late are named."""
 
+import functools
 import gc
 import os
 import random
@@ -182,6 +183,27 @@ def together(calls: list[Callable[[], object]]) -> list[object]:
     for one in started:
         one.join(60)
     return found
+
+
+def test_seven_workers_add_up_along_a_binary_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published example (tree-7), executed: 11 and 14 at the inner workers, 35 everywhere."""
+    sums: list[float] = []
+
+    def add(mine: Tensor, theirs: Tensor, out: Tensor) -> Tensor:
+        torch.add(mine, theirs, out=out)
+        sums.append(float(out))
+        return out
+
+    monkeypatch.setitem(running.REDUCE, "sum", add)
+    values = [torch.tensor([float(value)]) for value in (10, 4, 7, 2, 5, 1, 6)]
+    each = threads(7, slots=3)
+
+    def call(rank: int) -> float:
+        each[rank].all_reduce(values[rank], "sum", "binary-tree").wait()
+        return float(values[rank])
+
+    assert together([functools.partial(call, rank) for rank in range(7)]) == [35.0] * 7
+    assert {11.0, 14.0, 35.0} <= set(sums)
 
 
 # --- along levels ----------------------------------------------------------------------------------------------------

@@ -214,6 +214,20 @@ def test_one_rank_has_nothing_to_send(operation: str, name: str) -> None:
     assert count(build(operation, name, 1, 5)).messages == 0
 
 
+def test_seven_workers_in_a_binary_tree_as_published() -> None:
+    """tree-7: 2, 5, 1, 6 at the leaves, 4 and 7 above them, 10 at the root: 11 and 14 on the way, 35 everywhere."""
+    held, after = [10, 4, 7, 2, 5, 1, 6], []
+    for moves in all_reduce("binary-tree", 7, 1).rounds:
+        sent = list(held)
+        for one in moves:
+            held[one.target] = sent[one.source] + held[one.target] * one.adds
+        after.append(list(held))
+    assert after[0][1:3] == [11, 14]
+    assert after[1][0] == 35
+    assert after[-1] == [35] * 7
+    assert len(after) == 4
+
+
 def test_no_rank_is_inside_of_both_trees() -> None:
     for size in (4, 8, 14):
         takes = [0] * size

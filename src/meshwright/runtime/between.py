@@ -89,10 +89,10 @@ def boxes_of_world() -> Places:
 def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTiming]:
     """Messages and collectives by level; every rank calls it."""
     rank, rows = dist.get_rank(), list[CollectiveTiming]()
-    for level, stride, found in _pairs(places, rank):
+    for level, channel, first in _pairs(places, rank):
         for size in sizes.bytes:
             advance(f"send of {size} bytes")
-            seconds = _in_step(_ping_pong(found, rank // stride % 2 == 0, size), sizes) / 2
+            seconds = _in_step(_ping_pong(channel, first, size), sizes) / 2
             rows.append(_row("send", "channel", level, 2, size, seconds))
     for one in _groups(places, rank):
         boxes = equal_boxes(one.fan_outs) if one.fan_outs else ""
@@ -104,14 +104,15 @@ def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTi
     return rows
 
 
-def _pairs(places: Places, rank: int) -> Iterator[tuple[str, int, Channel]]:
-    """Whom this rank sends messages to: at which level, how far away, and by which channel."""
-    if places.each % 2 == 0:
-        peer = rank + 1 if rank % places.each % 2 == 0 else rank - 1
-        yield BOX, 1, channels([peer])[peer]
-    if places.num_boxes % 2 == 0:
-        peer = rank + places.each if rank // places.each % 2 == 0 else rank - places.each
-        yield NETWORK, places.each, channels([peer])[peer]
+def _pairs(places: Places, rank: int) -> Iterator[tuple[str, Channel | None, bool]]:
+    """Whom this rank sends messages to: at which level, by which channel (None: it is left over), who begins."""
+    num_boxes, each = places
+    for level, index, count, stride in ((BOX, rank % each, each, 1), (NETWORK, rank // each, num_boxes, each)):
+        if count > 1:
+            first = index % 2 == 0
+            there = not first or index + 1 < count
+            peer = rank + stride if first else rank - stride
+            yield level, channels([peer])[peer] if there else None, first
 
 
 def _groups(places: Places, rank: int) -> Iterator[_Group]:
@@ -159,7 +160,9 @@ def _buffer(num_bytes: int) -> Tensor:
     return torch.zeros(max(1, num_bytes // 4))
 
 
-def _ping_pong(peer: Channel, first: bool, num_bytes: int) -> Call:
+def _ping_pong(peer: Channel | None, first: bool, num_bytes: int) -> Call:
+    if peer is None:
+        return lambda: None
     value = _buffer(num_bytes)
 
     def call() -> None:

@@ -170,6 +170,20 @@ def all_reduce_tree(ranks: Sequence[int], span: Span) -> Rounds:
     return up + backwards(up)
 
 
+def all_reduce_binary_tree(ranks: Sequence[int], span: Span) -> Rounds:
+    """Up a binary tree and down again: rank 0 is the root, and 2i + 1 and 2i + 2 are below rank i."""
+    levels: list[list[int]] = []
+    for i in range(1, len(ranks)):
+        depth = (i + 1).bit_length() - 1
+        levels += [[] for _ in range(depth - len(levels))]
+        levels[depth - 1].append(i)
+    up = [
+        [one for i in level for one in message(ranks[i], ranks[(i - 1) // 2], [span], adds=True)]
+        for level in reversed(levels)
+    ]
+    return up + backwards(up)
+
+
 def all_reduce_butterfly(ranks: Sequence[int], span: Span) -> Rounds:
     """Recursive doubling: in each round everyone exchanges its sum with the rank across.
 

@@ -22,6 +22,7 @@ ALL_REDUCE: Mapping[str, Whole] = {
     "shares": group.in_halves(group.scatter_star, group.gather_star),
     "ring": group.in_halves(group.scatter_ring, group.gather_ring),
     "tree": group.all_reduce_tree,
+    "binary-tree": group.all_reduce_binary_tree,
     "double-tree": group.all_reduce_double_tree,
     "butterfly": group.all_reduce_butterfly,
     "rabenseifner": group.all_reduce_rabenseifner,
