@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.groups import collectives
+import meshwright as mw
+from meshwright.comm.collectives import Collectives
+from meshwright.comm.groups import collectives, from_rank_0
+from meshwright.cost.collective import Group, Network
 from meshwright.errors import LaunchError, RankError
+from meshwright.ir.cluster import Cluster
+from meshwright.models import MLP, classification_loss
+from meshwright.runtime import calibrate
+from meshwright.runtime.between import Sizes
+from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.emulated_network import LINK, EmulatedNetwork, run_in_boxes, why_not
+from meshwright.schedules.collectives.choice import candidates, in_pieces
+from tests.distributed.oracle import TOLERANCE, error_of
 
 WHY_NOT = why_not()
 emulated = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -65,6 +78,64 @@ def test_boxes_share_a_link_and_their_ranks_memory(tmp_path: Path) -> None:
     for each in sent["star+ring@0.2|1.3"]:
         assert SENT <= each < 1.1 * SENT
     assert seconds > 8 * (SENT - 2 * 262_144) / RATE_BITS_PER_S, "but for what a link may send at once"
+
+
+def calibrated_there() -> tuple[Cluster | None, str, float, list[str]]:
+    """What calibration finds of small messages; by what a step of dp over all ranks is reduced, how far off it is, and
+    which all-reduces ran."""
+    effort = Effort(
+        probe_s=1e-4, sides=(8, 16), flat_sides=(32, 64), elements=(2**14, 2**15), scale=0.1,
+        between=Sizes(bytes=(64, 4096), repeats=2, most_s=0.01),
+    )  # fmt: skip
+    found = calibrate.measure(effort, lambda what: None)
+    shared = from_rank_0(lambda: found)
+    assert shared is not None
+    rows = tuple(  # so that it is known what wins
+        msgspec.structs.replace(row, time_s=1e-9) if row.algorithm == "star+butterfly@2x2" else row
+        for row in shared.collectives
+    )
+    torch.manual_seed(0)
+    model = MLP((6, 16, 4)).double()
+    batch = {"inputs": torch.randn(8, 6, dtype=torch.float64), "label": torch.arange(8) % 4}
+    plain, names = copy.deepcopy(model), list[str]()
+    trainer = mw.parallelize(
+        model, classification_loss, batch, plan=mw.Layout(dp=4), device="cpu",
+        cluster=msgspec.structs.replace(shared, collectives=rows),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )  # fmt: skip
+    usual = Collectives.all_reduce
+
+    def noted(self: Collectives, value: Any, op: str, algorithm: str, label: str) -> Any:
+        names.append(algorithm)
+        return usual(self, value, op, algorithm, label)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "all_reduce", noted)
+        loss = trainer.step(batch)
+    error = error_of(loss, classification_loss(plain, batch)[0].detach())
+    return found, trainer.plan.algorithms["dp"], error, names
+
+
+@emulated
+def test_boxes_are_calibrated_and_training_goes_along_their_levels(tmp_path: Path) -> None:
+    found, algorithm, error, names = run_in_boxes(
+        calibrated_there, boxes=(0, 0, 1, 1), rates_bits_per_s=(1e9, 1e9), directory=tmp_path
+    )
+    assert found is not None
+    assert [(level.name, level.fan_out) for level in found.levels] == [("box", 2), ("network", 2)]
+    groups = {(row.level, row.ranks, row.fan_outs) for row in found.collectives if row.operation == "all_reduce"}
+    assert groups == {("box", 2, ()), ("network", 2, ()), ("network", 4, (2, 2))}
+    assert {row.level for row in found.collectives if row.operation == "send"} == {"box", "network"}
+    network = Network(found)
+    for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+        measured = {row.algorithm for row in found.collectives if (row.operation, row.fan_outs) == (operation, (2, 2))}
+        wanted = {name for name in candidates(operation, 4, "2x2") if not in_pieces(name)}
+        assert measured == wanted
+        assert f"{operation} " in network.algorithms(Group(4)) or network.algorithms(Group(4)) == "native"
+    assert algorithm.startswith("all_reduce star+butterfly@2x2; ")
+    assert names
+    assert set(names) == {"star+butterfly@2x2"}
+    assert error <= TOLERANCE
 
 
 def fails() -> None:
