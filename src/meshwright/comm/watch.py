@@ -23,6 +23,8 @@ from meshwright.schedules.collectives.hierarchy import Boxes, named_boxes
 EVERY, FACTOR = 10, 1.5
 LEAST_S = 2e-3
 """Collectives that have become slower or faster by less are left alone."""
+WATCHED = ("all_reduce", "all_gather", "reduce_scatter")
+"""Operations of which there are several algorithms."""
 TRIES = 3
 LONG_BYTES = 2**20
 """Of which size on algorithms that cut the vector in pieces are tried."""
@@ -78,6 +80,8 @@ class Watch:
 
     def algorithm(self, text: str, operation: str, num_bytes: int) -> str:
         """What a plan's text says, unless the ranks have taken another since."""
+        if operation not in WATCHED:
+            return chosen(text, operation, num_bytes)
         key = Key(operation, num_bytes)
         name = self._taken.get(key) or chosen(text, operation, num_bytes)
         self._names[key] = name
