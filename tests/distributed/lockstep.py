@@ -59,19 +59,16 @@ class WrongRuleError(AssertionError):
 
 def owned(length: int, dim: int, placements: Placements, mesh: Mesh, at: Coordinates) -> list[int]:
     """Which indices of a dim of that length a rank holds."""
-    cuts: dict[int, tuple[int, int]] = {}
+    units: dict[tuple[int, int], Tensor] = {}
     for axis, size in mesh.items():
         placement = placements.get(axis)
         if isinstance(placement, Shard) and placement.dim == dim:
-            index, count = cuts.get(placement.outer, (0, 1))
-            cuts[placement.outer] = index * size + at[axis], count * size
+            outer, unit = placement.outer, placement.unit
+            every = units.get((outer, unit), torch.arange(length // outer // unit))
+            units[outer, unit] = every.tensor_split(size)[at[axis]]
     result = []
     for position in range(length):
-        mine = True
-        for outer, (index, count) in cuts.items():
-            block = length // outer
-            mine = mine and position % block // (block // count) == index
-        if mine:
+        if all(position % (length // outer) // unit in mine for (outer, unit), mine in units.items()):
             result.append(position)
     return result
 
@@ -102,7 +99,7 @@ def join(parts: Mapping[tuple[int, ...], Tensor], shape: Sequence[int], placemen
         for term in terms[1:]:
             operation = next(iter(kinds)).op  # type: ignore[union-attr]
             value = value + term if operation == "sum" else getattr(torch, f"{operation}imum")(value, term)
-        expected = local_shape(tuple(shape), placements, mesh)
+        expected = local_shape(tuple(shape), placements, mesh, at)
         if tuple(value.shape) != expected:
             raise WrongRuleError(f"a rank's part has shape {tuple(value.shape)}, its placement says {expected}")
         where = [
@@ -236,7 +233,7 @@ def execute(
         elif node.target is torch.ops.meshwright.attention_ring_backward.default:
             known[node] = ring.backward(round_of(args[-2]), rows_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is collectives.HALO_EXCHANGE:
-            known[node] = halo_rows(args[0], swapped(args[5], args[0]), *args[1:5], part=args[6])
+            known[node] = halo_rows(args[0], swapped(args[6], args[0]), *args[1:6], part=args[7])
         elif node.target is collectives.HALO_REDUCE:
             known[node] = halo_sums(swapped(args[5], args[0]), *args[1:5], part=args[6])
         elif node.target is collectives.WAIT:
@@ -247,12 +244,13 @@ def execute(
 
 
 def halo_rows(
-    own: Tensor, parts: list[Tensor], dim: int, lows: list[int], highs: list[int], fill: float, *, part: int
-) -> Tensor:
+    own: Tensor, parts: list[Tensor], dim: int, lows: list[int], highs: list[int], edges: list[int], fill: float, *,
+    part: int,
+) -> Tensor:  # fmt: skip
     """Row by row: what a part reads and does not have."""
-    rows = own.shape[dim]
     whole = torch.cat(parts, dim)
-    mine = range(part * rows, (part + 1) * rows)
+    mine = range(edges[part], edges[part + 1])
+    assert len(mine) == own.shape[dim]
     wanted = [row for row in range(lows[part], highs[part]) if row not in mine]
     result = torch.full([*own.shape[:dim], len(wanted), *own.shape[dim:][1:]], fill, dtype=own.dtype)
     for place, row in enumerate(wanted):
@@ -261,14 +259,16 @@ def halo_rows(
     return result
 
 
-def halo_sums(terms: list[Tensor], dim: int, lows: list[int], highs: list[int], rows: int, *, part: int) -> Tensor:
+def halo_sums(
+    terms: list[Tensor], dim: int, lows: list[int], highs: list[int], edges: list[int], *, part: int
+) -> Tensor:
     """Row by row: the sum of what the parts have of this part's rows."""
-    first = terms[0]
+    first, rows = terms[0], edges[part + 1] - edges[part]
     result = torch.zeros([*first.shape[:dim], rows, *first.shape[dim:][1:]], dtype=first.dtype)
     for term, low, high in zip(terms, lows, highs, strict=True):
         for row in range(low, high):
-            if row // rows == part:
-                result.select(dim, row % rows).add_(term.select(dim, row - low))
+            if edges[part] <= row < edges[part + 1]:
+                result.select(dim, row - edges[part]).add_(term.select(dim, row - low))
     return result
 
 
@@ -424,7 +424,7 @@ def check(subject: Subject, strategy: Mapping[str, str], mesh: Mesh, generator: 
     """
     rule, chosen = subject.rule, dict(strategy)
     inputs = subject.call.tensors
-    wanted = [input_placements(rule, chosen, index) for index in range(len(inputs))]
+    wanted = [input_placements(rule, chosen, index, mesh) for index in range(len(inputs))]
     ranks = list(_coordinates(mesh))
     terms = [_terms(value, placements, mesh, generator) for value, placements in zip(inputs, wanted, strict=True)]
     wires = Wires()
@@ -439,7 +439,7 @@ def check(subject: Subject, strategy: Mapping[str, str], mesh: Mesh, generator: 
     results = _at_once(run, ranks, wires)
     for index, expected in enumerate(subject.outputs):
         parts = {tuple(at.values()): result[index] for at, result in zip(ranks, results, strict=True)}
-        found = join(parts, expected.shape, output_placements(rule, chosen, index), mesh)
+        found = join(parts, expected.shape, output_placements(rule, chosen, index, mesh), mesh)
         compare(found, expected, f"{subject.call.target} {rule.pattern!r} split {chosen} on {mesh}, output {index}")
 
 

@@ -61,9 +61,11 @@ def mutants(operator: OperatorRule, call: Call, draw: Draw) -> Iterator[tuple[st
         yield "parts need not be one run", replace(operator, contiguous=frozenset())
     if any(text.startswith("halo") for texts in rule.decompositions.values() for text in texts):
         yield "halo off by a row", replace(operator, local=lambda local: operator.local(_OffByOne(local)))
+    if rule.equal:
+        yield "parts may differ", replace(operator, rule=_fixed(msgspec.structs.replace(rule, equal=())))
     if rule.decompositions:
         members = {member for name in rule.decompositions for member in rule.members(name)}
-        bare = msgspec.structs.replace(_marks(rule, members, False), decompositions={}, joint={})
+        bare = msgspec.structs.replace(_marks(rule, members, False), decompositions={}, joint={}, equal=())
         yield "decomposition forgotten", replace(operator, rule=_fixed(bare), local=emit_unchanged)
 
 
@@ -76,11 +78,11 @@ class _OffByOne:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._local, name)
 
-    def halo(self, value: Any, factor: str, dim: int, length: int, ranges: Any, fill: float = 0.0) -> Any:
-        return self._local.halo(value, factor, dim, length, [(low + 1, high + 1) for low, high in ranges], fill)
+    def halo(self, value: Any, factor: str, dim: int, edges: Any, ranges: Any, fill: float = 0.0) -> Any:
+        return self._local.halo(value, factor, dim, edges, [(low + 1, high + 1) for low, high in ranges], fill)
 
-    def halo_sum(self, value: Any, factor: str, dim: int, length: int, ranges: Any) -> Any:
-        return self._local.halo_sum(value, factor, dim, length, [(low + 1, high + 1) for low, high in ranges])
+    def halo_sum(self, value: Any, factor: str, dim: int, edges: Any, ranges: Any) -> Any:
+        return self._local.halo_sum(value, factor, dim, edges, [(low + 1, high + 1) for low, high in ranges])
 
 
 def _fixed(rule: Rule) -> Callable[[Call], Rule]:

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 ours = torch.ops.meshwright
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-SIZES = (2, 3, 4, 6)
+SIZES = (2, 3, 4, 5, 6, 7)
 
 
 class Draw:

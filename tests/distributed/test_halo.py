@@ -4,6 +4,7 @@ sum comes to the rank that owns its row."""
 from __future__ import annotations
 
 import random
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 
 
 def exchange_at_random(seed: int) -> int:
-    """Shapes, dims, dtypes and ranges that reach over several parts, over none, or past the ends."""
+    """Shapes, dims, dtypes, parts that are equal or not, and ranges that reach over several of them, over none, or past
+    the ends."""
     me, size, draw = dist.get_rank(), dist.get_world_size(), random.Random(seed)
     world = dist.group.WORLD
     assert world is not None
@@ -25,13 +27,16 @@ def exchange_at_random(seed: int) -> int:
         generator = torch.Generator().manual_seed(1000 * seed + turn)
         shape = [draw.randint(1, 3) for _ in range(draw.randint(1, 3))]
         dim, rows, dtype = draw.randrange(len(shape)), draw.randint(1, 4), draw.choice(DTYPES)
-        shape[dim] = rows
-        lows = [part * rows + draw.randint(-2 * rows, rows) for part in range(size)]
+        edges = list(accumulate((draw.randint(0, rows) if turn % 2 else rows for _ in range(size)), initial=0))
+        lows = [edges[part] + draw.randint(-2 * rows, rows) for part in range(size)]
         highs = [low + draw.randint(1, 4 * rows) for low in lows]
-        parts = [torch.randint(0, 9, shape, generator=generator).to(dtype) for _ in range(size)]
+        parts = []
+        for first, end in pairwise(edges):
+            shape[dim] = end - first
+            parts.append(torch.randint(0, 9, shape, generator=generator).to(dtype))
         dim -= draw.choice([0, len(shape)])
-        found = wait(halo_exchange_start(parts[me], dim, lows, highs, 1.0, world.group_name, me))
-        assert torch.equal(found, halo_rows(parts[me], parts, dim, lows, highs, 1.0, part=me))
+        found = wait(halo_exchange_start(parts[me], dim, lows, highs, edges, 1.0, world.group_name, me))
+        assert torch.equal(found, halo_rows(parts[me], parts, dim, lows, highs, edges, 1.0, part=me))
         moved += found.numel()
         if dtype == torch.bool:  # nothing is added up
             continue
@@ -39,8 +44,8 @@ def exchange_at_random(seed: int) -> int:
         for low, high in zip(lows, highs, strict=True):
             shape[dim] = high - low
             terms.append(torch.randint(0, 9, shape, generator=generator).to(dtype))
-        total = wait(halo_reduce_start(terms[me], dim, lows, highs, rows, world.group_name, me))
-        assert torch.equal(total, halo_sums(terms, dim, lows, highs, rows, part=me))
+        total = wait(halo_reduce_start(terms[me], dim, lows, highs, edges, world.group_name, me))
+        assert torch.equal(total, halo_sums(terms, dim, lows, highs, edges, part=me))
     return moved
 
 

@@ -40,9 +40,9 @@ def plan_over_both(graph: mw.Graph, *, only: str = "") -> mw.Plan:
     return msgspec.structs.replace(plan, buckets=(), stages=(stage,))
 
 
-def train(only: str) -> list[float]:
+def train(only: str, size: int) -> list[float]:
     torch.manual_seed(0)
-    model, batch = MLP((6, 16, 4)).double(), batch_of(8)
+    model, batch = MLP((6, 16, 4)).double(), batch_of(size)
     plain = copy.deepcopy(model)
     plan = plan_over_both(mw.capture(model, classification_loss, batch), only=only)
     trainer = mw.parallelize(
@@ -59,16 +59,19 @@ def train(only: str) -> list[float]:
     return [*errors, largest_error(trainer.full_state_dict(all_ranks=True), plain.state_dict())]
 
 
+@pytest.mark.parametrize("size", [8, 6])
 @pytest.mark.parametrize("only", ["", "layers.0"])
-def test_two_axes_on_one_factor(ranks: Ranks, only: str) -> None:
+def test_two_axes_on_one_factor(ranks: Ranks, only: str, size: int) -> None:
     """Everywhere; and with a first layer on the inner axis alone, whose parts the outer axis must then cut anew."""
-    for errors in ranks(4, train, only):
+    for errors in ranks(4, train, only, size):
         assert max(errors) <= TOLERANCE, errors
 
 
-def test_two_axes_that_do_not_divide_one_factor_are_refused() -> None:
-    graph = mw.capture(MLP((6, 16, 4)).double(), classification_loss, batch_of(6))
-    with pytest.raises(PlanError, match=r"factor 'b' has size 6, axes 'dp', 'tp' have 4\n  -> a factor must divide"):
+def test_two_axes_of_more_ranks_than_a_factor_has_are_refused() -> None:
+    graph = mw.capture(MLP((6, 16, 4)).double(), classification_loss, batch_of(3))
+    with pytest.raises(
+        PlanError, match=r"factor 'b' has size 3, axes 'dp', 'tp' have 4\n  -> no rank can have nothing"
+    ):
         plan_over_both(graph).check(graph)
 
 
@@ -79,7 +82,8 @@ def test_two_axes_that_do_not_divide_one_factor_are_refused() -> None:
         ({"dp": Shard(0), "tp": Shard(0, outer=2)}, True),
         ({"dp": Shard(0, outer=4), "tp": Shard(0)}, True),
         ({"dp": Shard(1), "tp": Shard(0)}, True),
-        ({"dp": Shard(1), "tp": Shard(1)}, False),
+        ({"dp": Shard(1), "tp": Shard(1)}, True),
+        ({"dp": Shard(1, unit=2), "tp": Shard(1, outer=3)}, True),
         ({"dp": Shard(1), "tp": Shard(1, outer=3)}, False),
     ],
 )

@@ -50,13 +50,15 @@ def _doubled(placements: Placements) -> bool:
     return isinstance(first, Shard) and first == second
 
 
-def _terms(seed: int, op: str, groups: dict[str, AxisGroup], partial: list[str]) -> tuple[Tensor, Tensor]:
+def _terms(
+    seed: int, op: str, groups: dict[str, AxisGroup], partial: list[str], shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """(this rank's term, the whole): terms that differ along the partial axes."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [groups[axis].size for axis in partial]
-    terms = torch.randn(*sizes, *SHAPE, generator=generator, dtype=torch.float64)
+    terms = torch.randn(*sizes, *shape, generator=generator, dtype=torch.float64)
     mine = terms[tuple(groups[axis].index for axis in partial)]
-    flat = terms.reshape(-1, *SHAPE)
+    flat = terms.reshape(-1, *shape)
     return mine, flat.sum(0) if op == "sum" else flat.amax(0)
 
 
@@ -68,8 +70,10 @@ def _finished(steps: Any) -> Any:
         return stop.value
 
 
-def _reshard(cases: list[tuple[int, Placements, Placements]], algorithm: str) -> list[str]:
-    mesh = Mesh.of(dp=2, tp=2)
+def _reshard(
+    cases: list[tuple[int, Placements, Placements]], algorithm: str, shape: tuple[int, ...], tp: int
+) -> list[str]:
+    mesh = Mesh.of(dp=torch.distributed.get_world_size() // tp, tp=tp)
     groups = axis_groups(mesh, torch.distributed.get_rank(), dict.fromkeys(("dp", "tp", "dp+tp"), algorithm))
 
     def emit(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,15 +84,15 @@ def _reshard(cases: list[tuple[int, Placements, Placements]], algorithm: str) ->
     for seed, have, want in cases:
         partial = [axis for axis, placement in have.items() if isinstance(placement, Partial)]
         op = next((p.op for p in have.values() if isinstance(p, Partial)), "sum")
-        term, whole = _terms(seed, op, groups, partial)
+        term, whole = _terms(seed, op, groups, partial, shape)
         start = local_part(term, have, groups).clone()
         resharder = Resharder(emit, groups, links)
-        steps = resharder.steps(start, SHAPE, have, want, item_bytes=8, owned=True)  # type: ignore[arg-type]
+        steps = resharder.steps(start, shape, have, want, item_bytes=8, owned=True)  # type: ignore[arg-type]
         result = _finished(steps)
         expected = local_part(whole, want, groups)
         if result.shape != expected.shape or not torch.allclose(result, expected, rtol=0, atol=1e-12):
             wrong.append(f"{have} -> {want}")
-        elif not torch.equal(gather_whole(expected, SHAPE, want, groups), whole):
+        elif not torch.equal(gather_whole(expected, shape, want, groups), whole):
             wrong.append(f"gather_whole from {want}")
     return wrong
 
@@ -103,7 +107,42 @@ def test_every_rank_ends_with_its_part(ranks: Ranks, algorithm: str) -> None:
     doubled = [pair for pair in pairs if _doubled(pair[0]) or _doubled(pair[1])]
     chosen = chooser.sample(pairs, 250) + chooser.sample(doubled, 150)
     cases = [(seed, *pair) for seed, pair in enumerate(chosen)]
-    for wrong in ranks(4, _reshard, cases, algorithm):
+    for wrong in ranks(4, _reshard, cases, algorithm, SHAPE, 2):
+        assert wrong == []
+
+
+UNEVEN = (5, 42, 3)
+"""The middle dim is three blocks of seven heads of two."""
+UNEVEN_CHOICES: list[Placement] = [
+    Replicate(),
+    Partial("sum"),
+    Shard(0),
+    Shard(1),
+    Shard(1, outer=1, unit=14),
+    Shard(1, outer=3, unit=2),
+    Shard(1, outer=21),
+    Shard(2),
+    Flat(),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (3, 3), (4, 2)])
+def test_uneven_parts_are_resharded_too(ranks: Ranks, num_ranks: int, tp: int) -> None:
+    chooser, axes = random.Random(0), ("dp", "tp") if num_ranks > tp else ("tp",)
+    nested = [Shard(1, 1, 14), Shard(1, 3, 2), Shard(1, 21)]  # from the outermost factor of the dim to the innermost
+    every = [dict(zip(axes, pair, strict=True)) for pair in itertools.product(UNEVEN_CHOICES, repeat=len(axes))]
+
+    def legal(placements: Placements) -> bool:
+        shards = [one for one in placements.values() if isinstance(one, Shard)]
+        apart = len({one.dim for one in shards}) == len(shards) or all(one in nested for one in shards)
+        same = len(set(shards)) == 1  # two axes, one factor: of three elements, a rank has none
+        return (apart or same) and list(placements.values()).count(Flat()) < 2
+
+    sources = [one for one in every if legal(one)]
+    targets = [one for one in sources if not any(isinstance(placement, Partial) for placement in one.values())]
+    pairs = list(itertools.product(sources, targets))
+    cases = [(seed, *pair) for seed, pair in enumerate(chooser.sample(pairs, min(len(pairs), 250)))]
+    for wrong in ranks(num_ranks, _reshard, cases, "native", UNEVEN, tp):
         assert wrong == []
 
 

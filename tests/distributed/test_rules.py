@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from meshwright.ir.placement import misfit
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Unsplit, emit_unchanged, make_rule
 from meshwright.ops.pointwise import pointwise_rule
@@ -45,11 +46,12 @@ def _one_thread() -> Iterator[None]:
 
 
 def check_everything(subject: Subject, draw: Draw) -> set[str]:
-    """Every factor on one axis, every linear group, some pairs on two axes; returns what was split."""
+    """Every factor on one axis, every linear group, some pairs on two axes, in equal parts or not; returns what was
+    split."""
     done: dict[str, None] = {}
     sizes = subject.rule.sizes
     for factor in subject.factors:
-        parts = [count for count in PARTS if sizes[factor] % count == 0]
+        parts = [count for count in PARTS if misfit(subject.rule, {"a": factor}, {"a": count}) is None]
         if parts:
             check(subject, {"a": factor}, {"a": draw.pick(*parts)}, draw.generator)
             done[factor] = None
@@ -58,20 +60,19 @@ def check_everything(subject: Subject, draw: Draw) -> set[str]:
         done["^" * group] = None
     pairs = [(one, other) for one, other in itertools.permutations(done, 2) if {one[0], other[0]} != {"^"}]
     pairs += [(factor, factor) for factor in done if factor in sizes]
-    pairs = [pair for pair in pairs if all(sizes[letter] % 4 == 0 for letter in shared(subject.rule, *pair))]
     alone = {member for name in subject.rule.joint for member in subject.rule.members(name)} & set(
         subject.rule.decompositions
     )
     pairs = [pair for pair in pairs if not (alone & set(pair) and subject.rule.joint.keys() & set(pair))]
-    for one, other in draw.some(pairs, 2):
-        mesh = {axis: 3 if one != other and sizes.get(name, 2) % 2 else 2 for axis, name in (("a", one), ("b", other))}
-        check(subject, {"a": one, "b": other}, mesh, draw.generator)
+    fitting = [
+        (strategy, mesh)
+        for strategy in ({"a": one, "b": other} for one, other in pairs)
+        for mesh in ({"a": a, "b": b} for a, b in itertools.product(PARTS, PARTS))
+        if misfit(subject.rule, strategy, mesh) is None
+    ]
+    for strategy, mesh in draw.some(fitting, 2):
+        check(subject, strategy, mesh, draw.generator)
     return set(done)
-
-
-def shared(rule: Rule, one: str, other: str) -> set[str]:
-    """The letters that two factors both split."""
-    return set(rule.members(one)) & set(rule.members(other))
 
 
 def composites(subject: Subject) -> dict[str, int]:

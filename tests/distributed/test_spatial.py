@@ -131,7 +131,7 @@ def test_every_level_of_a_unet_is_cut() -> None:
 def test_levels_that_are_too_thin_stay_whole_and_say_so() -> None:
     plan = planned("ResNet", spatial=(8,))
     assert "16 rows that become 8" not in plan.explain()
-    assert "whole on sy  8 rows that become 4 do not divide over 8 ranks" in " ".join(plan.explain().split(" "))
+    assert "whole on sy  8 rows that become 4 are too few for 8 ranks" in " ".join(plan.explain().split(" "))
 
 
 def test_what_has_no_space_is_refused() -> None:
@@ -140,7 +140,7 @@ def test_what_has_no_space_is_refused() -> None:
     )
     with pytest.raises(LayoutError, match="no convolutions or pooling over such a dim"):
         mw.plan(graph, layout=mw.Layout(spatial=(2,)))
-    with pytest.raises(LayoutError, match=r"no rows of 8, 16 divide over sy=3\n.*side that 3 divides"):
-        planned("U-Net", spatial=(3,))
+    with pytest.raises(LayoutError, match=r"no rows of 8, 16 can be cut over sy=17\n.*larger images, or fewer parts"):
+        planned("U-Net", spatial=(17,))
     with pytest.raises(LayoutError, match=r"spatial=\[0\]"):
         planned("U-Net", spatial=(0,))

@@ -195,7 +195,7 @@ def test_numbers_of_ranks_are_read() -> None:
         (["--ranks", "two"], "--ranks: 'two' are no numbers"),
         (["--ranks", "1"], "--ranks: [1] are not at least two rising numbers of ranks"),
         (["--ranks", "2,3", "--kind", "batch"], "--ranks: 3 ranks are no multiple of 2"),
-        (["--ranks", "1,3", *SMALL], "batch: a global batch of 8 does not divide over dp=3"),
+        (["--ranks", "1,9", *SMALL], "batch: a global batch of 8 is too small for dp=9"),
         (["--layout.plan", "plan.json"], "layout.plan: a plan is for one number of ranks"),
         (["--repetitions", "3"], "Invalid value for '--repetitions'"),
         (["--rank", "2"], "--rank: there is no such key in RUN.toml"),

@@ -103,14 +103,25 @@ def test_a_model_that_cannot_be_traced_is_named_with_its_line() -> None:
     assert "-> replace the branch on a tensor's value by torch.where and .item() by the tensor itself, or move" in text
 
 
-def test_a_batch_that_does_not_divide() -> None:
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (
+            mw.Layout(dp=8),
+            "batch: a global batch of 6 is too small for dp=8\n  -> use a batch of 8 or more, or drop the",
+        ),
+        (
+            mw.Layout(dp=2, microbatches=2),
+            "batch: a global batch of 6 does not divide over 2 micro-batches on dp=2\n  -> use a batch of 4 or 8, or",
+        ),
+    ],
+    ids=["small", "micro-batches"],
+)
+def test_a_batch_that_cannot_be_cut(layout: mw.Layout, text: str) -> None:
     graph = mw.capture(MLP((8, 4)), classification_loss, BATCH)
     with pytest.raises(LayoutError) as caught:
-        mw.plan(graph, layout=mw.Layout(dp=4))
-    assert str(caught.value) == (
-        "batch: a global batch of 6 does not divide over dp=4\n"
-        "  -> use a batch of 4 or 8, or drop the ragged last batch"
-    )
+        mw.plan(graph, layout=layout)
+    assert text in str(caught.value)
 
 
 def test_a_layout_that_does_not_match_the_ranks() -> None:
@@ -121,14 +132,14 @@ def test_a_layout_that_does_not_match_the_ranks() -> None:
     )
 
 
-def test_heads_that_do_not_divide() -> None:
+def test_heads_that_are_too_few() -> None:
     model = GPT(GPTConfig(layers=1, width=32, heads=4, vocabulary=16, sequence_length=8))
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
     with pytest.raises(LayoutError) as caught:
-        mw.plan(graph, layout=mw.Layout(tp=3))
+        mw.plan(graph, layout=mw.Layout(tp=5))
     assert str(caught.value) == (
-        "module blocks.0.attention: 4 attention heads do not divide over tp=3\n  -> use tp of 1, 2, 4"
+        "module blocks.0.attention: 4 attention heads are too few for tp=5\n  -> use tp of at most 4"
     )
 
 

@@ -63,13 +63,14 @@ def test_a_ring_gathers_nothing() -> None:
     ("layout", "text"),
     [
         (mw.Layout(sequence_parallel=True), "layout: sequence_parallel with tp=1\n  -> give tp of 2 or more"),
-        (mw.Layout(cp=3), "a sequence of 16 does not divide over cp=3\n  -> use a sequence that 3 divides"),
+        (mw.Layout(cp=17), "a sequence of 16 is too short for cp=17\n  -> use a longer sequence"),
+        (mw.Layout(cp=3, context="ring"), "a sequence of 16 does not divide over cp=3\n  -> use a sequence that it"),
         (mw.Layout(context="ring"), "layout: context='ring' with cp=1\n  -> give cp of 2 or more"),
         (mw.Layout(dp=2, ep=2), "layout: ep=2, and there are no experts\n  -> use ep=1"),
         (mw.Layout(tp=2, ep=2), "layout: ep=2 does not divide dp=1\n  -> experts lie over ranks that divide the batch"),
-        (mw.Layout(tp=8), "module blocks.0.attention: 4 attention heads do not divide over tp=8"),
+        (mw.Layout(tp=8), "module blocks.0.attention: 4 attention heads are too few for tp=8"),
     ],
-    ids=["no tp", "odd sequence", "no ring", "no experts", "ep without dp", "heads"],
+    ids=["no tp", "short sequence", "odd ring", "no ring", "no experts", "ep without dp", "heads"],
 )
 def test_layouts_that_do_not_fit(layout: mw.Layout, text: str) -> None:
     graph = gpt().graph

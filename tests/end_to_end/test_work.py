@@ -108,11 +108,10 @@ def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
 
 def halo_bytes(node: fx.Node) -> int:
     """What the busiest rank of a halo exchange gets."""
-    given, dim, lows, highs, *rest = cast(Any, node.args)
+    given, dim, lows, highs, edges, *_ = cast(Any, node.args)
     value = given.meta["val"]
-    rows = value.shape[dim] if node.target is collectives.HALO_EXCHANGE else rest[0]
     ranges = tuple(zip(lows, highs, strict=True))
-    return int(value.numel() // value.shape[dim] * most_rows(ranges, rows) * value.element_size())
+    return int(value.numel() // value.shape[dim] * most_rows(ranges, edges) * value.element_size())
 
 
 def counted(pieces: tuple[Piece, ...]) -> Counter[tuple[str, str, int]]:

@@ -7,38 +7,45 @@ from hypothesis import strategies as st
 
 from meshwright.ir.halo import Halo, fetched, most_rows, outside, overlap, owned
 from meshwright.ir.halo import given as given_rows
+from meshwright.ir.placement import bounds
 
 HALOS = st.builds(
     Halo,
     operand=st.integers(0, 2), dim=st.integers(0, 4), stride=st.integers(1, 4), window=st.integers(1, 9),
-    padding=st.integers(-2, 9), count=st.sampled_from([4, 8, 12]),
+    padding=st.integers(-2, 9), count=st.integers(1, 13),
 )  # fmt: skip
 
 
 def test_a_window_of_three_reads_one_row_on_each_side() -> None:
-    ranges = Halo(0, 2, stride=1, window=3, padding=1, count=12).ranges(3)
+    ranges = Halo(0, 2, stride=1, window=3, padding=1, count=12).ranges((0, 4, 8, 12))
     assert ranges == ((-1, 5), (3, 9), (7, 13))
-    assert fetched(ranges, 4, 1) == [(0, (3, 4)), (2, (8, 9))]
-    assert fetched(ranges, 4, 0) == [(1, (4, 5))]
-    assert most_rows(ranges, 4) == 2
+    assert fetched(ranges, (0, 4, 8, 12), 1) == [(0, (3, 4)), (2, (8, 9))]
+    assert fetched(ranges, (0, 4, 8, 12), 0) == [(1, (4, 5))]
+    assert most_rows(ranges, (0, 4, 8, 12)) == 2
 
 
 def test_a_stride_of_two_reads_one_row_before() -> None:
-    ranges = Halo(0, 2, stride=2, window=3, padding=1, count=4).ranges(2)
+    ranges = Halo(0, 2, stride=2, window=3, padding=1, count=4).ranges((0, 2, 4))
     assert ranges == ((-1, 4), (3, 8))
-    assert (fetched(ranges, 4, 0), fetched(ranges, 4, 1)) == ([], [(0, (3, 4))])
+    assert (fetched(ranges, (0, 4, 8), 0), fetched(ranges, (0, 4, 8), 1)) == ([], [(0, (3, 4))])
 
 
 def test_thin_parts_read_of_several_neighbours() -> None:
-    ranges = Halo(0, 2, stride=1, window=7, padding=3, count=4).ranges(4)
-    assert [other for other, _ in fetched(ranges, 1, 0)] == [1, 2, 3]
-    assert most_rows(ranges, 1) == 3
+    ranges = Halo(0, 2, stride=1, window=7, padding=3, count=4).ranges(range(5))
+    assert [other for other, _ in fetched(ranges, range(5), 0)] == [1, 2, 3]
+    assert most_rows(ranges, range(5)) == 3
+
+
+def test_parts_that_are_not_equal_read_as_far() -> None:
+    ranges = Halo(0, 2, stride=2, window=3, padding=1, count=4).ranges((0, 3, 4))
+    assert ranges == ((-1, 6), (5, 8))
+    assert (fetched(ranges, (0, 4, 7), 0), fetched(ranges, (0, 4, 7), 1)) == ([(1, (4, 6))], [])
 
 
 @settings(max_examples=60)
-@given(HALOS, st.sampled_from([1, 2, 4]), st.integers(1, 6))
-def test_what_one_gets_another_gives(halo: Halo, parts: int, rows: int) -> None:
-    ranges = halo.ranges(parts)
+@given(HALOS, st.integers(1, 5), st.integers(1, 30))
+def test_what_one_gets_another_gives(halo: Halo, parts: int, length: int) -> None:
+    ranges, rows = halo.ranges(bounds(halo.count, [parts])), bounds(length, [parts])
     got = {(part, other, one) for part in range(parts) for other, one in fetched(ranges, rows, part)}
     gave = {(other, part, one) for part in range(parts) for other, one in given_rows(ranges, rows, part)}
     assert got == gave

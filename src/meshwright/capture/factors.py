@@ -207,7 +207,10 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
             joint[name], became[name] = outermost, (name,)
             sizes[name] = math.gcd(*(sizes[letter] for letter in outermost))
             kept[name] = _renamed(bound.rule.decompositions[name], became)
-    rule = Rule(pattern=str(text), sizes=sizes, reduction=bound.rule.reduction, decompositions=kept, joint=joint)
+    equal = tuple(letter for name in bound.rule.equal for letter in became.get(name, ()) if letter in sizes)
+    rule = Rule(
+        pattern=str(text), sizes=sizes, reduction=bound.rule.reduction, decompositions=kept, joint=joint, equal=equal
+    )
     return rule, classes, became
 
 

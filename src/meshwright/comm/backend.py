@@ -211,22 +211,37 @@ def shift(value: Tensor, group: str, size: int) -> Tensor:
 
 
 def halo_exchange_start(
-    value: Tensor, dim: int, lows: list[int], highs: list[int], fill: float, group: str, index: int, label: str = ""
+    value: Tensor,
+    dim: int,
+    lows: list[int],
+    highs: list[int],
+    edges: list[int],
+    fill: float,
+    group: str,
+    index: int,
+    label: str = "",
 ) -> Tensor:
     """Start to get the rows of a dim that this part reads and others have."""
     begun = time.perf_counter()
     ranges = tuple(zip(lows, highs, strict=True))
-    result, work = halo.exchange(value, dim, ranges, fill, process_group(group), index)
+    result, work = halo.exchange(value, dim, ranges, edges, fill, process_group(group), index)
     return _in_flight(result, work, "halo", group, begun, label)
 
 
 def halo_reduce_start(
-    value: Tensor, dim: int, lows: list[int], highs: list[int], rows: int, group: str, index: int, label: str = ""
+    value: Tensor,
+    dim: int,
+    lows: list[int],
+    highs: list[int],
+    edges: list[int],
+    group: str,
+    index: int,
+    label: str = "",
 ) -> Tensor:
     """Start to add up, at their owners, the rows that the parts have of each other."""
     begun = time.perf_counter()
     ranges = tuple(zip(lows, highs, strict=True))
-    result, work = halo.reduce(value, dim, ranges, rows, process_group(group), index)
+    result, work = halo.reduce(value, dim, ranges, edges, process_group(group), index)
     return _in_flight(result, work, "halo", group, begun, label)
 
 

@@ -23,8 +23,8 @@ from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
 from meshwright.comm.watch import Switch, Watch
 from meshwright.errors import MeshwrightError, RankError
-from meshwright.ir.mesh import AxisGroup, Mesh, members
-from meshwright.ir.placement import Placements, Shard, flat_axis, local_shape, unflattened
+from meshwright.ir.mesh import AxisGroup, Mesh, members, sizes_of
+from meshwright.ir.placement import Placements, Shard, axis_cut, flat_axis, local_shape, unflattened
 from meshwright.schedules.collectives.choice import MPI, NATIVE, names
 
 T = TypeVar("T")
@@ -247,20 +247,19 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
     if flat := flat_axis(placements):
         parts = [torch.empty_like(value) for _ in range(groups[flat].size)]
         dist.all_gather(parts, value.contiguous(), process_group(groups[flat].name))
-        whole = local_shape(shape, unflattened(placements), {axis: group.size for axis, group in groups.items()})
+        whole = local_shape(shape, unflattened(placements), *sizes_of(groups))
         value = torch.cat([part.view(-1) for part in parts])[: math.prod(whole)].view(whole)
     for axis in reversed(list(groups)):
         shard = now.pop(axis, None)
         if not isinstance(shard, Shard):
             continue
-        group = groups[axis]
-        parts = [torch.empty_like(value) for _ in range(group.size)]
-        dist.all_gather(parts, value.contiguous(), process_group(group.name))
-        blocks = shard.outer
-        for other, placement in now.items():
-            if placement.dim == shard.dim and placement.outer < shard.outer:
-                blocks //= groups[other].size
-        split = [part.unflatten(shard.dim, (blocks, -1)) for part in parts]
+        group, cut = groups[axis], axis_cut(shape, axis, {**now}, shard, *sizes_of(groups))
+        mine = value.unflatten(shard.dim, (cut.blocks, cut.length(group.index))).contiguous()
+        if missing := cut.length(0) - cut.length(group.index):
+            mine = torch.nn.functional.pad(mine, [0, 0] * (mine.dim() - shard.dim - 2) + [0, missing])
+        parts = [torch.empty_like(mine) for _ in range(group.size)]
+        dist.all_gather(parts, mine, process_group(group.name))
+        split = [part.narrow(shard.dim + 1, 0, cut.length(index)) for index, part in enumerate(parts)]
         value = torch.cat(split, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
     return value
 

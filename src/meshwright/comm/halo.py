@@ -1,10 +1,10 @@
-"""Halo exchange between the ranks of a group, which hold one dim in equal parts, and its adjoint (``ops.collectives``).
+"""Halo exchange between the ranks of a group, each with its part of one dim, and its adjoint (``ops.collectives``).
 
 Each rank knows from the ranges which rows it sends to whom and receives from whom; shards that are thinner than the
 halo have more neighbours than two.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,37 +27,42 @@ class Transfers:
 
 
 def exchange(
-    value: Tensor, dim: int, ranges: tuple[Rows, ...], fill: float, group: dist.ProcessGroup, part: int
+    value: Tensor,
+    dim: int,
+    ranges: Sequence[Rows],
+    edges: Sequence[int],
+    fill: float,
+    group: dist.ProcessGroup,
+    part: int,
 ) -> tuple[Tensor, Transfers]:
     """Start to get the rows of ``ranges[part]`` that other parts have: they and the filled ones, once waited for."""
-    rows = value.shape[dim]
-    own = owned(rows, part)
+    own = owned(edges, part)
     before, after = outside(ranges[part], own)
     shape = list(value.shape)
     shape[dim] = before[1] - before[0] + after[1] - after[0]
     result = value.new_full(shape, fill)
-    sent = [(other, value.narrow(dim, low - own[0], high - low)) for other, (low, high) in given(ranges, rows, part)]
+    sent = [(other, value.narrow(dim, low - own[0], high - low)) for other, (low, high) in given(ranges, edges, part)]
     places = []
-    for other, (low, high) in fetched(ranges, rows, part):
+    for other, (low, high) in fetched(ranges, edges, part):
         at = low - before[0] if low < own[0] else low - after[0] + before[1] - before[0]
         places.append((other, result.narrow(dim, at, high - low)))
     return result, _start(sent, places, group, lambda place, come: place.copy_(come))
 
 
 def reduce(
-    value: Tensor, dim: int, ranges: tuple[Rows, ...], rows: int, group: dist.ProcessGroup, part: int
+    value: Tensor, dim: int, ranges: Sequence[Rows], edges: Sequence[int], group: dist.ProcessGroup, part: int
 ) -> tuple[Tensor, Transfers]:
     """Start to add up, at their owners, the rows of all parts' ranges, which ``value`` has of this part's."""
-    own, low = owned(rows, part), ranges[part][0]
+    own, low = owned(edges, part), ranges[part][0]
     shape = list(value.shape)
-    shape[dim] = rows
+    shape[dim] = own[1] - own[0]
     result = value.new_zeros(shape)
     kept = overlap(ranges[part], own)
     if kept[0] < kept[1]:
         count = kept[1] - kept[0]
         result.narrow(dim, kept[0] - own[0], count).copy_(value.narrow(dim, kept[0] - low, count))
-    sent = [(other, value.narrow(dim, a - low, b - a)) for other, (a, b) in fetched(ranges, rows, part)]
-    places = [(other, result.narrow(dim, a - own[0], b - a)) for other, (a, b) in given(ranges, rows, part)]
+    sent = [(other, value.narrow(dim, a - low, b - a)) for other, (a, b) in fetched(ranges, edges, part)]
+    places = [(other, result.narrow(dim, a - own[0], b - a)) for other, (a, b) in given(ranges, edges, part)]
     return result, _start(sent, places, group, lambda place, come: place.add_(come))
 
 

@@ -7,7 +7,7 @@ from meshwright.cost.node import Exchange
 from meshwright.cost.operators import Parts
 from meshwright.ir.graph import ITEM_BYTES, Operator
 from meshwright.ir.halo import Halo, most_rows, outside, owned
-from meshwright.ir.placement import Placements, local_shape
+from meshwright.ir.placement import Placements, bounds, local_shape
 from meshwright.ir.plan import Strategy
 
 _COLLECTIVES = {"gather": "all_gather", "all_to_all": "all_to_all", "ring": "all_gather"}
@@ -72,15 +72,19 @@ class Decomposed:
         """A halo, in bytes of what the busiest rank gets; dims before this one have theirs already (corners)."""
         name, placements = self._operand(operator, strategy, halo.operand)
         tensor, sizes = self._parts.graph.tensors[name], self._parts.sizes
-        result.copied_bytes += self._parts.num_bytes(name, placements)
         shape = list(local_shape(tensor.shape, placements, sizes))
         before = self._before(operator, strategy, halo)
         for other, one in before:
-            low, high = one.ranges(sizes[other])[0]
+            low, high = one.ranges(bounds(one.count, [sizes[other]]))[0]
             shape[one.dim] = high - low
-        ranges, rows = halo.ranges(sizes[axis]), tensor.shape[halo.dim] // sizes[axis]
+        ranges = halo.ranges(bounds(halo.count, [sizes[axis]]))
+        edges = bounds(tensor.shape[halo.dim], [sizes[axis]])
         each = prod(size for dim, size in enumerate(shape) if dim != halo.dim) * ITEM_BYTES[tensor.dtype]
-        if not (got := most_rows(ranges, rows)):
+        padded = any(low < 0 or high > edges[-1] for low, high in ranges)
+        if not (got := most_rows(ranges, edges)) and not padded:
+            return
+        result.copied_bytes += self._parts.num_bytes(name, placements)
+        if not got:
             return
         exchange = Exchange(f"{operator.name} {halo}", "halo", axis, got * each)
         if halo.operand >= len(operator.inputs):
@@ -89,7 +93,7 @@ class Decomposed:
         key = tuple((other, one.dim, one.stride, one.window, one.padding, one.count) for other, one in (
             *before, (axis, halo)))  # fmt: skip
         strips = max(
-            sum(high - low for low, high in outside(one, owned(rows, part))) for part, one in enumerate(ranges)
+            sum(high - low for low, high in outside(one, owned(edges, part))) for part, one in enumerate(ranges)
         )
         result.fetched.append(Fetch(halo.operand, key, exchange, strips * each))
 

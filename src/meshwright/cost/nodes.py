@@ -19,12 +19,12 @@ from meshwright.cost.node import Exchange, Node, storage_readers
 from meshwright.cost.operators import Cost, Parts, Rates, operator_cost
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
 from meshwright.ir.kind import kind_of
-from meshwright.ir.layout import DATA_AXES, TIME
+from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import members
 from meshwright.ir.placement import Flat, Partial, Placements, Shard, local_shape, unflattened
 from meshwright.ir.plan import Bucket, Plan, Strategy
 from meshwright.ir.resharding import Move, Mover
-from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, STEP, Cut, border
+from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, STEP, Cut, border, given_batch
 
 _IN_PLACE = frozenset({
     "aten.add", "aten.sub", "aten.mul", "aten.div", "aten.exp", "aten.neg", "aten.gelu_backward", "aten.tanh_backward",
@@ -99,7 +99,7 @@ class StageNodes:
                 continue
             placements = self.parts.known(self.plan.storage(name))
             if tensor.kind == "input":
-                placements = self._batch_placements(name)
+                placements = given_batch(self.graph, name, self.sizes)
             self._put(name, placements, Node(name, STEP, "", Cost()), STEP)
         up, down = self.divided.received(self.stage)
         for names, phase in ((up, FORWARD), (down, BACKWARD)):
@@ -108,14 +108,6 @@ class StageNodes:
                 node = Node(name, phase, "received", Cost(), storages={name: self.parts.num_bytes(name, placements)})
                 self.nodes.append(node)
                 self._put(name, placements, node, phase)
-
-    def _batch_placements(self, name: str) -> Placements:
-        axes = [axis for axis in DATA_AXES if axis in self.sizes]
-        for dim, classes in enumerate(self.graph.tensors[name].dims):
-            divides = self.graph.tensors[name].shape[dim] % prod(self.sizes[axis] for axis in axes) == 0
-            if classes and self.graph.factor_classes[classes[0]].role == "batch" and divides:
-                return {axis: Shard(dim) for axis in axes}
-        return {}
 
     def border(self, name: str) -> Placements:
         """How a tensor crosses borders."""

@@ -100,17 +100,22 @@ class Parts:
 
     def wanted(self, operator: Operator, strategy: Strategy, position: int) -> Placements:
         """How an operator wants an input."""
-        return self.known(input_placements(operator.rule, strategy, position)) if operator.rule else {}
+        return self.known(input_placements(operator.rule, strategy, position, self.sizes)) if operator.rule else {}
 
     def made(self, operator: Operator, strategy: Strategy, output: int) -> Placements:
         """How it gives an output."""
-        return self.known(output_placements(operator.rule, strategy, output)) if operator.rule else {}
+        return self.known(output_placements(operator.rule, strategy, output, self.sizes)) if operator.rule else {}
 
-    def divisor(self, operator: Operator, strategy: Strategy) -> int:
-        """In how many parts its work is divided: over every axis on which it splits a factor."""
-        if operator.rule is None:
-            return 1
-        return prod(self.sizes[axis] for axis, choice in strategy.items() if not is_linear(choice))
+    def divisor(self, operator: Operator, strategy: Strategy) -> float:
+        """By what its work is divided on the rank with the largest part, over all axes on which it splits a factor."""
+        rule, result = operator.rule, 1.0
+        if rule is None:
+            return result
+        for choice in dict.fromkeys(choice for choice in strategy.values() if choice and not is_linear(choice)):
+            size = rule.sizes[rule.members(choice)[0]]
+            count = prod(self.sizes[axis] for axis, one in strategy.items() if one == choice)
+            result *= count if size % count == 0 else size / -(-size // count)
+        return result
 
     def decomposed(self, operator: Operator, strategy: Strategy) -> list[tuple[str, str]]:
         """The (axis, factor) pairs for which it runs as its decomposition."""
@@ -130,8 +135,8 @@ class Parts:
             if word.isdigit():
                 total *= int(word)
             elif word in rule.sizes:
-                total *= rule.sizes[word]
-                total //= prod(self.sizes[axis] for axis, choice in strategy.items() if choice == word)
+                parts = prod(self.sizes[axis] for axis, choice in strategy.items() if choice == word)
+                total *= -(-rule.sizes[word] // parts)
         return total
 
 

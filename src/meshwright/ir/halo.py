@@ -1,11 +1,13 @@
 """Halos: which rows of a divided dim an operator needs beyond those of its own part, and from which parts they come.
 
-rows        0 1 2 3 | 4 5 6 7 | 8 9 10 11      three parts of a dim; windows of 3 rows, stride 1, padding 1
+rows        0 1 2 3 | 4 5 6 7 | 8 9 10 11      three parts of a dim, edges 0 4 8 12; windows of 3 rows, padding 1
 part 1            3 [ 4 5 6 7 ] 8              reads (3, 9): row 3 comes from part 0, row 8 from part 2
 part 0         -1 [ 0 1 2 3 ] 4                reads (-1, 5): row -1 is padding
 """
 
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -39,11 +41,13 @@ class Halo(msgspec.Struct, frozen=True):
         found = _TEXT.fullmatch(text)
         return cls(*map(int, found.groups())) if found else None
 
-    def ranges(self, parts: int) -> tuple[Rows, ...]:
-        """By part, the rows that its windows read; they may lie before the first row and after the last."""
-        each = self.count // parts
-        lows = [part * each * self.stride - self.padding for part in range(parts)]
-        return tuple((low, low + (each - 1) * self.stride + self.window) for low in lows)
+    def ranges(self, edges: Sequence[int]) -> tuple[Rows, ...]:
+        """By part of the windows, the rows that they read; they may lie before the first row and after the last."""
+        result = []
+        for first, end in pairwise(edges):
+            low = first * self.stride - self.padding
+            result.append((low, low + (end - first - 1) * self.stride + self.window if end > first else low))
+        return tuple(result)
 
 
 def overlap(one: Rows, other: Rows) -> Rows:
@@ -51,9 +55,9 @@ def overlap(one: Rows, other: Rows) -> Rows:
     return max(one[0], other[0]), min(one[1], other[1])
 
 
-def owned(rows: int, part: int) -> Rows:
-    """The rows of a part, where every part has ``rows``."""
-    return part * rows, (part + 1) * rows
+def owned(edges: Sequence[int], part: int) -> Rows:
+    """The rows of a part."""
+    return edges[part], edges[part + 1]
 
 
 def outside(rows: Rows, own: Rows) -> tuple[Rows, Rows]:
@@ -62,18 +66,18 @@ def outside(rows: Rows, own: Rows) -> tuple[Rows, Rows]:
     return (low, max(low, min(high, own[0]))), (min(high, max(low, own[1])), high)
 
 
-def fetched(ranges: tuple[Rows, ...], rows: int, part: int) -> list[tuple[int, Rows]]:
+def fetched(ranges: Sequence[Rows], edges: Sequence[int], part: int) -> list[tuple[int, Rows]]:
     """What a part gets from which other parts: (part, rows), in order of rows."""
-    found = [(other, overlap(ranges[part], owned(rows, other))) for other in range(len(ranges)) if other != part]
+    found = [(other, overlap(ranges[part], owned(edges, other))) for other in range(len(ranges)) if other != part]
     return [(other, each) for other, each in found if each[0] < each[1]]
 
 
-def given(ranges: tuple[Rows, ...], rows: int, part: int) -> list[tuple[int, Rows]]:
+def given(ranges: Sequence[Rows], edges: Sequence[int], part: int) -> list[tuple[int, Rows]]:
     """What a part gives to which other parts."""
-    found = [(other, overlap(ranges[other], owned(rows, part))) for other in range(len(ranges)) if other != part]
+    found = [(other, overlap(ranges[other], owned(edges, part))) for other in range(len(ranges)) if other != part]
     return [(other, each) for other, each in found if each[0] < each[1]]
 
 
-def most_rows(ranges: tuple[Rows, ...], rows: int) -> int:
+def most_rows(ranges: Sequence[Rows], edges: Sequence[int]) -> int:
     """The rows that the busiest part gets from others."""
-    return max(sum(high - low for _, (low, high) in fetched(ranges, rows, part)) for part in range(len(ranges)))
+    return max(sum(high - low for _, (low, high) in fetched(ranges, edges, part)) for part in range(len(ranges)))

@@ -33,6 +33,11 @@ class AxisGroup(msgspec.Struct, frozen=True):
     algorithm: str = "native"
 
 
+def sizes_of(groups: Mapping[str, AxisGroup]) -> tuple[dict[str, int], dict[str, int]]:
+    """The axes' sizes, and this rank's index on each."""
+    return {axis: one.size for axis, one in groups.items()}, {axis: one.index for axis, one in groups.items()}
+
+
 class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ranks 0 to ``world_size`` - 1 laid out along axes, outermost first: the last axis joins neighbouring ranks.
 

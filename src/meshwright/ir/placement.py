@@ -1,25 +1,36 @@
 """Where the parts of a tensor live: Shard, Flat, Replicate or Partial on each mesh axis."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from math import prod
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import msgspec
 
 from meshwright.ir.layout import TIME
-from meshwright.ir.rule import Dim, Rule
+from meshwright.ir.mesh import members
+from meshwright.ir.rule import Dim, Factor, Operand, Rule
 
 LINEAR = "^"
 
 
 class Shard(msgspec.Struct, frozen=True, tag="shard"):
-    """The dim is ``outer`` equal blocks, each cut over the axis as ``torch.chunk`` cuts."""
+    """The dim is ``outer`` equal blocks, each cut over the axis in whole units of ``unit`` indices. Parts differ by at
+    most one unit: of n units over k ranks, the first n mod k get one more than the others. ``unit`` is 1 wherever parts
+    are equal.
+
+        S(0) of 7 over 2                  0 1 2 3 | 4 5 6
+        S(0 by 2) of 6 over 2             0 1 2 3 | 4 5            three heads of two, flattened
+        S(0/2 by 2) of 12 over 2          0 1 2 3  6 7 8 9 | 4 5  10 11
+    """
 
     dim: int
     outer: int = 1
+    unit: int = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}/{self.outer})"
+        blocks = f"/{self.outer}" if self.outer > 1 else ""
+        return f"S({self.dim}{blocks} by {self.unit})" if self.unit > 1 else f"S({self.dim}{blocks})"
 
 
 class Flat(msgspec.Struct, frozen=True, tag="flat"):
@@ -74,21 +85,27 @@ def is_linear(choice: str) -> bool:
     return choice.startswith(LINEAR)
 
 
-def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], *names: str) -> Shard | None:
-    """The Shard that splitting a factor gives a tensor of these dims, or None where it has no such factor; of several
-    names the first that is there."""
+def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], *names: str, parts: int = 1) -> Shard | None:
+    """The Shard that splitting a factor, in so many parts in all, gives a tensor of these dims, or None where it has no
+    such factor; of several names the first that is there."""
     for name in names:
         for index, dim in enumerate(dims):
             outer = 1
-            for factor in dim:
+            for position, factor in enumerate(dim):
                 if factor.name == name:
-                    return Shard(index, outer)
-                outer *= factor.size if factor.size is not None else sizes[factor.name]
+                    inner = dim[position + 1 :] if sizes[name] % parts else ()
+                    return Shard(index, outer, prod(_size(one, sizes) for one in inner))
+                outer *= _size(factor, sizes)
     return None
 
 
-def input_placements(rule: Rule, strategy: dict[str, str], operand: int) -> Placements:
-    """What the operator needs of its input number ``operand`` under ``strategy`` (axis -> factor or carets)."""
+def _size(factor: Factor, sizes: dict[str, int]) -> int:
+    return factor.size if factor.size is not None else sizes[factor.name]
+
+
+def input_placements(rule: Rule, strategy: Mapping[str, str], operand: int, sizes: Mapping[str, int]) -> Placements:
+    """What the operator needs of its input number ``operand`` under ``strategy`` (axis -> factor or carets), on axes of
+    these ``sizes``."""
     pattern = rule.parsed.inputs[operand]
     result: Placements = {}
     for axis, choice in strategy.items():
@@ -96,21 +113,22 @@ def input_placements(rule: Rule, strategy: dict[str, str], operand: int) -> Plac
             if pattern.linear == len(choice):
                 result[axis] = Partial("sum")
         else:
-            shard = factor_placement(pattern.dims, rule.sizes, *rule.members(choice))
+            shard = _shard(rule, pattern, strategy, choice, sizes)
             if shard is not None:
                 result[axis] = shard
     return result
 
 
-def output_placements(rule: Rule, strategy: dict[str, str], output: int) -> Placements:
-    """What the operator gives as output number ``output`` under ``strategy`` (axis -> factor or carets)."""
+def output_placements(rule: Rule, strategy: Mapping[str, str], output: int, sizes: Mapping[str, int]) -> Placements:
+    """What the operator gives as output number ``output`` under ``strategy`` (axis -> factor or carets), on axes of
+    these ``sizes``."""
     pattern = rule.parsed.outputs[output]
     result: Placements = {}
     for axis, choice in strategy.items():
         if is_linear(choice):
             result[axis] = Partial("sum")
         else:
-            shard = factor_placement(pattern.dims, rule.sizes, *rule.members(choice))
+            shard = _shard(rule, pattern, strategy, choice, sizes)
             if shard is not None:
                 result[axis] = shard
             elif rule.sums(choice):
@@ -121,14 +139,169 @@ def output_placements(rule: Rule, strategy: dict[str, str], output: int) -> Plac
     return result
 
 
-def local_shape(shape: tuple[int, ...], placements: Placements, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of one rank's part (all splits even, but that of Flat, which is padded)."""
+def _shard(
+    rule: Rule, operand: Operand, strategy: Mapping[str, str], choice: str, sizes: Mapping[str, int]
+) -> Shard | None:
+    for letter in rule.members(choice):
+        parts = parts_of(rule, strategy, letter, sizes)
+        shard = factor_placement(operand.dims, rule.sizes, letter, parts=parts)
+        if shard is not None:
+            return shard
+    return None
+
+
+def parts_of(rule: Rule, strategy: Mapping[str, str], letter: str, sizes: Mapping[str, int]) -> int:
+    """In how many parts a letter is cut, over all axes that split it."""
+    return prod(
+        sizes.get(axis, 1)
+        for axis, choice in strategy.items()
+        if choice == letter or (choice in rule.joint and letter in rule.joint[choice])
+    )
+
+
+def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[str, int] | None:
+    """The first letter that cannot be cut in as many parts as ``strategy`` asks for, and these parts; None where all
+    can. Parts may differ by one unit where the rule bears it, but no part may be empty; micro-batches are equal."""
+    for choice in strategy.values():
+        for letter in rule.members(choice) if choice and not is_linear(choice) else ():
+            parts, size = parts_of(rule, strategy, letter, sizes), rule.sizes[letter]
+            if size % parts == 0:
+                continue
+            time = strategy.get(TIME, "")
+            if size < parts or choice in rule.equal or letter in rule.members(time):
+                return letter, parts
+    return None
+
+
+def bounds(units: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """Where the parts of ``units`` begin, and where the last one ends: cut over ``parts[0]`` ranks, each part over
+    ``parts[1]``, and so on. The first of each cut are one unit larger where they are not equal.
+
+    >>> bounds(7, (2, 2))
+    (0, 2, 4, 6, 7)
+    """
+    sizes = [units]
+    for count in parts:
+        sizes = [size // count + (index < size % count) for size in sizes for index in range(count)]
+    return (0, *accumulate(sizes))
+
+
+class AxisCut(NamedTuple):
+    """How one axis cuts what other axes leave of a dim on a rank: each of ``blocks`` in parts of ``units`` (by index on
+    the axis), each unit ``unit`` indices. Equal parts are of one unit each."""
+
+    blocks: int
+    units: tuple[int, ...]
+    unit: int
+
+    @property
+    def even(self) -> bool:
+        """Whether all parts are equal."""
+        return self.units[0] == self.units[-1]
+
+    @property
+    def block(self) -> int:
+        """The indices of a block."""
+        return sum(self.units) * self.unit
+
+    def length(self, index: int) -> int:
+        """The indices of a block that are a part's."""
+        return self.units[index] * self.unit
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Of a block, the indices of a part: the first, and the one after the last."""
+        begin = sum(self.units[:index])
+        return begin * self.unit, (begin + self.units[index]) * self.unit
+
+
+def axis_cut(
+    shape: Sequence[int], axis: str, others: Placements, shard: Shard, axis_sizes: Mapping[str, int],
+    at: Mapping[str, int],
+) -> AxisCut:  # fmt: skip
+    """How ``axis`` (or axes, joined) cuts a tensor of the global ``shape`` for the rank at these coordinates, given how
+    others cut it: those that cut the same factor are outside of it."""
+    dim, blocks, units = shard.dim, shard.outer, shape[shard.dim] // shard.outer // shard.unit
+    local = shape[dim]
+    for other, size in axis_sizes.items():
+        one = others.get(other)
+        if other in members(axis) or not isinstance(one, Shard) or one.dim != dim:
+            continue
+        if one.outer == shard.outer:
+            left = _part(units, size, at.get(other, 0))
+            local, units = local * left // units if units else 0, left
+        else:
+            count = _units(shape, other, others, one, axis_sizes, at)
+            left = _part(count, size, at.get(other, 0))
+            local = local * left // count if count else 0
+            if one.outer < shard.outer:
+                blocks = blocks * left // count if count else 0
+    parts = [axis_sizes[one] for one in members(axis)]
+    size = prod(parts)
+    if units % size == 0:
+        return AxisCut(blocks, (1,) * size, local // blocks // size if blocks else 0)
+    unit = local // blocks // units if blocks and units else 0
+    return AxisCut(blocks, tuple(end - begin for begin, end in pairwise(bounds(units, parts))), unit)
+
+
+def _units(
+    shape: Sequence[int], axis: str, placements: Placements, shard: Shard, axis_sizes: Mapping[str, int],
+    at: Mapping[str, int],
+) -> int:  # fmt: skip
+    """What the axes outside of ``axis`` that cut the same factor leave of its units."""
+    units = shape[shard.dim] // shard.outer // shard.unit
+    for other, size in axis_sizes.items():
+        if other == axis:
+            break
+        one = placements.get(other)
+        if isinstance(one, Shard) and (one.dim, one.outer) == (shard.dim, shard.outer):
+            units = _part(units, size, at.get(other, 0))
+    return units
+
+
+def _part(units: int, parts: int, index: int) -> int:
+    return units // parts + (index < units % parts)
+
+
+def local_shape(
+    shape: tuple[int, ...],
+    placements: Placements,
+    axis_sizes: Mapping[str, int],
+    at: Mapping[str, int] | None = None,
+) -> tuple[int, ...]:
+    """The shape of the part of the rank at these coordinates by axis (default: the first, whose part is the largest).
+    Flat parts are padded to be equal."""
     result = list(shape)
     for axis, placement in placements.items():
         if isinstance(placement, Shard):
-            result[placement.dim] //= axis_sizes[axis]
+            dim, parts = placement.dim, axis_sizes[axis]
+            if result[dim] != shape[dim] or placement.unit > 1 or shape[dim] % (placement.outer * parts):
+                result = _uneven_shape(shape, placements, axis_sizes, at or {})
+                break
+            result[dim] //= parts
     axis = flat_axis(placements)
     return flat_shape(tuple(result), axis_sizes[axis]) if axis else tuple(result)
+
+
+def _uneven_shape(
+    shape: tuple[int, ...], placements: Placements, axis_sizes: Mapping[str, int], at: Mapping[str, int]
+) -> list[int]:
+    result = list(shape)
+    for axis, parts in axis_sizes.items():
+        placement = placements.get(axis)
+        if isinstance(placement, Shard):
+            units = _units(shape, axis, placements, placement, axis_sizes, at)
+            mine = _part(units, parts, at.get(axis, 0))
+            result[placement.dim] = result[placement.dim] * mine // units if units else 0
+    return result
+
+
+def nested(one: Shard, parts: int, two: Shard, length: int) -> bool:
+    """Whether ``two`` cuts the same factor of a dim as ``one``, or whole blocks of what ``one`` leaves."""
+    if one.outer == two.outer:
+        return one.unit == two.unit
+    block = length // one.outer
+    part = block // parts if block % (one.unit * parts) == 0 else one.unit
+    return part % (length // two.outer) == 0
 
 
 def flat_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from math import prod
 from typing import ClassVar
 
 import msgspec
@@ -17,10 +16,12 @@ from meshwright.ir.placement import (
     Placement,
     Placements,
     is_linear,
+    misfit,
     output_placements,
 )
 from meshwright.ir.precision import Precision
 from meshwright.ir.resharding import Link
+from meshwright.ir.rule import Rule
 from meshwright.ir.stages import cut
 from meshwright.ir.stored import check_buckets, check_gathers, check_storage
 
@@ -264,20 +265,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                         f"factor {choice!r} of {operator.rule.pattern!r} cannot be split", where=place,
                         remedy="choose another factor, or leave the axis out",
                     )  # fmt: skip
-                rule = operator.rule
-                for letter in rule.members(choice):
-                    alike = [
-                        other
-                        for other, one in strategy.items()
-                        if other in sizes and not is_linear(one) and letter in rule.members(one)
-                    ]
-                    parts = prod(sizes[other] for other in alike)
-                    if rule.sizes[letter] % parts:
-                        axes = f"axis {axis!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"
-                        raise PlanError(
-                            f"factor {letter!r} has size {rule.sizes[letter]}, {axes} {parts}",
-                            where=place, remedy="a factor must divide evenly over its axes",
-                        )  # fmt: skip
+            if operator.rule is not None and (found := misfit(operator.rule, strategy, sizes)) is not None:
+                raise _uncut(operator.rule, strategy, *found, f"{where}: strategies[{operator.name!r}]")
         check_buckets(self, graph, self._check_partials(graph, strategies, where), where)
 
     def _check_precision(self, graph: Graph, where: str) -> None:
@@ -314,6 +303,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         divided, producers = cut(graph, self.firsts), graph.producers()
         for operator in graph.operators:
             strategy, rule = strategies[operator.name], operator.rule
+            sizes = self.sizes(divided.stage_of.get(operator.name, 0))
             reduced = divided.reduced_inputs(operator, producers)
             for axis, choice in strategy.items():
                 if not is_linear(choice):
@@ -337,13 +327,26 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                             where=place, remedy=f"leave the axis out, or split what makes {name!r}",
                         )  # fmt: skip
             for index, output in enumerate(operator.outputs):
-                placements[output] = output_placements(rule, strategy, index) if rule else {}
+                placements[output] = output_placements(rule, strategy, index, sizes) if rule else {}
         return placements
 
 
 def starred(name: str) -> str:
     """A name with its block indices replaced: ``h.3.mlp:mm#0`` -> ``h.*.mlp:mm#0``."""
     return _INDEX.sub("*", name)
+
+
+def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int, place: str) -> PlanError:
+    """That a factor cannot be cut so often."""
+    alike = [axis for axis, one in strategy.items() if not is_linear(one) and letter in rule.members(one)]
+    axes = f"axis {alike[0]!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"
+    few = rule.sizes[letter] < parts
+    return PlanError(
+        f"factor {letter!r} has size {rule.sizes[letter]}, {axes} {parts}",
+        where=place,
+        remedy="no rank can have nothing of it: split another factor" if few else
+        "here it must divide evenly: split another factor, or choose sizes that divide",
+    )  # fmt: skip
 
 
 def _communicated(plan: Plan) -> list[str]:

@@ -22,7 +22,17 @@ from typing import Literal
 import msgspec
 
 from meshwright.ir.mesh import members
-from meshwright.ir.placement import REPLICATE, Flat, Partial, Placement, Placements, Shard, flat_axis, local_shape
+from meshwright.ir.placement import (
+    REPLICATE,
+    Flat,
+    Partial,
+    Placement,
+    Placements,
+    Shard,
+    flat_axis,
+    local_shape,
+    nested,
+)
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_to_all", "all_gather", "slice"]
 _ORDER = {"all_reduce": 0, "reduce_scatter": 0, "all_to_all": 1, "all_gather": 2, "slice": 3}
@@ -128,7 +138,7 @@ class _Search:
         if sum(isinstance(one, Partial) for one in have.values()) > 1:  # a sum over levels, each on a part of it
             cuts += [Shard(dim) for dim in range(len(shape)) if shape[dim] > 1][:1]
         self.cuts = list(dict.fromkeys(cuts))
-        self.flat = flat_axis(want)
+        self.want, self.flat = want, flat_axis(want)
         self._bytes: dict[_State, int] = {}
 
     def moves(self, now: Placements) -> Iterator[Move]:
@@ -163,7 +173,7 @@ class _Search:
                 yield self._move("slice", axes, cut, now, cut)
             elif placement == Partial("sum"):
                 yield self._move("reduce_scatter", axes, cut, now, cut)
-            elif isinstance(placement, Shard) and cut.dim != placement.dim:
+            elif isinstance(placement, Shard) and cut.dim != placement.dim and self._alike(axes, placement, cut, rest):
                 yield self._move("all_to_all", axes, placement, now, cut)
 
     def _move(
@@ -188,7 +198,11 @@ class _Search:
             if not self._nests(axis, cut, now):
                 return False
             now[axis] = cut
-        return self._divides(cut.dim, now)
+        return self._divides(cut.dim, now) or all(self.want.get(axis) == cut for axis in axes)
+
+    def _alike(self, axes: tuple[str, ...], placement: Shard, cut: Shard, rest: Placements) -> bool:
+        """Whether all ranks of the axes have as much of a tensor under both cuts."""
+        return all(self._divides(one.dim, {**rest, **dict.fromkeys(axes, one)}) for one in (placement, cut))
 
     def _nests(self, axis: str, cut: Shard, now: Placements) -> bool:
         for other, placement in now.items():
@@ -198,17 +212,20 @@ class _Search:
                 if self.names.index(other) > self.names.index(axis):
                     return False
                 continue
-            if placement.outer <= cut.outer:
-                outer, inner, size = placement.outer, cut.outer, self.sizes[other]
-            else:
-                outer, inner, size = cut.outer, placement.outer, self.sizes[axis]
-            if inner % (outer * size):
+            pair = (
+                (placement, self.sizes[other], cut)
+                if placement.outer <= cut.outer
+                else (cut, self.sizes[axis], placement)
+            )
+            if not nested(*pair, self.shape[cut.dim]):
                 return False
         return True
 
     def _divides(self, dim: int, now: Placements) -> bool:
         """Whether all blocks of a dim are cut evenly."""
         cuts = [(one.outer, self.sizes[axis]) for axis, one in now.items() if isinstance(one, Shard) and one.dim == dim]
+        if any(isinstance(one, Shard) and one.dim == dim and one.unit > 1 for one in now.values()):
+            return False
         parts = {outer: prod(size for other, size in cuts if other == outer) for outer, _ in cuts}
         ends = [*sorted(parts), self.shape[dim]]
         return all(inner % (outer * parts[outer]) == 0 for outer, inner in pairwise(ends))

@@ -100,7 +100,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     without such a factor come out whole, unless halos are all that it exchanges (``ir.halo``). ``joint`` names factors
     that are several letters at once, each operand split by the first of them that it has: ``{"te": ("t", "e")}``
     divides tokens and experts over the same ranks, ``{"yy": ("y", "y1")}`` the rows that a stride of 2 reads and those
-    that it makes; only a decomposition can bring them together.
+    that it makes; only a decomposition can bring them together. ``equal`` names factors whose parts cannot differ in
+    size; those of others may, by one unit.
     """
 
     pattern: str
@@ -108,6 +109,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     reduction: str = "sum"
     decompositions: dict[str, tuple[str, ...]] = {}
     joint: dict[str, tuple[str, ...]] = {}
+    equal: tuple[str, ...] = ()
 
     @property
     def parsed(self) -> Pattern:

@@ -10,13 +10,14 @@ A cut is told by the first forward operator of every stage but the first. All el
                         keeps its own term, and the terms are added once a step
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
 
 import msgspec
 
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.layout import TIME
+from meshwright.ir.layout import DATA_AXES, TIME
 from meshwright.ir.placement import Placements, Shard, output_placements
 
 STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
@@ -129,11 +130,25 @@ def border(
 ) -> Placements:
     """How a tensor crosses borders: as ``maker`` makes it under ``strategy``, but reduced over the mesh; between stages
     of different submeshes (``uneven``) with its batch cut over dp, else whole."""
-    found = output_placements(maker.rule, strategy, maker.outputs.index(name)) if maker.rule else {}
+    found = output_placements(maker.rule, strategy, maker.outputs.index(name), sizes) if maker.rule else {}
     over_time: Placements = {axis: one for axis, one in found.items() if axis == TIME}
     if uneven:
         return batch_border(graph, name, sizes) | over_time
     return {axis: one for axis, one in found.items() if isinstance(one, Shard)} | over_time
+
+
+def given_batch(graph: Graph, name: str, sizes: Mapping[str, int]) -> Placements:
+    """How an input of the step lies: cut over dp (and dp_shard) along its batch; other axes take what they need."""
+    axes = [axis for axis in DATA_AXES if axis in sizes]
+    parts, tensor = prod(sizes[axis] for axis in axes), graph.tensors[name]
+    for dim, classes in enumerate(tensor.dims) if parts > 1 else ():
+        if classes and graph.factor_classes[classes[0]].role == "batch":
+            size = graph.factor_classes[classes[0]].size
+            if tensor.shape[dim] % parts == 0:
+                return {axis: Shard(dim) for axis in axes}
+            if size > parts and TIME not in sizes:
+                return {axis: Shard(dim, unit=tensor.shape[dim] // size) for axis in axes}
+    return {}
 
 
 def batch_border(graph: Graph, name: str, sizes: dict[str, int]) -> Placements:

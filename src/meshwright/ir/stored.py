@@ -1,20 +1,21 @@
 """Whether what a plan says of parameters in memory, and of their gradients, holds together."""
 
 from itertools import combinations
+from math import prod
 from typing import TYPE_CHECKING
 
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import members
-from meshwright.ir.placement import Flat, Partial, Placements, Shard, describe, flat_axis
+from meshwright.ir.placement import Flat, Partial, Placement, Placements, Shard, describe, flat_axis, nested
 
 if TYPE_CHECKING:
     from meshwright.ir.plan import Plan
 
 
 def check_storage(plan: "Plan", graph: Graph, where: str) -> None:
-    """That parameters are cut between factors, evenly, over axes that exist."""
+    """That parameters are cut between factors, in whole units, over axes that exist."""
     stored = [(index, *item) for index, stage in enumerate(plan.stages) for item in stage.storage.items()]
     for index, name, placements in stored:
         sizes = {axis.name: axis.size for axis in plan.submesh(index).axes}
@@ -37,20 +38,27 @@ def check_storage(plan: "Plan", graph: Graph, where: str) -> None:
             if not isinstance(placement, Shard):
                 continue
             dims = graph.tensors[name].shape
-            if not 0 <= placement.dim < len(dims) or dims[placement.dim] % (placement.outer * sizes[axis]):
+            alike = [one for one in placements if _factor(placements[one]) == _factor(placement)]
+            parts = prod(sizes.get(one, 1) for one in alike)
+            length = dims[placement.dim] if 0 <= placement.dim < len(dims) else 0
+            units, rest = divmod(length, placement.outer * placement.unit)
+            if rest or units < parts:
                 raise PlanError(
-                    f"{placement} over {sizes[axis]} ranks does not fit shape {list(dims)}",
-                    where=place, remedy="choose a dim and an outer that divide evenly",
+                    f"{placement} over {parts} ranks does not fit shape {list(dims)}",
+                    where=place, remedy="choose a dim, an outer and a unit that make as many units or more of it",
                 )  # fmt: skip
         cuts = [(axis, one) for axis, one in placements.items() if isinstance(one, Shard)]
         for (axis, one), (other, two) in combinations(sorted(cuts, key=lambda cut: cut[1].outer), 2):
-            inner = two.outer if two.outer > one.outer else graph.tensors[name].shape[one.dim] // sizes[other]
-            if one.dim == two.dim and inner % (one.outer * sizes[axis]):
+            if one.dim == two.dim and not nested(one, sizes[axis], two, graph.tensors[name].shape[one.dim]):
                 raise PlanError(
                     f"{one} over {axis!r} and {two} over {other!r} do not cut dim {one.dim} of "
-                    f"{list(graph.tensors[name].shape)} evenly",
+                    f"{list(graph.tensors[name].shape)} at factors of one size",
                     where=f"{where}: storage[{name!r}]", remedy="cut another dim, or leave one axis out",
                 )  # fmt: skip
+
+
+def _factor(placement: Placement) -> tuple[int, int] | None:
+    return (placement.dim, placement.outer) if isinstance(placement, Shard) else None
 
 
 def check_gathers(plan: "Plan", graph: Graph, where: str) -> None:

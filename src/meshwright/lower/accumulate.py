@@ -11,7 +11,7 @@ from torch import fx
 from meshwright.capture.builder import Capture
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import Partial, Placements, local_shape
+from meshwright.ir.placement import Partial, Placements
 from meshwright.ir.plan import Bucket, Plan
 from meshwright.ir.stages import BACKWARD, FINISH, REDUCE, STEP, Cut
 from meshwright.lower import buckets
@@ -92,7 +92,7 @@ class GradientLowering(Lowering):
             if not terms:
                 continue
             placements = self._known(in_parts[parameter]) if parameter in in_parts else self._summed(parameter, terms)
-            shape = local_shape(self.ir.tensors[parameter].shape, placements, self.sizes)
+            shape = self.local_shape(self.ir.tensors[parameter].shape, placements)
             total = _Total(parameter, self._given("gradient", STEP, shape, self._dtype(terms[0])), shape)
             divided: Placements = {TIME: Partial("sum")} if TIME in self.groups else {}
             if parameter not in in_parts or parameter not in bucket_of:
@@ -173,7 +173,7 @@ class GradientLowering(Lowering):
         shapes = []
         for one in totals:
             want = self._known(self.plan.storage(one.parameter))
-            shapes.append(local_shape(self.ir.tensors[one.parameter].shape, want, self.sizes))
+            shapes.append(self.local_shape(self.ir.tensors[one.parameter].shape, want))
             self._keep(one)
         with self._in(REDUCE):
             started = buckets.start_cut(self.emit, [one.node for one in totals], bucket, self.groups)

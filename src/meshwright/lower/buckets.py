@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from meshwright.ir.graph import Tensor
-from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Flat, Placements, local_shape, unflattened
 from meshwright.ir.plan import Bucket, Plan
 from meshwright.ops import collectives
@@ -34,7 +34,7 @@ class Gathers:
 
     def __init__(self, plan: Plan, groups: Mapping[str, AxisGroup], tensors: Mapping[str, Tensor], emit: Emit) -> None:
         self._groups, self._tensors, self._emit = groups, tensors, emit
-        self._sizes = {axis: group.size for axis, group in groups.items()}
+        self._sizes, self._at = sizes_of(groups)
         self._released = {name for stage in plan.stages for name in stage.released}
         self._found: dict[str, Value] = {}
         self._bucket_of = {name: one for one in plan.gathers if one.axis in groups for name in one.parameters}
@@ -54,7 +54,7 @@ class Gathers:
             made, offset = [started, self._emit(collectives.WAIT, started)], 0
             for one, node in zip(names, nodes, strict=True):
                 placements = unflattened(stored[one].placements)
-                shape = local_shape(self._tensors[one].shape, placements, self._sizes)
+                shape = local_shape(self._tensors[one].shape, placements, self._sizes, self._at)
                 made.append(self._emit(aten.slice.Tensor, made[1], 0, offset, offset + prod(shape)))
                 made.append(self._emit(aten.view.default, made[-1], list(shape)))
                 made[-1].meta.update(local_shape=shape, dtype=node.meta["dtype"])

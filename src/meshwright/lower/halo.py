@@ -41,24 +41,32 @@ class Begun:
 
 
 class HaloEmitter:
-    """Emits for one dim, ``dim`` counted from the back, of ``length`` rows over the ``axes`` (outermost first)."""
+    """Emits for one dim, ``dim`` counted from the back, whose parts over the ``axes`` (outermost first) have these
+    ``edges``."""
 
-    def __init__(self, emit: Callable[..., fx.Node], axes: Sequence[AxisGroup], dim: int, length: int) -> None:
+    def __init__(self, emit: Callable[..., fx.Node], axes: Sequence[AxisGroup], dim: int, edges: Sequence[int]) -> None:
         assert dim < 0
         self._emit, self._dim, self._inner = emit, dim, axes[1:]
         self._group = axes[0]
-        self._rows = length // axes[0].size
-        self._own = owned(self._rows, axes[0].index)
         self._place = 0
         for axis in self._inner:
             self._place = self._place * axis.size + axis.index
         self._places = prod(axis.size for axis in self._inner)
+        self._edges = list(edges[:: self._places])
+        self._own = owned(self._edges, axes[0].index)
+        first = axes[0].index * self._places
+        self._within = [edge - self._own[0] for edge in edges[first : first + self._places + 1]]
 
     def extended(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> fx.Node:
         """The rows of this rank's range, given its part."""
         mine = self._mine(ranges)
         key = self._key(value, mine, fill, known)
         result = self._extended(self._joined(value), mine, fill, key, known)
+        if result is value:
+            if all(one == owned(self._edges, part) for part, one in enumerate(mine)):
+                return value
+            # of others it is not itself; a node of its own, so that all of them know the same exchanges
+            result = self._emit(aten.alias.default, value)
         known.extended[result] = key
         return result
 
@@ -108,7 +116,7 @@ class HaloEmitter:
         if self._meets(mine):
             lows, highs = map(list, zip(*mine, strict=True))
             started = self._emit(
-                collectives.HALO_REDUCE, value, self._dim, lows, highs, self._rows, self._group.name,
+                collectives.HALO_REDUCE, value, self._dim, lows, highs, self._edges, self._group.name,
                 self._group.index,
             )  # fmt: skip
             value = self._emit(collectives.WAIT, started)
@@ -122,8 +130,7 @@ class HaloEmitter:
             value = self._emit(collectives.ALL_REDUCE, value, "sum", axis.name, axis.algorithm)
             value = self._emit(collectives.WAIT, value)
         if self._inner:
-            rows = self._rows // self._places
-            value = self._slice(value, self._place * rows, (self._place + 1) * rows)
+            value = self._slice(value, *owned(self._within, self._place))
         return value
 
     def _key(self, value: fx.Node, mine: tuple[Rows, ...], fill: float, known: Exchanged) -> tuple[object, ...]:
@@ -132,8 +139,9 @@ class HaloEmitter:
     def _exchange(self, value: fx.Node, mine: tuple[Rows, ...], fill: float) -> fx.Node:
         lows, highs = map(list, zip(*mine, strict=True))
         return self._emit(
-            collectives.HALO_EXCHANGE, value, self._dim, lows, highs, fill, self._group.name, self._group.index
-        )
+            collectives.HALO_EXCHANGE, value, self._dim, lows, highs, self._edges, fill, self._group.name,
+            self._group.index,
+        )  # fmt: skip
 
     def _mine(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
         """The ranges of the ranks of the outermost group, which have one place inside of their parts."""
@@ -142,17 +150,28 @@ class HaloEmitter:
     def _meets(self, mine: tuple[Rows, ...]) -> bool:
         """Whether any of them needs a row of another, or none of its own: then all of them take part."""
         for part in range(self._group.size):
-            low, high = overlap(mine[part], owned(self._rows, part))
-            if low >= high or fetched(mine, self._rows, part):
+            low, high = overlap(mine[part], owned(self._edges, part))
+            if low >= high or fetched(mine, self._edges, part):
                 return True
         return False
 
     def _joined(self, value: fx.Node) -> fx.Node:
+        """All that the ranks of the inner axes have of the outermost axis' part."""
+        edges, place = self._within, self._place
         for axis in reversed(self._inner):
+            first = place // axis.size * axis.size
+            rows = [edges[first + index + 1] - edges[first + index] for index in range(axis.size)]
+            if missing := rows[0] - rows[axis.index]:
+                padding = [0, 0] * (-self._dim - 1) + [0, missing]
+                value = self._emit(aten.constant_pad_nd.default, value, padding)
             gathered = self._emit(collectives.ALL_GATHER, value, axis.name, axis.size, axis.algorithm)
             gathered = self._emit(collectives.WAIT, gathered)
             parts = [self._emit(aten.select.int, gathered, 0, index) for index in range(axis.size)]
+            parts = [
+                self._slice(part, 0, own) if own < rows[0] else part for part, own in zip(parts, rows, strict=True)
+            ]
             value = self._emit(aten.cat.default, parts, self._dim)
+            edges, place = edges[:: axis.size], place // axis.size
         return value
 
     def _slice(self, value: fx.Node, begin: int, end: int) -> fx.Node:

@@ -11,8 +11,8 @@ from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.halo import Rows
 from meshwright.ir.layout import TIME
-from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import input_placements, is_linear, local_shape, output_placements
+from meshwright.ir.mesh import AxisGroup, sizes_of
+from meshwright.ir.placement import bounds, input_placements, is_linear, local_shape, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.lower.halo import Exchanged, HaloEmitter
 from meshwright.ops import collectives
@@ -43,6 +43,7 @@ class LocalCall:
         self.name = operator.name
         self._graph, self._groups, self._operator, self._letters = graph, groups, operator, letters
         self._strategy, self._emit, self._random_key = strategy, emit, random_key
+        self._sizes, self._at = sizes_of(groups)
         self._drawn = drawn if drawn is not None else {}
         self._exchanged = exchanged if exchanged is not None else Exchanged()
         self._interior = interior
@@ -50,15 +51,14 @@ class LocalCall:
     def shape(self, output: int = 0) -> list[int]:
         name = self._operator.outputs[output]
         assert self._operator.rule is not None
-        placements = output_placements(self._operator.rule, self._strategy, output)
-        sizes = {axis: group.size for axis, group in self._groups.items()}
-        return list(local_shape(self._graph.tensors[name].shape, placements, sizes))
+        placements = output_placements(self._operator.rule, self._strategy, output, self._sizes)
+        return list(local_shape(self._graph.tensors[name].shape, placements, self._sizes, self._at))
 
     def input_shape(self, position: int) -> list[int]:
         assert self._operator.rule is not None
-        placements = input_placements(self._operator.rule, self._strategy, position)
-        sizes = {axis: group.size for axis, group in self._groups.items()}
-        return list(local_shape(self._graph.tensors[self._operator.inputs[position]].shape, placements, sizes))
+        placements = input_placements(self._operator.rule, self._strategy, position, self._sizes)
+        tensor = self._graph.tensors[self._operator.inputs[position]]
+        return list(local_shape(tensor.shape, placements, self._sizes, self._at))
 
     def dtype(self, output: int = 0) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._graph.tensors[self._operator.outputs[output]].dtype)
@@ -87,6 +87,28 @@ class LocalCall:
         for letter in self._letters[factor]:
             total *= rule.sizes[letter]
         return total // self.times(factor)
+
+    def length(self, factor: str) -> int:
+        assert self._operator.rule is not None
+        total = 1
+        for letter in self._letters[factor]:
+            axes = [axis for axis in self._groups if self._strategy.get(axis) == letter]
+            units = self._operator.rule.sizes[letter]
+            for axis in axes:
+                edges = bounds(units, [self._sizes[axis]])
+                units = edges[self._at[axis] + 1] - edges[self._at[axis]]
+            total *= units
+        return total
+
+    def bounds(self, factor: str, of: str = "") -> tuple[int, ...]:
+        name = of or factor
+        outermost, total = self._letters[name][0], self.size(name)
+        assert self._operator.rule is not None
+        units = self._operator.rule.sizes[outermost]
+        units //= self.times(name) if self._strategy.get(TIME) == outermost else 1
+        edges = bounds(units, [self._sizes[axis] for axis in self._axes(factor)])
+        unit = total // units if units else 0
+        return tuple(edge * unit for edge in edges)
 
     def times(self, factor: str) -> int:
         divided = self._strategy.get(TIME) in self._letters.get(factor, ())
@@ -133,16 +155,16 @@ class LocalCall:
         return node
 
     def halo(
-        self, value: fx.Node, factor: str, dim: int, length: int, ranges: Sequence[Rows], fill: float = 0.0
+        self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows], fill: float = 0.0
     ) -> fx.Node:
-        return self._halos(factor, dim, length).extended(value, ranges, fill, self._exchanged)
+        return self._halos(factor, dim, edges).extended(value, ranges, fill, self._exchanged)
 
     def halo_begin(
-        self, value: fx.Node, factor: str, dim: int, length: int, ranges: Sequence[Rows]
+        self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]
     ) -> tuple[int, int, Any] | None:
         if not self._interior:
             return None
-        emitter = self._halos(factor, dim, length)
+        emitter = self._halos(factor, dim, edges)
         begun = emitter.begun(value, ranges, 0.0, self._exchanged)
         return (begun.before, begun.after, (emitter, begun)) if begun is not None else None
 
@@ -151,11 +173,11 @@ class LocalCall:
         strips: tuple[fx.Node | None, fx.Node | None] = emitter.ended(exchange, self._exchanged)
         return strips
 
-    def halo_sum(self, value: fx.Node, factor: str, dim: int, length: int, ranges: Sequence[Rows]) -> fx.Node:
-        return self._halos(factor, dim, length).reduced(value, ranges)
+    def halo_sum(self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> fx.Node:
+        return self._halos(factor, dim, edges).reduced(value, ranges)
 
-    def _halos(self, factor: str, dim: int, length: int) -> HaloEmitter:
-        return HaloEmitter(self._emit, [self._groups[axis] for axis in self._axes(factor)], dim, length)
+    def _halos(self, factor: str, dim: int, edges: Sequence[int]) -> HaloEmitter:
+        return HaloEmitter(self._emit, [self._groups[axis] for axis in self._axes(factor)], dim, edges)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self._emit(target, *args, **kwargs)

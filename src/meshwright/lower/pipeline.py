@@ -17,7 +17,7 @@ from meshwright.errors import PlanError
 from meshwright.ir.graph import Operator
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import Partial, Placements, Shard, input_placements, local_shape
+from meshwright.ir.placement import Partial, Placements, Shard, input_placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.recomputation import Recomputation
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, STEP, Cut, border
@@ -87,8 +87,8 @@ class _StageLowering(GradientLowering):
     def _transfer(self, name: str, node: fx.Node) -> Transfer:
         placements, shape = self._border(name), self.ir.tensors[name].shape
         over_time: Placements = {axis: one for axis, one in placements.items() if axis == TIME}
-        whole = local_shape(shape, over_time, self.sizes)
-        return Transfer(name, node.name, local_shape(shape, placements, self.sizes), whole, self._dtype(name))
+        whole = self.local_shape(shape, over_time)
+        return Transfer(name, node.name, self.local_shape(shape, placements), whole, self._dtype(name))
 
     def _batch_placements(self, name: str) -> Placements:
         """As ever; but where stages differ, each rank takes its part of every micro-batch, so that all stages have the
@@ -97,7 +97,9 @@ class _StageLowering(GradientLowering):
         if not self.plan.uneven:
             return found
         self.program.input_placements[name] = {
-            axis: Shard(one.dim, self.plan.microbatches) for axis, one in found.items() if isinstance(one, Shard)
+            axis: Shard(one.dim, self.plan.microbatches, one.unit)
+            for axis, one in found.items()
+            if isinstance(one, Shard)
         }
         return found
 
@@ -116,7 +118,7 @@ class _StageLowering(GradientLowering):
         for operator in self.operators:
             for position, name in enumerate(operator.inputs):
                 rule = operator.rule
-                wanted = input_placements(rule, self.strategies[operator.name], position) if rule else {}
+                wanted = input_placements(rule, self.strategies[operator.name], position, self.sizes) if rule else {}
                 self.uses.setdefault(name, []).append(wanted)
                 self.phase_uses.setdefault(name, []).append((self._phase_of(operator), wanted))
         for name, _ in self.outputs:
@@ -180,7 +182,7 @@ class _StageLowering(GradientLowering):
             if node.op == "get_attr":
                 with self._in(PROLOGUE):
                     node = self.emit(aten.alias.default, node)
-            shape = local_shape(self.ir.tensors[name].shape, {**rest, TIME: divided}, self.sizes)
+            shape = self.local_shape(self.ir.tensors[name].shape, {**rest, TIME: divided})
             part = self._given("part", STEP, shape, self._dtype(name))
             self.program.slices[part.name] = Slice(node.name, divided.dim, blocks)
             if node.meta.get("phase") == PROLOGUE:
@@ -199,7 +201,7 @@ class _StageLowering(GradientLowering):
         ):
             for name in names:
                 placements = self._border(name)
-                shape = local_shape(self.ir.tensors[name].shape, placements, self.sizes)
+                shape = self.local_shape(self.ir.tensors[name].shape, placements)
                 node = self._given("received", phase, shape, self._dtype(name))
                 self.values[name] = Value(node, placements, phase=phase)
                 found.append(self._transfer(name, node))

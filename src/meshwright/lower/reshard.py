@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.ir.mesh import AxisGroup, members
+from meshwright.ir.mesh import AxisGroup, members, sizes_of
 from meshwright.ir.placement import (
+    AxisCut,
     Flat,
     Partial,
     Placement,
     Placements,
     Shard,
+    axis_cut,
     flat_shape,
     local_shape,
     unflattened,
@@ -33,7 +35,7 @@ class Resharder:
     def __init__(self, emit: Emit, groups: dict[str, AxisGroup], links: Mapping[str, Link] | None = None) -> None:
         self._emit = emit
         self._groups = groups
-        self._sizes = {axis: group.size for axis, group in groups.items()}
+        self._sizes, self._at = sizes_of(groups)
         self._mover = Mover(self._sizes, {axis: link for axis, link in (links or {}).items() if axis in groups})
 
     def steps(
@@ -73,41 +75,51 @@ class Resharder:
             owned = True
         return node
 
-    def _blocks(self, axis: str, shard: Shard, now: Placements) -> int:
-        """How many equal blocks this rank's dim holds around the cut: ``outer`` over what other axes took of it."""
-        blocks = shard.outer
-        for other, placement in now.items():
-            if (
-                other not in members(axis)
-                and isinstance(placement, Shard)
-                and placement.dim == shard.dim
-                and placement.outer < shard.outer
-            ):
-                blocks //= self._groups[other].size
-        return blocks
-
     def _local(self, shape: tuple[int, ...], now: Placements) -> list[int]:
-        return list(local_shape(shape, now, self._sizes))
+        return list(local_shape(shape, now, self._sizes, self._at))
+
+    def _cut(self, axis: str, shard: Shard, others: Placements, shape: tuple[int, ...]) -> AxisCut:
+        return axis_cut(shape, axis, others, shard, self._sizes, self._at)
 
     def _all_gather(
         self, node: fx.Node, axis: str, shard: Shard | Flat, now: Placements, shape: tuple[int, ...], label: str
     ) -> Steps:
         group = self._groups[axis]
-        local = self._local(shape, now)
         rest = {other: placement for other, placement in now.items() if other not in members(axis)}
+        whole = self._local(shape, rest)
+        if isinstance(shard, Flat):
+            node = yield from self._gathered(node, group, label)
+            return self.unpadded(node, whole)
+        cut, dim = self._cut(axis, shard, rest, shape), shard.dim
+        lead = prod(whole[:dim]) * cut.blocks
+        if cut.even:
+            node = yield from self._gathered(node, group, label)
+            return self._joined(node, group.size, lead, whole)
+        # all parts are padded to the largest, which is longer by a unit, and what was added is left out again
+        node = self._emit(aten.reshape.default, node, [lead, cut.length(group.index), prod(whole[dim + 1 :])])
+        node = yield from self._gathered(self._padded(node, cut, group.index), group, label)
+        parts = [self._emit(aten.select.int, node, 0, index) for index in range(group.size)]
+        for index, part in enumerate(parts):
+            if cut.length(index) < cut.length(0):
+                parts[index] = self._emit(aten.slice.Tensor, part, 1, 0, cut.length(index))
+        return self._emit(aten.reshape.default, self._emit(aten.cat.default, parts, 1), whole)
+
+    def _gathered(self, node: fx.Node, group: AxisGroup, label: str) -> Steps:
         node = self._emit(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm, label=label)
         yield
-        node = self._emit(collectives.WAIT, node)
-        if isinstance(shard, Flat):
-            return self.unpadded(node, self._local(shape, rest))
-        return self._joined(node, group.size, prod(local[: shard.dim]) * self._blocks(axis, shard, now), rest, shape)
+        return self._emit(collectives.WAIT, node)
 
-    def _joined(self, node: fx.Node, parts: int, lead: int, now: Placements, shape: tuple[int, ...]) -> fx.Node:
-        """Parts put side by side: [parts, lead, block] -> [lead, parts, block]."""
+    def _padded(self, node: fx.Node, cut: AxisCut, index: int) -> fx.Node:
+        """A part [lead, indices, tail] as long as the largest."""
+        missing = cut.length(0) - cut.length(index)
+        return self._emit(aten.constant_pad_nd.default, node, [0, 0, 0, missing]) if missing else node
+
+    def _joined(self, node: fx.Node, parts: int, lead: int, whole: list[int]) -> fx.Node:
+        """Equal parts put side by side: [parts, lead, block] -> [lead, parts, block]."""
         if lead > 1:
             node = self._emit(aten.view.default, node, [parts, lead, -1])
             node = self._emit(aten.transpose.int, node, 0, 1)
-        return self._emit(aten.reshape.default, node, self._local(shape, now))
+        return self._emit(aten.reshape.default, node, whole)
 
     def _apart(self, node: fx.Node, parts: int, lead: int) -> fx.Node:
         """What goes to each of ``parts`` ranks: [lead, parts, block] -> [parts, lead, block]."""
@@ -115,19 +127,20 @@ class Resharder:
         return self._emit(aten.transpose.int, node, 0, 1)
 
     def _all_to_all(self, node: fx.Node, move: Move, shape: tuple[int, ...], label: str) -> Steps:
-        """Each rank sends every other the part that it will hold of what this one holds."""
+        """Each rank sends every other the part that it will hold of what this one holds; all of them are equal."""
         group, source, target = self._groups[move.axis], move.placement, move.target
         assert isinstance(source, Shard)
         assert target is not None
         rest = {other: placement for other, placement in move.before.items() if other != move.axis}
         before = self._local(shape, move.before)
-        node = self._apart(node, group.size, prod(before[: target.dim]) * self._blocks(move.axis, target, rest))
+        lead = prod(before[: target.dim]) * self._cut(move.axis, target, rest, shape).blocks
+        node = self._apart(node, group.size, lead)
         node = self._emit(collectives.ALL_TO_ALL, node, group.name, group.algorithm, label=label)
         yield
         node = self._emit(collectives.WAIT, node)
         before[target.dim] //= group.size
-        lead = prod(before[: source.dim]) * self._blocks(move.axis, source, rest)
-        return self._joined(node, group.size, lead, move.after, shape)
+        lead = prod(before[: source.dim]) * self._cut(move.axis, source, rest, shape).blocks
+        return self._joined(node, group.size, lead, self._local(shape, move.after))
 
     def _reduce_scatter(
         self, node: fx.Node, axis: str, target: Shard | Flat, after: Placements, shape: tuple[int, ...], label: str
@@ -135,13 +148,24 @@ class Resharder:
         group = self._groups[axis]
         rest = {other: placement for other, placement in after.items() if other not in members(axis)}
         local = self._local(shape, rest)
+        cut = None
         if isinstance(target, Flat):
             node = self._in_rows(node, local, group.size)
         else:
-            node = self._apart(node, group.size, prod(local[: target.dim]) * self._blocks(axis, target, rest))
+            cut = self._cut(axis, target, rest, shape)
+            lead, tail = prod(local[: target.dim]) * cut.blocks, prod(local[target.dim + 1 :])
+            if cut.even:
+                node = self._apart(node, group.size, lead)
+            else:
+                node = self._emit(aten.reshape.default, node, [lead, cut.block, tail])
+                pieces = [self._emit(aten.slice.Tensor, node, 1, *cut.span(index)) for index in range(group.size)]
+                padded = [self._padded(piece, cut, index) for index, piece in enumerate(pieces)]
+                node = self._emit(aten.stack.default, padded)
         node = self._emit(collectives.REDUCE_SCATTER, node, "sum", group.name, group.size, group.algorithm, label=label)
         yield
         node = self._emit(collectives.WAIT, node)
+        if cut is not None and cut.length(group.index) < cut.length(0):
+            node = self._emit(aten.slice.Tensor, node, 1, 0, cut.length(group.index))
         return self._emit(aten.reshape.default, node, self._local(shape, after))
 
     def _in_rows(self, node: fx.Node, local: list[int], parts: int) -> fx.Node:
@@ -165,16 +189,16 @@ class Resharder:
             before = self._local(shape, unflattened(now))
             node = self._emit(aten.select.int, self._in_rows(node, before, group.size), 0, group.index)
             return self._emit(aten.view.default, node, list(flat_shape(tuple(before), group.size)))
-        blocks = self._blocks(axis, target, now)
+        cut, dim = self._cut(axis, target, now, shape), target.dim
+        begin, end = cut.span(group.index)
+        if cut.blocks == 1:
+            return self._emit(aten.slice.Tensor, node, dim, begin, end)
         local = self._local(shape, now)
-        dim, size = target.dim, local[target.dim]
-        part = size // blocks // group.size
-        if blocks == 1:
-            return self._emit(aten.slice.Tensor, node, dim, group.index * part, (group.index + 1) * part)
-        split = [*local[:dim], blocks, size // blocks, *local[dim + 1 :]]
-        node = self._emit(aten.reshape.default, node, split)
-        node = self._emit(aten.slice.Tensor, node, dim + 1, group.index * part, (group.index + 1) * part)
-        return self._emit(aten.reshape.default, node, [*local[:dim], size // group.size, *local[dim + 1 :]])
+        node = self._emit(aten.reshape.default, node, [*local[:dim], cut.blocks, cut.block, *local[dim + 1 :]])
+        node = self._emit(aten.slice.Tensor, node, dim + 1, begin, end)
+        return self._emit(
+            aten.reshape.default, node, [*local[:dim], cut.blocks * (end - begin), *local[dim + 1 :]]
+        )  # fmt: skip
 
 
 def local_part(value: torch.Tensor, placements: Placements, groups: dict[str, AxisGroup]) -> torch.Tensor:

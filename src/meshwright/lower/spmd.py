@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from operator import getitem
 from typing import Any
 
@@ -11,9 +10,10 @@ from torch import Tensor, fx
 
 from meshwright.capture.builder import Capture
 from meshwright.ir.layout import DATA_AXES
-from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
 from meshwright.ir.plan import Bucket, Plan, Strategy
+from meshwright.ir.stages import given_batch
 from meshwright.lower import buckets
 from meshwright.lower.buckets import Gathers, Value
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write_into_buckets
@@ -81,7 +81,7 @@ class Lowering:
         self.compiler = compiler
         self.capture, self.plan, self.groups, self.device = capture, plan, groups, device
         self.ir = capture.graph
-        self.sizes = {axis: group.size for axis, group in groups.items()}
+        self.sizes, self.at = sizes_of(groups)
         self.graph = fx.Graph()
         self.values: dict[str, Value] = {}
         self.names: dict[fx.Node, str] = {}
@@ -105,6 +105,10 @@ class Lowering:
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.meta, phase=self.phase)
         return node
+
+    def local_shape(self, shape: tuple[int, ...], placements: Placements) -> tuple[int, ...]:
+        """The shape of this rank's part of a tensor of the global ``shape``."""
+        return local_shape(shape, placements, self.sizes, self.at)
 
     def lower(self, turn: Callable[[], None] | None = None) -> Lowered:
         inputs = self._placeholders()
@@ -134,7 +138,7 @@ class Lowering:
 
     def _record(self, source: fx.Node, name: str, node: fx.Node, placements: Placements) -> None:
         tensor = self.ir.tensors[name]
-        node.meta["local_shape"] = local_shape(tensor.shape, placements, self.sizes)
+        node.meta["local_shape"] = self.local_shape(tensor.shape, placements)
         node.meta["dtype"] = source.meta["val"].dtype
         self.values[name] = Value(node, placements)
         self.names[source] = name
@@ -143,21 +147,15 @@ class Lowering:
         return {axis: placement for axis, placement in placements.items() if axis in self.groups}
 
     def _batch_placements(self, name: str) -> Placements:
-        """Batch inputs are cut over dp (and dp_shard); other axes take what they need."""
-        axes = [axis for axis in DATA_AXES if axis in self.groups]
-        for dim, classes in enumerate(self.ir.tensors[name].dims):
-            divides = self.ir.tensors[name].shape[dim] % prod(self.sizes[axis] for axis in axes) == 0
-            if classes and self.ir.factor_classes[classes[0]].role == "batch" and divides:
-                return {axis: Shard(dim) for axis in axes}
-        return {}
+        return given_batch(self.ir, name, self.sizes)
 
     def _rows_of_input(self, name: str) -> Placements:
         """How all that read an input cut it over axes that do not divide the batch: a rank need have no more."""
         if not self.plan.whole_step:
             return {}
         wants = [
-            input_placements(operator.rule, self.strategies[operator.name], position) if operator.rule else {}
-            for operator in self.ir.operators
+            input_placements(rule, self.strategies[operator.name], position, self.sizes) if rule else {}
+            for operator in self.ir.operators for rule in (operator.rule,)
             for position, one in enumerate(operator.inputs) if one == name
         ]  # fmt: skip
         first = self._known(wants[0]) if wants else {}
@@ -188,7 +186,7 @@ class Lowering:
         for operator in self.ir.operators:
             strategy = self.strategies[operator.name]
             for position, name in enumerate(operator.inputs):
-                wanted = input_placements(operator.rule, strategy, position) if operator.rule else {}
+                wanted = input_placements(operator.rule, strategy, position, self.sizes) if operator.rule else {}
                 self.uses.setdefault(name, []).append(wanted)
         whole = [self.ir.loss, *self.ir.metrics.values(), *self.ir.buffer_updates.values()]
         self.outputs: list[tuple[str, Placements]] = [(name, {}) for name in whole]
@@ -216,7 +214,7 @@ class Lowering:
         self.meta = {"operator": operator.name, "backward": operator.backward}
         arguments = []
         for position, name in enumerate(operator.inputs):
-            wanted = input_placements(operator.rule, strategy, position) if operator.rule else {}
+            wanted = input_placements(operator.rule, strategy, position, self.sizes) if operator.rule else {}
             arguments.append(self._want(name, wanted))
         remaining = iter(arguments)
 
@@ -260,9 +258,9 @@ class Lowering:
                 node = result[index] if isinstance(result, tuple) else self.emit(getitem, result, index)
             else:
                 node = result
-            placements = output_placements(operator.rule, strategy, output) if operator.rule else {}
+            placements = output_placements(operator.rule, strategy, output, self.sizes) if operator.rule else {}
             tensor = self.ir.tensors[name]
-            node.meta.setdefault("local_shape", local_shape(tensor.shape, placements, self.sizes))
+            node.meta.setdefault("local_shape", self.local_shape(tensor.shape, placements))
             node.meta.setdefault("dtype", values[index].dtype)
             root = self.ir.tensors[tensor.storage]
             owned = root.kind in ("activation", "gradient") and storages.get(tensor.storage, 0) <= 1
@@ -320,7 +318,7 @@ class Lowering:
         while finish and version.node is None:
             self._advance(version)
         if finish and version.node is not None:
-            version.node.meta.setdefault("local_shape", local_shape(shape, wanted, self.sizes))
+            version.node.meta.setdefault("local_shape", self.local_shape(shape, wanted))
             version.node.meta.setdefault("dtype", value.node.meta["dtype"])
         return version.node
 
@@ -387,8 +385,7 @@ class Lowering:
         """Wait for the buckets under way."""
         for started, bucket in self.bucket_nodes.values():
             shapes = [
-                local_shape(self.ir.tensors[name].shape, self.gradient_wants[name], self.sizes)
-                for name in bucket.parameters
+                self.local_shape(self.ir.tensors[name].shape, self.gradient_wants[name]) for name in bucket.parameters
             ]
             parts = buckets.finish(self.emit, started, bucket, self.groups, shapes)
             self.reduced.update(zip(bucket.parameters, parts, strict=True))

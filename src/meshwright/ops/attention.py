@@ -30,7 +30,7 @@ def attention_rule(call: Call) -> Rule:
     pattern = f"b h s !d, b h !t !d, b h !t !e{mask} -> b h s !e, b h s"
     ring = ("ring 2 1", "all_to_all 4 1") if call.args[5] else ("ring 2 1",)
     decompositions = {"t": ("gather b h s", "sum b h s e"), "st": ring}
-    return make_rule(call, pattern, decompositions=decompositions, joint={"st": ("s", "t")})
+    return make_rule(call, pattern, decompositions=decompositions, joint={"st": ("s", "t")}, equal=("st",))
 
 
 def attention_backward_rule(call: Call) -> Rule:
@@ -39,7 +39,7 @@ def attention_backward_rule(call: Call) -> Rule:
     q, k, v, o = "b h s !d", "b h t !d", "b h t !e", "b h s !e"
     pattern = f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}"
     ring = ("ring 4 2", "all_to_all 8 2") if call.args[8] else ("ring 4 2",)
-    return make_rule(call, pattern, decompositions={"st": ring}, joint={"st": ("s", "t")})
+    return make_rule(call, pattern, decompositions={"st": ring}, joint={"st": ("s", "t")}, equal=("st",))
 
 
 def attention_local(local: Local) -> Any:
@@ -102,10 +102,9 @@ def _shifted_mask(local: Local, query: Value, mask: Value, causal: bool) -> tupl
     """A causal mask of a part of queries and keys: which of them these are matters."""
     if not causal or not (local.is_split("s") or local.is_split("t")):
         return mask, causal
-    (row, rows), (column, columns) = local.coordinate("s"), local.coordinate("t")
-    height, width = local.size("s") // rows, local.size("t") // columns
-    every = local.call(aten.new_ones.default, query, [height, width], dtype=torch.bool)
-    return local.call(aten.tril.default, every, row * height - column * width), False
+    row, column = (local.bounds(factor)[local.coordinate(factor)[0]] for factor in "st")
+    every = local.call(aten.new_ones.default, query, [local.length("s"), local.length("t")], dtype=torch.bool)
+    return local.call(aten.tril.default, every, row - column), False
 
 
 def _flops(products: int) -> Any:

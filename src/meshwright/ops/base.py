@@ -73,7 +73,16 @@ class Local(Protocol):
         """(this rank's index, number of parts) of a factor; (0, 1) where it is not split."""
 
     def size(self, factor: str) -> int:
-        """The size of a factor over all ranks (of one micro-batch, where the factor is divided in time)."""
+        """The size of a factor over all ranks (of one micro-batch, where the factor is divided in time). Parts differ
+        by one unit where it does not divide."""
+
+    def length(self, factor: str) -> int:
+        """The size of a factor on this rank."""
+
+    def bounds(self, factor: str, of: str = "") -> tuple[int, ...]:
+        """Where the parts of a factor begin, and where the last one ends, in the order of their coordinates; they are
+        runs of indices: what is split is the outermost of the factor's letters. Of a joint factor, the parts ``of`` one
+        of those that it joins."""
 
     def times(self, factor: str) -> int:
         """In how many micro-batches the factor is divided."""
@@ -95,13 +104,13 @@ class Local(Protocol):
         """All parts on new leading dims (one for each axis on which the factor is split), in the factor's order."""
 
     def halo(
-        self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows], fill: float = 0.0
+        self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows], fill: float = 0.0
     ) -> Value:
-        """Of a dim (counted from the back) of ``length`` rows in the parts of a factor, the rows that ``ranges`` has
-        for this rank's part, from whichever ranks they lie on; ``fill``, where they lie on none."""
+        """Of a dim (counted from the back) in the parts of a factor, which have these ``edges``, the rows that
+        ``ranges`` has for this rank's part, from whichever ranks they lie on; ``fill``, where they lie on none."""
 
     def halo_begin(
-        self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows]
+        self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]
     ) -> tuple[int, int, Any] | None:
         """Start the exchange of :meth:`halo`: (rows before this rank's, rows after them, what :meth:`halo_end` takes).
         None where the plan does not compute interiors first, or no exchange would be under way."""
@@ -109,7 +118,7 @@ class Local(Protocol):
     def halo_end(self, begun: Any) -> tuple[Value | None, Value | None]:
         """The rows before and after, once they are there."""
 
-    def halo_sum(self, value: Value, factor: str, dim: int, length: int, ranges: Sequence[Rows]) -> Value:
+    def halo_sum(self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Value:
         """The adjoint of :meth:`halo`: rows of ``value``, those of ``ranges``, are added up at their owners."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
@@ -159,6 +168,7 @@ def make_rule(
     reduction: str = "sum",
     decompositions: Mapping[str, tuple[str, ...]] | None = None,
     joint: Mapping[str, tuple[str, ...]] | None = None,
+    equal: Sequence[str] = (),
     **sizes: int,
 ) -> Rule:
     """A rule whose sizes are read from the call's shapes (``sizes`` helps where a dim has several unknown factors).
@@ -188,6 +198,7 @@ def make_rule(
         reduction=reduction,
         decompositions=dict(decompositions or {}),
         joint=dict(joint or {}),
+        equal=tuple(equal),
     )
 
 

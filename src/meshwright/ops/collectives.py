@@ -12,10 +12,11 @@ that were gathered lie one after the other, each with its padding; so do the par
     parts a [2], b [1] on each of 2 ranks    ->    a0 a0 a1 a1 b0 b1           a0: rank 0's
     tensors a [4], b [2]                     ->    a0 a0 b0 on rank 0, a1 a1 b1 on rank 1
 
-Halos (``ir.halo``): part ``index`` of a dim reads the rows from ``lows[index]`` up to ``highs[index]``.
+Halos (``ir.halo``): part ``index`` of a dim has the rows from ``edges[index]`` up to ``edges[index + 1]``, and reads
+those from ``lows[index]`` up to ``highs[index]``.
 ``halo_exchange`` gives those of them that are not its own, the rows before its part first; rows that no part has are
 ``fill``. ``halo_reduce`` is its adjoint: of ``value``, which has all of these rows, each goes to the part that owns it,
-where they are added up; the result has the part's own ``rows``.
+where they are added up; the result has the part's own rows.
 """
 
 from math import prod
@@ -39,11 +40,11 @@ for _schema in (
     "exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)",
     "shift(Tensor value, str group, SymInt size) -> Tensor",
     (
-        "halo_exchange_start(Tensor value, int dim, int[] lows, int[] highs, float fill, str group, int index, "
-        "str label='') -> Tensor"
+        "halo_exchange_start(Tensor value, int dim, int[] lows, int[] highs, int[] edges, float fill, str group, "
+        "int index, str label='') -> Tensor"
     ),
     (
-        "halo_reduce_start(Tensor value, int dim, int[] lows, int[] highs, int rows, str group, int index, "
+        "halo_reduce_start(Tensor value, int dim, int[] lows, int[] highs, int[] edges, str group, int index, "
         "str label='') -> Tensor"
     ),
     "wait(Tensor(a!) value) -> Tensor(a!)",
@@ -92,16 +93,26 @@ def _resized(value: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def _halo(
-    value: Tensor, dim: int, lows: list[int], highs: list[int], fill: float, group: str, index: int, label: str = ""
+    value: Tensor,
+    dim: int,
+    lows: list[int],
+    highs: list[int],
+    edges: list[int],
+    fill: float,
+    group: str,
+    index: int,
+    label: str = "",
 ) -> Tensor:
-    sides = outside((lows[index], highs[index]), owned(value.shape[dim], index))
+    sides = outside((lows[index], highs[index]), owned(edges, index))
     return _resized(value, dim, sum(high - low for low, high in sides))
 
 
 register_fake(f"{NAMESPACE}::halo_exchange_start", _halo, lib=LIBRARY)
 register_fake(
     f"{NAMESPACE}::halo_reduce_start",
-    lambda value, dim, lows, highs, rows, group, index, label="": _resized(value, dim, rows),
+    lambda value, dim, lows, highs, edges, group, index, label="": _resized(
+        value, dim, edges[index + 1] - edges[index]
+    ),
     lib=LIBRARY,
 )
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)

@@ -69,13 +69,14 @@ class _Settings:
         """Which rows of the larger side, the input's or if transposed the output's, belong to one of the other."""
         return windows(kernel, self.stride, self.padding, self.dilation)
 
-    def arguments(self, split: set[int], groups: int) -> tuple[Any, ...]:
+    def arguments(self, local: Local, split: set[int]) -> tuple[Any, ...]:
         """For a rank's part: no padding in dims whose halo is there, and the groups that are."""
+        groups = local.length("g") if local.is_split("g") else self.groups
         padding, output_padding = (
             [0 if index in split else one for index, one in enumerate(given)]
             for given in (self.padding, self.output_padding)
         )
-        return self.stride, padding, self.dilation, self.transposed, output_padding, self.groups // groups
+        return self.stride, padding, self.dilation, self.transposed, output_padding, groups
 
 
 def _names(groups: int, transposed: bool) -> tuple[str, str, str]:
@@ -95,9 +96,9 @@ def _space(source: Tensor, output: Tensor, settings: _Settings, kernel: list[int
     result = Space()
     for index, (name, window) in enumerate(zip(SPACE[len(kernel)], settings.windows(kernel), strict=True)):
         sizes = source.shape[2 + index], output.shape[2 + index]
-        large, small = reversed(sizes) if settings.transposed else sizes
+        small = sizes[0] if settings.transposed else sizes[1]
         operand = operands[1] if settings.transposed else operands[0]
-        result.add(name, sizes, None if window.alone else window.halo(operand, 2 + index, large, small))
+        result.add(name, sizes, None if window.alone else window.halo(operand, 2 + index, small))
     return result
 
 
@@ -139,21 +140,21 @@ def convolution_local(local: Local) -> Any:
     source, weight = local.args[:2]
     kernel = local.input_shape(1)[2:]
     settings = _Settings.of(local.args[3:9], len(kernel))
-    sides = split_sides(local, len(kernel))
-    rest = settings.arguments({side.index for side in sides}, local.coordinate("g")[1])
+    every = settings.windows(kernel)
+    sides = split_sides(local, len(kernel), every)
+    rest = settings.arguments(local, {side.index for side in sides})
     if not settings.transposed:
         for side in sides[:-1]:
-            source = fetch(local, source, side, settings.windows(kernel)[side.index], side.image, side.made)
+            source = fetch(local, source, side, every[side.index], side.image, side.made)
         for side in sides[-1:]:
-            window = settings.windows(kernel)[side.index]
-            result = _interior_first(local, source, weight, side, window, rest)
+            result = _interior_first(local, source, weight, side, every[side.index], rest)
             if result is not None:
                 return result
-            source = fetch(local, source, side, window, side.image, side.made)
+            source = fetch(local, source, side, every[side.index], side.image, side.made)
         return local.call(local.target, source, weight, None, *rest)
     result = local.call(local.target, source, weight, None, *rest)
     for side in reversed(sides):
-        result = give_back(local, result, side, settings.windows(kernel)[side.index], side.made, side.image)
+        result = give_back(local, result, side, every[side.index], side.made, side.image)
     return result
 
 
@@ -166,16 +167,16 @@ def _interior_first(
         rows read         -1 [ 0  1  2  3 ] 4           windows of 3
         rows made            ( 0 )( 1 2 )( 3 )          border, interior, border
     """
-    parts = local.coordinate(side.factor)[1]
-    rows, made, stride, extent = side.image // parts, side.made // parts, window.stride, window.extent
-    low, high = ranges(local, side, window, side.made)[local.coordinate(side.factor)[0]]
-    before = local.coordinate(side.factor)[0] * rows - low
+    part, stride, extent = local.coordinate(side.factor)[0], window.stride, window.extent
+    rows, made = (edges[part + 1] - edges[part] for edges in (side.image, side.made))
+    low, high = ranges(window, side.made)[part]
+    before = side.image[part] - low
     first = max(0, -(-before // stride))  # the first row that reads none before, then the first that reads one after
     last = min(made, (rows + before - extent) // stride + 1)
     end, begin = (first - 1) * stride + extent - before, last * stride - before  # of own rows read at the borders
     if first >= last or (first and end <= 0) or (last < made and begin >= rows):
         return None
-    begun = local.halo_begin(source, side.factor, side.dim, side.image, ranges(local, side, window, side.made))
+    begun = local.halo_begin(source, side.factor, side.dim, side.image, ranges(window, side.made))
     if begun is None:
         return None
 
@@ -199,8 +200,9 @@ def convolution_backward_local(local: Local) -> Any:
     grad, source, weight = local.args[:3]
     mask, kernel = local.args[10], local.input_shape(2)[2:]
     settings = _Settings.of(local.args[4:10], len(kernel))
-    sides, every = split_sides(local, len(kernel)), settings.windows(kernel)
-    rest = settings.arguments({side.index for side in sides}, local.coordinate("g")[1])
+    every = settings.windows(kernel)
+    sides = split_sides(local, len(kernel), every)
+    rest = settings.arguments(local, {side.index for side in sides})
 
     def gradients(grad: Value, source: Value) -> Value:
         return local.call(local.target, grad, source, weight, None, *rest, mask)

@@ -12,9 +12,8 @@ aten = torch.ops.aten
 
 def shifted_indices(local: Local, indices: Value, factor: str, elsewhere: int) -> tuple[Value, Value]:
     """(indices into this rank's part of ``factor``, whether each lies in that part); others become ``elsewhere``."""
-    index, count = local.coordinate(factor)
-    part = local.size(factor) // count
-    shifted = local.call(aten.sub.Tensor, indices, index * part)
+    first, part = local.bounds(factor)[local.coordinate(factor)[0]], local.length(factor)
+    shifted = local.call(aten.sub.Tensor, indices, first)
     inside = local.call(
         aten.logical_and.default, local.call(aten.ge.Scalar, shifted, 0), local.call(aten.lt.Scalar, shifted, part)
     )
@@ -49,7 +48,7 @@ def embedding_backward_local(local: Local) -> Any:
     if not local.is_split("v"):
         return local.call(local.target, *local.args, **local.kwargs)
     rows = local.shape()[0]
-    first = local.coordinate("v")[0] * rows
+    first = local.bounds("v")[local.coordinate("v")[0]]
     shifted, _ = shifted_indices(local, indices, "v", rows)
     padding = padding - first if first <= padding < first + rows else -1
     table = local.call(local.target, grad, shifted, rows + 1, padding, scale)

@@ -228,8 +228,9 @@ def experts_rule(call: Call) -> Rule:
     slots = call.tensors[1].shape[1]
     there_and_back = (f"all_to_all {slots} 0", f"all_to_all {slots} 0")
     return make_rule(
-        call, f"t !k, t a, ^t a, {up}, ^^{down} -> t o", decompositions={"te": there_and_back}, joint={"te": ("t", "e")}
-    )
+        call, f"t !k, t a, ^t a, {up}, ^^{down} -> t o", decompositions={"te": there_and_back},
+        joint={"te": ("t", "e")}, equal=("te",),
+    )  # fmt: skip
 
 
 def experts_backward_rule(call: Call) -> Rule:
@@ -242,6 +243,7 @@ def experts_backward_rule(call: Call) -> Rule:
         f"^t o, t !k, t a, t a, {up}, {down} -> t !k, t a, {up}, {down}",
         decompositions={"te": there_and_back},
         joint={"te": ("t", "e")},
+        equal=("te",),
     )
 
 
@@ -250,7 +252,7 @@ def experts_local(local: Local) -> Any:
     over the same ranks (``te``), tokens go to the ranks of their experts and come back."""
     index, parts = local.coordinate("e")
     if not local.is_split("te"):
-        return local.call(local.target, *local.args[:-1], local.args[-1] + index * (local.size("e") // parts))
+        return local.call(local.target, *local.args[:-1], local.args[-1] + local.bounds("e")[index])
     group, size = local.group("te")
     total, position = local.size("e"), 2 if local.target is ours.experts_backward.default else 1
     each, given = total // size // parts, list(local.args[:-1])

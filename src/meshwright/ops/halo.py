@@ -15,6 +15,8 @@ from meshwright.ir.halo import Halo, Rows
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, Value, make_rule
 
+Edges = tuple[int, ...]
+"""Where the parts of a dim begin, and where the last one ends."""
 SPACE = {1: "x", 2: "yx", 3: "zyx"}
 """The letters of spatial dims, by how many there are."""
 
@@ -27,10 +29,13 @@ class Space:
     right: list[str] = field(default_factory=list)
     decompositions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     joint: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    equal: list[str] = field(default_factory=list)
 
-    def add(self, name: str, sizes: tuple[int, int], halo: Halo | None, *, contiguous: bool = False) -> None:
-        """A dim that is split with a halo, or without one where no window reads another part's rows; ``contiguous``:
-        even then its parts must be runs of rows."""
+    def add(
+        self, name: str, sizes: tuple[int, int], halo: Halo | None, *, contiguous: bool = False, equal: bool = False
+    ) -> None:
+        """A dim that is split with a halo, or without one where nothing reads another part's rows; ``contiguous``: even
+        then its parts must be runs of rows; ``equal``: where sizes differ, parts must be equal for that."""
         if sizes[0] == sizes[1]:
             marked = halo is not None or contiguous
             names = [f"~{name}" if marked else name] * 2
@@ -39,6 +44,7 @@ class Space:
         else:
             names = [f"~{name}", f"~{name}1"]
             self.joint[both(name)] = name, f"{name}1"
+            self.equal += [both(name)] if equal else []
             self.decompositions[both(name)] = () if halo is None else (str(halo),)
         self.left.append(names[0])
         self.right.append(names[1])
@@ -51,40 +57,12 @@ class Space:
     def rule(self, call: Call, pattern: Callable[[str, str], str], **sizes: int) -> Rule:
         """The call's rule; ``pattern`` makes its text of the dims of the image and of the other side."""
         text = pattern(" ".join(self.left), " ".join(self.right))
-        return make_rule(call, text, decompositions=self.decompositions, joint=self.joint, **sizes)  # type: ignore[arg-type]
+        return make_rule(call, text, decompositions=self.decompositions, joint=self.joint, equal=self.equal, **sizes)  # type: ignore[arg-type]
 
 
 def both(name: str) -> str:
     """The factor that splits a dim on both sides, where they differ in size: ``y`` -> ``yy``."""
     return 2 * name
-
-
-@dataclass(frozen=True)
-class Side:
-    """One split dim of a call on a rank: its place among the ``space`` dims, its factor, the sizes of the image and of
-    what is made from it over all ranks."""
-
-    index: int
-    space: int
-    factor: str
-    image: int
-    made: int
-
-    @property
-    def dim(self) -> int:
-        """Counted from the back."""
-        return self.index - self.space
-
-
-def split_sides(local: Local, space: int) -> list[Side]:
-    """The spatial dims that are split here."""
-    found = []
-    for index, name in enumerate(SPACE[space]):
-        if local.is_split(name):
-            found.append(Side(index, space, name, local.size(name), local.size(name)))
-        elif local.is_split(both(name)):
-            found.append(Side(index, space, both(name), local.size(name), local.size(f"{name}1")))
-    return found
 
 
 @dataclass(frozen=True)
@@ -100,30 +78,61 @@ class Window:
         """Whether a row is made of one row."""
         return (self.stride, self.extent, self.padding) == (1, 1, 0)
 
-    def halo(self, operand: int, dim: int, large: int, small: int) -> Halo | None:
-        """The halo for windows over a dim of an operand; None where windows read their own part's rows only."""
-        inside = self.padding == 0 and self.extent <= self.stride and large == self.stride * small
-        return None if inside else Halo(operand, dim, self.stride, self.extent, self.padding, small)
+    def halo(self, operand: int, dim: int, small: int) -> Halo:
+        """The halo for windows over a dim of an operand."""
+        return Halo(operand, dim, self.stride, self.extent, self.padding, small)
 
     def rows(self, small: int) -> int:
         """How many rows the windows of ``small`` rows cover."""
         return (small - 1) * self.stride + self.extent
 
 
-def fetch(local: Local, value: Value, side: Side, window: Window, large: int, small: int, fill: float = 0.0) -> Value:
+@dataclass(frozen=True)
+class Side:
+    """One split dim of a call on a rank: its place among the ``space`` dims, its factor, and the edges of the parts of
+    the image and of what is made from it."""
+
+    index: int
+    space: int
+    factor: str
+    image: Edges
+    made: Edges
+
+    @property
+    def dim(self) -> int:
+        """Counted from the back."""
+        return self.index - self.space
+
+
+def split_sides(local: Local, space: int, windows: Sequence[Window] = ()) -> list[Side]:
+    """The spatial dims that are split here, in runs of rows; not those whose windows are single rows."""
+    found = []
+    for index, name in enumerate(SPACE[space]):
+        if windows and windows[index].alone:
+            continue
+        if local.is_split(name):
+            found.append(Side(index, space, name, local.bounds(name), local.bounds(name)))
+        elif local.is_split(both(name)):
+            factor = both(name)
+            found.append(Side(index, space, factor, local.bounds(factor, name), local.bounds(factor, f"{name}1")))
+    return found
+
+
+def fetch(
+    local: Local, value: Value, side: Side, window: Window, large: Edges, small: Edges, fill: float = 0.0
+) -> Value:
     """The rows of the large side that this rank's windows read."""
-    return local.halo(value, side.factor, side.dim, large, ranges(local, side, window, small), fill)
+    return local.halo(value, side.factor, side.dim, large, ranges(window, small), fill)
 
 
-def give_back(local: Local, value: Value, side: Side, window: Window, large: int, small: int) -> Value:
+def give_back(local: Local, value: Value, side: Side, window: Window, large: Edges, small: Edges) -> Value:
     """The adjoint: terms for the rows that this rank's windows read, added up where the rows are."""
-    return local.halo_sum(value, side.factor, side.dim, large, ranges(local, side, window, small))
+    return local.halo_sum(value, side.factor, side.dim, large, ranges(window, small))
 
 
-def ranges(local: Local, side: Side, window: Window, small: int) -> tuple[Rows, ...]:
+def ranges(window: Window, small: Edges) -> tuple[Rows, ...]:
     """By part, the rows of the large side that its windows read."""
-    parts = local.coordinate(side.factor)[1]
-    return Halo(0, 0, window.stride, window.extent, window.padding, small).ranges(parts)
+    return window.halo(0, 0, small[-1]).ranges(small)
 
 
 def each(value: int | Sequence[int], space: int) -> list[int]:

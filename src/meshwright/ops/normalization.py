@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -129,7 +130,7 @@ def group_norm_rule(call: Call) -> Rule:
 def group_norm_local(local: Local) -> Any:
     source, weight, bias = local.args[:3]
     source = local.call(aten.contiguous.default, source)
-    split, sizes = _space_split(local), _group_sizes(local, local.args[5])
+    split, sizes = _space_split(local), _group_sizes(local)
     if not split:
         return local.call(local.target, source, weight, bias, *sizes, local.args[7])
     samples, channels, points, groups = sizes
@@ -167,7 +168,7 @@ def group_norm_backward_rule(call: Call) -> Rule:
 def group_norm_backward_local(local: Local) -> Any:
     grad, source, mean, scale, weight = local.args[:5]
     grad, source = (local.call(aten.contiguous.default, value) for value in (grad, source))
-    split, sizes, mask = _space_split(local), _group_sizes(local, local.args[7]), local.args[9]
+    split, sizes, mask = _space_split(local), _group_sizes(local), local.args[9]
     if not split:
         return local.call(local.target, grad, source, mean, scale, weight, *sizes, mask)
     samples, channels, points, groups = sizes
@@ -210,12 +211,10 @@ def _space_split(local: Local) -> list[str]:
     return split_factors(local, "zyx")
 
 
-def _group_sizes(local: Local, points: int) -> tuple[int, int, int, int]:
-    """(samples, channels, points, groups) on this rank; ``points`` are those of the whole image."""
-    samples = local.size("n") // local.coordinate("n")[1]
-    groups = local.size("g") // local.coordinate("g")[1]
-    parts = prod(local.coordinate(name)[1] for name in "zyx")
-    return samples, groups * local.size("k"), points // parts, groups
+def _group_sizes(local: Local) -> tuple[int, int, int, int]:
+    """(samples, channels, points, groups) on this rank."""
+    samples, channels, *space = local.input_shape(0)
+    return samples, channels, prod(space), local.length("g")
 
 
 # --- batch norm ------------------------------------------------------------------------------------------------
@@ -278,25 +277,35 @@ def _count(local: Local) -> int:
 
 
 def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
-    """Mean and biased variance over all shards (equal counts): gathered over one factor after the other, and merged as
-    Chan et al. 1983, eq. 2.1."""
-    split = split_factors(local, _BATCH)
+    """Mean and biased variance over all shards: gathered over one factor after the other, and merged as Chan et al.
+    1983, eq. 2.1, by how much each shard has of the factor."""
     both = local.call(aten.batch_norm_update_stats.default, source, None, None, 0.0)
     mean, variance = (local.call(operator.getitem, both, index) for index in (0, 1))
-    for name in split:
+    for name in split_factors(local, _BATCH):
         pair = local.all_gather(local.call(aten.stack.default, [mean, variance]), name)
-        mean, variance = _merged(local, pair, local.coordinate(name)[1])
+        mean, variance = _merged(local, pair, [after - before for before, after in pairwise(local.bounds(name))])
     return mean, variance
 
 
-def _merged(local: Local, pairs: Value, parts: int) -> tuple[Value, Value]:
-    """The mean and variance of equal parts, from theirs."""
-    gathered = local.call(aten.reshape.default, pairs, [parts, 2, -1])
+def _merged(local: Local, pairs: Value, counts: Sequence[int]) -> tuple[Value, Value]:
+    """The mean and variance of all parts, from theirs."""
+    gathered = local.call(aten.reshape.default, pairs, [len(counts), 2, -1])
     means, variances = (local.call(aten.select.int, gathered, 1, index) for index in (0, 1))
-    merged = local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, means, [0]), parts)
+    merged = _weighed(local, means, counts)
     offset = local.call(aten.sub.Tensor, means, merged)
     spread = local.call(aten.add.Tensor, variances, local.call(aten.mul.Tensor, offset, offset))
-    return merged, local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, spread, [0]), parts)
+    return merged, _weighed(local, spread, counts)
+
+
+def _weighed(local: Local, values: Value, counts: Sequence[int]) -> Value:
+    """The mean over the first dim, of which every index stands for so many values."""
+    if len(set(counts)) == 1:
+        return local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, values, [0]), len(counts))
+    parts = [local.call(aten.select.int, values, 0, index) for index in range(len(counts))]
+    total = local.call(aten.mul.Tensor, parts[0], counts[0])
+    for part, count in zip(parts[1:], counts[1:], strict=True):
+        total = local.call(aten.add.Tensor, total, local.call(aten.mul.Tensor, part, count))
+    return local.call(aten.div.Tensor, total, sum(counts))
 
 
 def batch_norm_eval_rule(call: Call) -> Rule:

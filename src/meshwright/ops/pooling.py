@@ -79,7 +79,7 @@ def _pool_space(call: Call, image: Tensor, made: Tensor, operand: int, contiguou
     for index, (name, window) in enumerate(zip(SPACE[rank], settings.windows, strict=True)):
         dim = image.dim() - rank + index
         large, small = image.shape[dim], made.shape[dim]
-        halo = None if window.alone else window.halo(operand, dim, large, small)
+        halo = None if window.alone else window.halo(operand, dim, small)
         result.add(name, (large, small), halo, contiguous=contiguous)
     return result
 
@@ -158,12 +158,12 @@ class _Place:
         rows = list(shape[-rank:])
         found = cls([0] * rank, rows, list(rows))
         for side in sides:
-            part, parts = local.coordinate(side.factor)
-            low, high = part * side.image // parts, (part + 1) * side.image // parts
+            part, _ = local.coordinate(side.factor)
+            low, high = side.image[part : part + 2]
             if every is not None:
-                low, high = ranges(local, side, every[side.index], side.made)[part]
+                low, high = ranges(every[side.index], side.made)[part]
             found.lows[side.index], found.rows[side.index] = low, high - low
-            found.whole[side.index] = side.image
+            found.whole[side.index] = side.image[-1]
         return found
 
     def shape(self, part: Sequence[int]) -> list[int]:
@@ -216,7 +216,7 @@ def _floor(local: Local, value: Value, by: int) -> Value:
 
 def avg_pool_local(local: Local) -> Any:
     settings, source = _Pool.of(local.target, local.args, local.kwargs), local.args[0]
-    sides = split_sides(local, len(settings.kernel))
+    sides = split_sides(local, len(settings.kernel), settings.windows)
     if not sides:
         return local.call(local.target, *local.args, **local.kwargs)
     for side in sides:
@@ -229,7 +229,7 @@ def avg_pool_local(local: Local) -> Any:
 
 def avg_pool_backward_local(local: Local) -> Any:
     settings, grad = _Pool.of(local.target, local.args, local.kwargs), local.args[0]
-    sides = split_sides(local, len(settings.kernel))
+    sides = split_sides(local, len(settings.kernel), settings.windows)
     if not sides:
         return local.call(local.target, *local.args, **local.kwargs)
     if not _alike(settings, sides):
@@ -259,9 +259,9 @@ def _alike(settings: _Pool, sides: Sequence[Side]) -> bool:
         return True
     for side in sides:
         window = settings.windows[side.index]
-        end = window.rows(side.made) - window.padding
+        end = window.rows(side.made[-1]) - window.padding
         counted = window.padding if settings.counts_padding else 0
-        if end > side.image + counted or (window.padding and not settings.counts_padding):
+        if end > side.image[-1] + counted or (window.padding and not settings.counts_padding):
             return False
     return True
 
@@ -275,8 +275,8 @@ def _divided(
     for index, window in enumerate(settings.windows):
         length, first = image[index - rank], 0
         if index in split:
-            part, parts = local.coordinate(split[index].factor)
-            length, first = split[index].image, part * split[index].made // parts
+            part, _ = local.coordinate(split[index].factor)
+            length, first = split[index].image[-1], split[index].made[part]
         counts = _counts(local, value, window, length, first, made[index - rank], settings.counts_padding)
         value = local.call(
             aten.div.Tensor, value, local.call(aten.view.default, counts, [-1, *[1] * (rank - 1 - index)])
@@ -306,7 +306,7 @@ def _counts(
 def _adaptive_space(image: Tensor, made: Tensor, rank: int, contiguous: bool) -> Space:
     result = Space()
     for name, large, small in zip(SPACE[rank], image.shape[-rank:], made.shape[-rank:], strict=True):
-        result.add(name, (large, small), None, contiguous=contiguous)
+        result.add(name, (large, small), None, contiguous=contiguous, equal=True)
     return result
 
 

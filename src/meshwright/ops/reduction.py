@@ -121,7 +121,7 @@ def argmax_local(local: Local) -> Any:
     shape = [parts, *local.shape()]
     keep = len(local.shape()) == len(local.input_shape(0))
     found = local.call(local.target, source, dim, keep)
-    where = local.call(aten.add.Tensor, found, index * (local.size("v") // parts))
+    where = local.call(aten.add.Tensor, found, local.bounds("v")[index])
     values, places = (
         local.call(aten.reshape.default, local.all_gather(one, "v"), shape)
         for one in (local.call(extreme, source, [dim], keep), where)

@@ -8,6 +8,7 @@ rows next to it.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from meshwright.ir.halo import Halo, Rows
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, letters
-from meshwright.ops.halo import SPACE, Side, Space, split_sides
+from meshwright.ops.halo import SPACE, Side, Space, both, split_sides
 from meshwright.ops.pooling import space_rank, spatial_rule
 
 aten = torch.ops.aten
@@ -63,10 +64,10 @@ def constant_pad_local(local: Local) -> Any:
         name = _FROM_THE_BACK[rank - 1 - dim]
         factor = next((one for one in (name, 2 * name) if any(amount) and local.is_split(one)), None)
         if factor is not None:
-            parts = local.coordinate(factor)[1]
-            length, made = local.size(name), local.shape()[dim] * parts
-            ranges = _pad_window(0, dim, amount, made).ranges(parts)
-            result = local.halo(result, factor, dim - rank, length, ranges, float(given["value"]))
+            image = local.bounds(factor, name)
+            made = image if factor == name else local.bounds(factor, f"{name}1")
+            ranges = _pad_window(0, dim, amount, made[-1]).ranges(made)
+            result = local.halo(result, factor, dim - rank, image, ranges, float(given["value"]))
             rest[dim] = (0, 0)
     if any(map(any, rest)) or result is given["self"]:
         return local.call(local.target, result, _flat(rest), given["value"])
@@ -107,12 +108,12 @@ class _Padded:
 
     @classmethod
     def of(cls, local: Local, side: Side, amount: Rows) -> "_Padded":
-        part, parts = local.coordinate(side.factor)
-        wanted = _pad_window(0, 0, amount, side.made).ranges(parts)
+        part, length = local.coordinate(side.factor)[0], side.image[-1]
+        wanted = _pad_window(0, 0, amount, side.made[-1]).ranges(side.made)
         reflects = "reflection" in str(local.target)
-        ranges = tuple(_needed(one, side.image, reflects) for one in wanted)
+        ranges = tuple(_needed(one, length, reflects) for one in wanted)
         (low, high), (first, last) = wanted[part], ranges[part]
-        before, after = max(0, -low), max(0, high - side.image)
+        before, after = max(0, -low), max(0, high - length)
         return cls(side, ranges, (before, after), low - (first - before), last - first, high - low)
 
     @property
@@ -211,23 +212,10 @@ def resize_rule(call: Call) -> Rule:
     return spatial_rule(call, space, "made" if backward else "image", linear=True)
 
 
-def nearest_local(local: Local) -> Any:
-    """The part's own sizes."""
-    given, rank = arguments(local.target, local.args, local.kwargs), space_rank(local.target)
-    return local.call(local.target, given["self"], local.shape()[-rank:], *_scales(given))
-
-
-def nearest_backward_local(local: Local) -> Any:
-    given, rank = arguments(local.target, local.args, local.kwargs), space_rank(local.target)
-    return local.call(
-        local.target, given["grad_output"], local.input_shape(0)[-rank:], local.shape(), *_scales(given)
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class _Near:
-    """One split dim of an interpolation on this rank: the rows that each part reads, and how many new rows lie on those
-    that come from others."""
+    """One split dim of a resized image on this rank: the rows that each part reads, as many as whole numbers of new
+    rows lie on, and how many new rows lie on them before and after its own."""
 
     side: Side
     ranges: tuple[Rows, ...]
@@ -236,23 +224,29 @@ class _Near:
 
     @classmethod
     def of(cls, local: Local, side: Side) -> "_Near":
-        part, parts = local.coordinate(side.factor)
-        each, reach = side.image // parts, _reach(side.image, side.made, "cubic" in str(local.target))
-        ranges = tuple((max(0, one * each - reach), min(side.image, (one + 1) * each + reach)) for one in range(parts))
+        part, image, made = local.coordinate(side.factor)[0], side.image[-1], side.made[-1]
+        step = image // math.gcd(image, made)
+        cubic = "cubic" in str(local.target)
+        near = 0 if "nearest" in str(local.target) else min(2 if cubic else 1, _reach(image, made, cubic))
+        ranges = tuple(
+            (max(0, (first * image // made - near) // step * step),
+             min(image, -(-(-(-end * image // made) + near) // step) * step))
+            for first, end in pairwise(side.made)
+        )  # fmt: skip
         low, high = ranges[part]
-        more = [(part * each - low), high - (part + 1) * each]
-        before, after = (rows * side.made // side.image for rows in more)
-        return cls(side, ranges, high - low, (before, after))
+        first, end = side.made[part : part + 2]
+        return cls(side, ranges, high - low, (first - low * made // image, high * made // image - end))
 
 
-def interpolate_local(local: Local) -> Any:
+def resize_local(local: Local) -> Any:
+    """The part's own sizes, with the rows around it that it is made of."""
     given, rank = arguments(local.target, local.args, local.kwargs), space_rank(local.target)
-    near = [_Near.of(local, side) for side in split_sides(local, rank)]
+    near = [_Near.of(local, side) for side in split_sides(local, rank) if side.factor == both(SPACE[rank][side.index])]
     result, size = given["self"], local.shape()[-rank:]
     for one in near:
         result = local.halo(result, one.side.factor, one.side.dim, one.side.image, one.ranges)
         size[one.side.index] += sum(one.rest)
-    result = local.call(local.target, result, size, given["align_corners"], *_scales(given))
+    result = local.call(local.target, result, size, *_corners(given), *_scales(given))
     for one in near:
         if any(one.rest):
             own = local.shape()[one.side.dim]
@@ -260,9 +254,13 @@ def interpolate_local(local: Local) -> Any:
     return result
 
 
-def interpolate_backward_local(local: Local) -> Any:
+def _corners(given: dict[str, Any]) -> list[bool]:
+    return [given["align_corners"]] if "align_corners" in given else []
+
+
+def resize_backward_local(local: Local) -> Any:
     given, rank = arguments(local.target, local.args, local.kwargs), space_rank(local.target)
-    near = [_Near.of(local, side) for side in split_sides(local, rank)]
+    near = [_Near.of(local, side) for side in split_sides(local, rank) if side.factor == both(SPACE[rank][side.index])]
     grad, size, shape = given["grad_output"], local.input_shape(0)[-rank:], local.shape()
     rest = [(0, 0)] * rank
     for one in near:
@@ -271,7 +269,7 @@ def interpolate_backward_local(local: Local) -> Any:
         shape[one.side.dim] = one.rows
     if any(map(any, rest)):
         grad = local.call(aten.constant_pad_nd.default, grad, _flat(rest))
-    result: Value = local.call(local.target, grad, size, shape, given["align_corners"], *_scales(given))
+    result: Value = local.call(local.target, grad, size, shape, *_corners(given), *_scales(given))
     for one in reversed(near):
         result = local.halo_sum(result, one.side.factor, one.side.dim, one.side.image, one.ranges)
     return result
@@ -283,10 +281,10 @@ def _flops(call: Call, rule: Rule | None) -> float:
 
 _PAD = OperatorRule(image_pad_rule(False), image_pad_local, _flops)
 _PAD_BACKWARD = OperatorRule(image_pad_rule(True), image_pad_backward_local, _flops)
-_NEAREST = OperatorRule(resize_rule, nearest_local, _flops)
-_NEAREST_BACKWARD = OperatorRule(resize_rule, nearest_backward_local, _flops)
-_LINEAR = OperatorRule(resize_rule, interpolate_local, _flops)
-_LINEAR_BACKWARD = OperatorRule(resize_rule, interpolate_backward_local, _flops)
+_NEAREST = OperatorRule(resize_rule, resize_local, _flops)
+_NEAREST_BACKWARD = OperatorRule(resize_rule, resize_backward_local, _flops)
+_LINEAR = OperatorRule(resize_rule, resize_local, _flops)
+_LINEAR_BACKWARD = OperatorRule(resize_rule, resize_backward_local, _flops)
 
 RULES = {
     aten.constant_pad_nd.default: OperatorRule(constant_pad_rule, constant_pad_local),

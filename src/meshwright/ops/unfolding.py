@@ -39,7 +39,7 @@ def unfold_rule(call: Call) -> Rule:
     space, counts = Space(), _counts(image, every)
     for index, (name, window) in enumerate(zip(SPACE[2], every, strict=True)):
         sizes = image[index], counts[index]
-        space.add(name, sizes, window.halo(1 if back else 0, rank - 2 + index, *sizes))
+        space.add(name, sizes, window.halo(1 if back else 0, rank - 2 + index, counts[index]))
     lead = "n " if call.tensors[0].dim() == (3 if back else 4) else ""
 
     def pattern(large: str, small: str) -> str:
@@ -61,7 +61,8 @@ def fold_local(local: Local) -> Any:
     given, every, padding = _given(local)
     sides, size = split_sides(local, 2), local.shape()[-2:]
     for side in sides:
-        size[side.index] = every[side.index].rows(side.made // local.coordinate(side.factor)[1])
+        part, _ = local.coordinate(side.factor)
+        size[side.index] = every[side.index].rows(side.made[part + 1] - side.made[part])
     result = local.call(
         local.target, given["self"], size, given["kernel_size"], given["dilation"], padding, given["stride"]
     )

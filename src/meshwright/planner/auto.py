@@ -156,9 +156,9 @@ def candidates(batch_size: int, world_size: int, axes: Axes | None = None) -> It
     for pp in _divisors(world_size):
         for tp in _divisors(world_size // pp):
             dp = world_size // pp // tp
-            if batch_size % dp:
+            if batch_size < dp:
                 continue
-            for m in _divisors(batch_size // dp):
+            for m in _divisors(batch_size // dp) if batch_size % dp == 0 else (1,):
                 if m > MOST_MICROBATCHES:
                     break
                 yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m)

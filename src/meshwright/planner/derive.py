@@ -32,7 +32,7 @@ def pass_partials(
     graph: Graph,
     divided: Cut,
     strategies: dict[str, Strategy],
-    axes: Iterable[str],
+    axes: Mapping[str, int],
     settled: Iterable[str] = (),
     otherwise: Mapping[str, Strategy] | None = None,
 ) -> dict[str, Placements]:
@@ -40,7 +40,7 @@ def pass_partials(
     from another stage is a Partial over time only. On the axes ``settled`` it was decided which ones pass; those that
     come from another stage do not after all. Where no Partial passes, an operator splits what ``otherwise`` has for it
     (by its name, axis -> factor)."""
-    axes, settled, consumers, producers = list(axes), list(settled), graph.consumers(), graph.producers()
+    settled, consumers, producers = list(settled), graph.consumers(), graph.producers()
     placements: dict[str, Placements] = {}
     for operator in graph.operators:
         strategy = strategies[operator.name]
@@ -65,7 +65,7 @@ def pass_partials(
                 elif choice := (otherwise or {}).get(operator.name, {}).get(axis):
                     strategy[axis] = choice
         for index, output in enumerate(operator.outputs):
-            placements[output] = output_placements(operator.rule, strategy, index)
+            placements[output] = output_placements(operator.rule, strategy, index, axes)
     return placements
 
 
@@ -93,7 +93,9 @@ def _linear_group(
     return group if out <= into else 0
 
 
-def parameter_storage(graph: Graph, strategies: dict[str, Strategy]) -> dict[str, dict[str, Placement]]:
+def parameter_storage(
+    graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]
+) -> dict[str, dict[str, Placement]]:
     """Parameters lie as their operators want them; where these differ, split rather than whole."""
     consumers = graph.consumers()
     storage: dict[str, dict[str, Placement]] = {}
@@ -102,7 +104,7 @@ def parameter_storage(graph: Graph, strategies: dict[str, Strategy]) -> dict[str
         for operator, position in consumers.get(name, ()):
             if operator.rule is None or operator.backward:
                 continue
-            wanted = input_placements(operator.rule, strategies[operator.name], position)
+            wanted = input_placements(operator.rule, strategies[operator.name], position, sizes)
             for axis, placement in wanted.items():
                 if isinstance(placement, Shard):
                     found.setdefault(axis, placement)

@@ -285,7 +285,7 @@ class _Planner:
         if self.solved is not None:
             storage = self.solved.storage
         else:
-            storage = parameter_storage(self.graph, self.strategies) | {name: {} for name in self.ask.whole}
+            storage = parameter_storage(self.graph, self.strategies, self.sizes) | {name: {} for name in self.ask.whole}
         axis = self.layout.zero_axis
         return zero_storage(self.graph, storage, axis, self.layout.zero) if axis else storage
 
@@ -329,10 +329,17 @@ class _Planner:
         parts = self.layout.dp * self.sizes.get(TIME, 1)
         size = self.graph.batch_size
         evaluates = self.base is not None and not self.graph.gradients
-        if size % parts and not evaluates:  # an evaluation of a ragged batch runs whole on every rank
+        whole = self.layout.microbatches == 1  # parts need not be equal, but micro-batches must
+        if (size < parts if whole else size % parts) and not evaluates:  # an evaluation of fewer runs whole everywhere
             lower = size // parts * parts
             fits = f"{lower} or {lower + parts}" if lower else str(parts)
             over = f"dp={self.layout.dp}"
+            if whole:
+                raise LayoutError(
+                    f"a global batch of {size} is too small for {over}",
+                    where="batch",
+                    remedy=f"use a batch of {parts} or more, or drop the last batch",
+                )
             if TIME in self.sizes:
                 over = f"{self.layout.microbatches} micro-batches" + (f" on {over}" if self.layout.dp > 1 else "")
             raise LayoutError(
@@ -347,7 +354,7 @@ class _Planner:
             for axis, choice in base.stages[held.get(operator.name, 0)].strategy(operator.name).items():
                 if operator.rule is None or axis not in self.sizes:
                     continue
-                if operator.rule.splittable(choice) and operator.rule.sizes[choice] % self.sizes[axis] == 0:
+                if operator.rule.splittable(choice) and self.factors.fits(operator, choice, axis):
                     self.strategies[operator.name][axis] = choice
 
     def _split_batch(self, axis: str) -> None:
@@ -363,7 +370,7 @@ class _Planner:
                     self.strategies[operator.name][axis] = chosen
             elif letters and operator.rule is not None:
                 taken = any(letter in self.strategies[operator.name].values() for letter in letters)
-                why = "is split over another axis, and does not divide over both" if taken else "cannot be split"
+                why = "is split over another axis, and too small for both" if taken else "cannot be split"
                 missed[operator.name] = f"the batch factor of {operator.rule.pattern!r} {why}"
             elif operator.rule is None and self.factors.touches_batch(operator):
                 missed[operator.name] = ""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.placement import misfit
 from meshwright.ir.plan import Strategy
 
 
@@ -46,11 +47,7 @@ class Factors:
         rule, strategy = operator.rule, self.strategies[operator.name]
         if rule is None or not rule.splittable(letter):
             return False
-        for member in rule.members(letter):
-            others = [other for other, choice in strategy.items() if choice and member in rule.members(choice)]
-            if rule.sizes[member] % (math.prod(self.sizes[other] for other in others) * self.sizes[axis]):
-                return False
-        return True
+        return misfit(rule, {**strategy, axis: letter}, self.sizes) is None
 
 
 def _is_tokens(graph: Graph, name: str) -> bool:
@@ -92,19 +89,19 @@ def repeated_heads(graph: Graph) -> set[str]:
 
 
 def dividing_heads(sizes: list[int], axis: str, parts: int, module: str) -> int:
-    """Which of the factors of attention's heads (key and value heads, then the query heads of each) divides over an
-    axis: the first that does.
+    """Which of the factors of attention's heads (key and value heads, then the query heads of each) is cut over an
+    axis: the first that divides evenly, else the first of which every rank gets some.
 
     Raises:
-        LayoutError: none does.
+        LayoutError: there are fewer of each than ranks.
     """
-    found = next((index for index, size in enumerate(sizes) if size % parts == 0), None)
-    if found is not None:
-        return found
-    fits = sorted({n for size in sizes for n in range(1, size + 1) if size % n == 0})
+    dividing = [index for index, size in enumerate(sizes) if size % parts == 0]
+    enough = [index for index, size in enumerate(sizes) if size >= parts]
+    if dividing or enough:
+        return (dividing or enough)[0]
     shared = f" ({sizes[0]} key and value heads, each of {math.prod(sizes[1:])})" if len(sizes) > 1 else ""
     raise LayoutError(
-        f"{math.prod(sizes)} attention heads{shared} do not divide over {axis}={parts}",
+        f"{math.prod(sizes)} attention heads{shared} are too few for {axis}={parts}",
         where=f"module {module or '(model)'}",
-        remedy=f"use {axis} of {', '.join(map(str, fits))}",
+        remedy=f"use {axis} of at most {max(sizes)}",
     )

@@ -23,7 +23,11 @@ def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dic
             raise _refused(operator, sizes[TIME], "its statistics are over the whole batch")
         for position, name in enumerate(operator.inputs):
             have = placements.get(name, REPLICATE)
-            want = input_placements(rule, strategy, position).get(TIME, REPLICATE) if rule is not None else REPLICATE
+            want = (
+                input_placements(rule, strategy, position, sizes).get(TIME, REPLICATE)
+                if rule is not None
+                else REPLICATE
+            )
             if operator.prologue or have in (want, REPLICATE):
                 continue
             if isinstance(have, Partial):
@@ -33,7 +37,7 @@ def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dic
             raise _refused(operator, sizes[TIME], what)
         for index, output in enumerate(operator.outputs):
             if rule is not None and TIME in strategy:
-                found = output_placements(rule, strategy, index).get(TIME)
+                found = output_placements(rule, strategy, index, sizes).get(TIME)
                 if found is not None and found != REPLICATE:
                     placements[output] = found
     for buffer, name in graph.buffer_updates.items():

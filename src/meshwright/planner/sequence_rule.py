@@ -4,6 +4,7 @@
 """
 
 from meshwright.errors import LayoutError
+from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Strategy
 from meshwright.planner.factors import Factors, repeated_heads
 
@@ -41,16 +42,22 @@ def split_sequence(factors: Factors, axis: str, context: str, *, required: bool)
             letter = factors.letter_of(operator, sequences, axis)
             if context == "ring" and operator.target.startswith("meshwright.attention") and letter:
                 rings = operator.rule.joint if operator.rule is not None else {}
-                letter = next((one for one in rings if factors.fits(operator, one, axis)), letter)
+                rounds = next((one for one in rings if factors.fits(operator, one, axis)), None)
+                if rings and rounds is None and required:
+                    raise _unequal(factors, operator, axis, "use a sequence that it divides, or context='gather'")
+                letter = rounds or letter
             if letter is not None:
                 factors.strategies[operator.name][axis] = letter
             elif operator.target.startswith("meshwright.attention.") and required:
-                length = factors.graph.tensors[operator.inputs[0]].shape[2]
-                raise LayoutError(
-                    f"a sequence of {length} does not divide over {axis}={factors.sizes[axis]}",
-                    where=f"module {operator.module or '(model)'}",
-                    remedy=f"use a sequence that {factors.sizes[axis]} divides",
-                )
+                raise _unequal(factors, operator, axis, "use a longer sequence")
+
+
+def _unequal(factors: Factors, operator: Operator, axis: str, remedy: str) -> LayoutError:
+    length, parts = factors.graph.tensors[operator.inputs[0]].shape[2], factors.sizes[axis]
+    problem = f"is too short for {axis}={parts}" if length < parts else f"does not divide over {axis}={parts}"
+    return LayoutError(
+        f"a sequence of {length} {problem}", where=f"module {operator.module or '(model)'}", remedy=remedy
+    )
 
 
 def sequences_between(factors: Factors, axis: str, *, required: bool) -> dict[str, Strategy]:
@@ -65,8 +72,8 @@ def sequences_between(factors: Factors, axis: str, *, required: bool) -> dict[st
     if not found and required:
         sizes = sorted({factors.graph.factor_classes[name].size for name in sequences})
         raise LayoutError(
-            f"no sequence divides over {axis}={factors.sizes[axis]}: sizes are {', '.join(map(str, sizes)) or 'none'}",
+            f"no sequence fits {axis}={factors.sizes[axis]}: sizes are {', '.join(map(str, sizes)) or 'none'}",
             where="layout: sequence_parallel",
-            remedy="use a sequence that tp divides, or leave sequence_parallel out",
+            remedy="use a longer sequence, or leave sequence_parallel out",
         )
     return found

@@ -81,7 +81,8 @@ class SpatialRule:
         parts, rule = self.factors.sizes[axis], operator.rule
         sizes = [rule.sizes[letter] for letter in dict.fromkeys(rule.members(choice))]
         rows = f"{sizes[0]} rows" + (f" that become {sizes[1]}" if len(sizes) > 1 else "")
-        reason = f"{rows} do not divide over {parts} ranks" if any(size % parts for size in sizes) else (
+        reason = f"{rows} are too few for {parts} ranks" if min(sizes) < parts else (
+            f"{rows} do not divide over {parts} ranks, as its windows must" if any(size % parts for size in sizes) else
             f"its windows cannot be cut (factor {choice!r} of {rule.pattern!r})"
         )  # fmt: skip
         self.whole.append(Note(module=starred(operator.name), split=f"whole on {axis}", reason=reason))
@@ -95,9 +96,9 @@ class SpatialRule:
                 remedy="leave spatial out, or give one size for signals, two for images, three for volumes",
             )
         raise LayoutError(
-            f"no rows of {', '.join(map(str, sizes))} divide over {axis}={self.factors.sizes[axis]}",
+            f"no rows of {', '.join(map(str, sizes))} can be cut over {axis}={self.factors.sizes[axis]}",
             where="layout: spatial",
-            remedy=f"use images with a side that {self.factors.sizes[axis]} divides, or fewer parts",
+            remedy="use larger images, or fewer parts",
         )
 
     def _rows(self, operator: Operator, axis: str) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.placement import misfit
 from meshwright.planner.factors import Factors, dividing_heads
 
 MIN_VOCABULARY = 1024
@@ -34,8 +35,8 @@ class TensorRule:
                 chosen[name] = "hidden features: column then row, one all-reduce forward and one backward"
         for name in vocabulary:
             size, parts = self.graph.factor_classes[name].size, self.sizes[axis]
-            if size % parts:
-                self._note_replicated(name, axis, f"vocabulary: {size} does not divide over {parts} ranks")
+            if size < parts:
+                self._note_replicated(name, axis, f"vocabulary: {size} is too small for {parts} ranks")
                 continue
             if (
                 name in chosen
@@ -97,7 +98,7 @@ class TensorRule:
 
     def _splits_everywhere(self, name: str, axis: str, decompose: bool = False) -> bool:
         """Whether every operator that meets the class can split it (by decomposition, only if allowed)."""
-        if self.graph.factor_classes[name].size % self.sizes[axis]:
+        if self.graph.factor_classes[name].size < self.sizes[axis]:
             return False
         for operator in self.graph.operators:
             met = any(name in dim for tensor in operator.inputs for dim in self.graph.tensors[tensor].dims)
@@ -110,6 +111,8 @@ class TensorRule:
                 return False
             rule = operator.rule
             if rule is None or not rule.splittable(letter) or (letter in rule.decompositions and not decompose):
+                return False
+            if misfit(rule, {axis: letter}, self.sizes) is not None:
                 return False
         return True
 

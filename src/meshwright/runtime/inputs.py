@@ -11,8 +11,8 @@ from meshwright.capture.batch import Leaves
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import DataError, RankError
 from meshwright.ir.layout import DATA_AXES
-from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import Placements, Shard, local_shape
+from meshwright.ir.mesh import AxisGroup, sizes_of
+from meshwright.ir.placement import Placements, Shard, bounds, local_shape
 
 
 class Parts:
@@ -40,23 +40,23 @@ class Parts:
         for name, every in self._every.items():
             ends = [(0, size) for size in self._whole[name]]
             for axis in (axis for axis in self.groups if axis in every):
-                begin, end = ends[every[axis].dim]
-                step = (end - begin) // self.groups[axis].size
-                begin += step * self.groups[axis].index
-                ends[every[axis].dim] = (begin, begin + step)
+                one, group = every[axis], self.groups[axis]
+                begin, end = ends[one.dim]
+                edges = bounds((end - begin) // one.unit, [group.size])
+                ends[one.dim] = begin + one.unit * edges[group.index], begin + one.unit * edges[group.index + 1]
             found[name.removeprefix("batch.")] = tuple(slice(*pair) for pair in ends)
         return found
 
     def is_cut(self, name: str, value: Tensor) -> bool:
         """Whether a local tensor has this rank's rows alone, not those of all ranks that share its samples."""
-        cuts = self.cuts.get(name, {})
-        return bool(cuts) and tuple(value.shape[1:]) == local_shape(self._whole[name], cuts, self._sizes)[1:]
+        cuts: Placements = {**self.cuts.get(name, {})}
+        return bool(cuts) and tuple(value.shape[1:]) == local_shape(self._whole[name], cuts, *sizes_of(self.groups))[1:]
 
     def whole_shape(self, name: str, value: Tensor, samples: int) -> tuple[int, ...]:
         """The global shape of a local tensor of ``samples`` times fewer samples."""
         shape = [value.shape[0] * samples, *value.shape[1:]]
-        for axis, one in self.cuts[name].items() if self.is_cut(name, value) else ():
-            shape[one.dim] *= self._sizes[axis]
+        for one in self.cuts[name].values() if self.is_cut(name, value) else ():
+            shape[one.dim] = self._whole[name][one.dim]
         return tuple(shape)
 
     def index(self, leaves: Leaves, data_index: int) -> int:
@@ -65,10 +65,6 @@ class Parts:
         for axis in sorted(cut):
             data_index = data_index * self.groups[axis].size + self.groups[axis].index
         return data_index
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {axis: group.size for axis, group in self.groups.items()}
 
 
 def check_alike(leaves: Leaves, captured: Leaves) -> None:

@@ -49,7 +49,7 @@ from torch.futures import Future
 
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import CheckpointError
-from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Placements, Shard, flat_axis, flat_shape, local_shape, unflattened
 from meshwright.lower.reshard import local_part
 from meshwright.runtime.state import LocalParameters
@@ -99,7 +99,7 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
     ranges = []
     for dim, size in enumerate(shape):
         here: Placements = {
-            axis: Shard(0, placement.outer)
+            axis: Shard(0, placement.outer, placement.unit)
             for axis, placement in placements.items()
             if isinstance(placement, Shard) and placement.dim == dim
         }
@@ -125,7 +125,8 @@ def part_at(value: Tensor, shape: tuple[int, ...], placements: Placements, group
     axis = flat_axis(placements)
     if not axis:
         return Part(value, shape, chunks)
-    local = local_shape(shape, unflattened(placements), {one: group.size for one, group in groups.items()})
+    axis_sizes, at = sizes_of(groups)
+    local = local_shape(shape, unflattened(placements), axis_sizes, at)
     size = math.prod(flat_shape(local, groups[axis].size))
     begin = groups[axis].index * size
     boxes = boxes_of(local, min(begin, math.prod(local)), min(begin + size, math.prod(local)))

@@ -150,7 +150,7 @@ class Trainer:
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; parameters are left as they were before the step.
             DataError: the batch does not have the structure or the dtypes that were captured.
-            LayoutError: it does not divide over dp.
+            LayoutError: it is smaller than dp, or does not divide into micro-batches.
             RankError: ranks were given batches of different shapes, or other values where they share a batch.
             OptimizerError: the trainer was made without an optimizer.
         """

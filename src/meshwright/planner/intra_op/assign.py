@@ -173,12 +173,14 @@ def read_out(formulated: Formulated, choices: tuple[int, ...]) -> tuple[
             strategies[one.name] = followed[0] if followed is not None else {}
         if one.rule is not None:
             for position, name in enumerate(one.inputs):
-                wanted[name] = input_placements(one.rule, strategies[one.name], position)
-    _pass_gradients(graph, decisions.followers, strategies)
+                wanted[name] = input_placements(one.rule, strategies[one.name], position, formulated.sizes)
+    _pass_gradients(graph, decisions.followers, strategies, formulated.sizes)
     return strategies, storage
 
 
-def _pass_gradients(graph: Graph, followers: set[str], strategies: dict[str, Strategy]) -> None:
+def _pass_gradients(
+    graph: Graph, followers: set[str], strategies: dict[str, Strategy], sizes: Mapping[str, int]
+) -> None:
     """Views between a product and a parameter's gradient let its sums through: what is reduced last can be reduced
     together with other gradients."""
     ends = {entry.gradient for entry in graph.gradients}
@@ -197,4 +199,4 @@ def _pass_gradients(graph: Graph, followers: set[str], strategies: dict[str, Str
             if placement == Partial("sum"):
                 strategies[one.name].setdefault(axis, "^" * linear)
         for index, name in enumerate(one.outputs):
-            made[name] = output_placements(one.rule, strategies[one.name], index)
+            made[name] = output_placements(one.rule, strategies[one.name], index, sizes)

@@ -4,16 +4,15 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.placement import Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Strategy
+from meshwright.ir.stages import given_batch
 from meshwright.planner.intra_op.decisions import Decision, Decisions, decisions_of
 from meshwright.planner.intra_op.moments import Moments, copies
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
@@ -123,7 +122,7 @@ class _Formulation:
             for output, name in enumerate(operator.outputs):
                 alive = self.moments.owned(self.outputs_of[twin][output] for twin in twins)
                 for number, choice in enumerate(choices) if alive.any() else ():
-                    made = output_placements(operator.rule, choice[member], output) if operator.rule else {}
+                    made = output_placements(operator.rule, choice[member], output, self.sizes) if operator.rule else {}
                     held[:, number] += alive * self.moments.size(name, made)
         return held
 
@@ -164,7 +163,9 @@ class _Formulation:
         rule = self.decisions.found[index].members[member].rule
         if rule is None:
             return [self._pulled({}, path)] * len(self.choices[index])
-        return [self._pulled(input_placements(rule, one[member], position), path) for one in self.choices[index]]
+        return [
+            self._pulled(input_placements(rule, one[member], position, self.sizes), path) for one in self.choices[index]
+        ]
 
     def _reader_keys(self, reads: list[tuple[Operator, int, Path]]) -> list[tuple[object, ...]]:
         keys: list[tuple[object, ...]] = []
@@ -318,7 +319,7 @@ class _Formulation:
             rule, output = self.decisions.found[index].members[member].rule, maker.outputs.index(name)
             if rule is None:
                 return index, [{} for _ in self.choices[index]]
-            return index, [output_placements(rule, one[member], output) for one in self.choices[index]]
+            return index, [output_placements(rule, one[member], output, self.sizes) for one in self.choices[index]]
         if name in self.parameter_node:
             node = self.parameter_node[name]
             return node, list(self.stored[node][1])
@@ -326,14 +327,7 @@ class _Formulation:
 
     def _given(self, name: str) -> Placements:
         """Inputs are cut over dp (and dp_shard) along their batch; buffers and constants are whole."""
-        tensor, axes = self.graph.tensors[name], [axis for axis in DATA_AXES if axis in self.sizes]
-        parts = prod(self.sizes[axis] for axis in axes)
-        if tensor.kind != "input" or parts == 1:
-            return {}
-        for dim, classes in enumerate(tensor.dims):
-            if classes and self.graph.factor_classes[classes[0]].role == "batch" and tensor.shape[dim] % parts == 0:
-                return {axis: Shard(dim) for axis in axes}
-        return {}
+        return given_batch(self.graph, name, self.sizes) if self.graph.tensors[name].kind == "input" else {}
 
 
 def _all(keeps: Keeps, decision: Decision, choice: Choice) -> bool:

@@ -7,7 +7,16 @@ from math import prod
 
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.halo import WORD as HALO
-from meshwright.ir.placement import Partial, Placements, factor_placement, input_placements, output_placements
+from meshwright.ir.placement import (
+    Partial,
+    Placement,
+    Placements,
+    Shard,
+    factor_placement,
+    input_placements,
+    misfit,
+    output_placements,
+)
 from meshwright.ir.plan import Strategy
 from meshwright.planner.intra_op.decisions import Decision
 
@@ -67,7 +76,7 @@ class Options:
         return (
             rule is not None
             and rule.splittable(letter)
-            and rule.sizes[letter] % self.sizes[axis] == 0
+            and misfit(rule, {axis: letter}, self.sizes) is None
             and self.allows(operator, letter, axis)
         )
 
@@ -115,7 +124,7 @@ class Options:
                 others = prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
                 assert one.rule is not None
                 rows = others > 1 and any(text.startswith(HALO) for text in one.rule.decompositions.get(letter, ()))
-                if not rows and one.rule.sizes[letter] % (others * self.sizes[axis]) == 0:
+                if not rows and misfit(one.rule, {**strategy, axis: letter}, self.sizes) is None:
                     strategy[axis] = letter
                 elif one in leads:
                     return None
@@ -126,7 +135,7 @@ class Options:
                         strategy[axis] = "^" * group
             if one.rule is not None:
                 for index, name in enumerate(one.outputs):
-                    made[name] = output_placements(one.rule, strategy, index)
+                    made[name] = output_placements(one.rule, strategy, index, self.sizes)
             result.append(strategy)
         return tuple(result)
 
@@ -198,20 +207,22 @@ def follow(operator: Operator, wanted: Placements, sizes: Mapping[str, int]) -> 
     rule = operator.rule
     assert rule is not None
     strategy: Strategy = {}
-    needs: Placements = {}
     linear = rule.parsed.inputs[0].linear
     for axis, placement in wanted.items():
         if isinstance(placement, Partial):
             if not linear:
                 return None
-            strategy[axis], needs[axis] = "^" * linear, placement
+            strategy[axis] = "^" * linear
             continue
+        parts = prod(sizes[other] for other, one in wanted.items() if _same_factor(one, placement))
         for letter in rule.sizes:
-            made = factor_placement(rule.parsed.outputs[0].dims, rule.sizes, letter)
-            parts = prod(sizes[other] for other in (axis, *(one for one in strategy if strategy[one] == letter)))
+            made = factor_placement(rule.parsed.outputs[0].dims, rule.sizes, letter, parts=parts)
             free = rule.splittable(letter) and letter not in rule.decompositions
-            if made == placement and free and rule.sizes[letter] % parts == 0:
+            if made == placement and free and misfit(rule, {**strategy, axis: letter}, sizes) is None:
                 strategy[axis] = letter
-                needs |= input_placements(rule, {axis: letter}, 0)
                 break
-    return strategy, needs
+    return strategy, input_placements(rule, strategy, 0, sizes)
+
+
+def _same_factor(one: Placement, other: Placement) -> bool:
+    return isinstance(one, Shard) and isinstance(other, Shard) and (one.dim, one.outer) == (other.dim, other.outer)
