@@ -31,3 +31,12 @@ def ranks() -> Iterator[Ranks]:
 
     with Ranks() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def networks() -> None:
+    """Emulated networks; where this machine cannot have them, the test is skipped, and says why."""
+    from meshwright.runtime.emulated_network import why_not
+
+    if missing := why_not():
+        pytest.skip(missing)

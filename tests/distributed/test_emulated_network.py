@@ -30,8 +30,7 @@ from meshwright.runtime.emulated_network import LINK, EmulatedNetwork, run_in_bo
 from meshwright.schedules.collectives.choice import candidates, in_pieces
 from tests.distributed.oracle import TOLERANCE, error_of
 
-WHY_NOT = why_not()
-emulated = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+emulated = pytest.mark.usefixtures("networks")
 
 SENT = 2**20
 RATE_BITS_PER_S = 2e8
@@ -117,6 +116,7 @@ def calibrated_there() -> tuple[Cluster | None, str, float, list[str]]:
 
 
 @emulated
+@pytest.mark.timeout(600)
 def test_boxes_are_calibrated_and_training_goes_along_their_levels(tmp_path: Path) -> None:
     found, algorithm, error, names = run_in_boxes(
         calibrated_there, boxes=(0, 0, 1, 1), rates_bits_per_s=(1e9, 1e9), directory=tmp_path

@@ -19,10 +19,9 @@ from meshwright.comm.groups import axis_groups, from_every_rank, look_at_links
 from meshwright.comm.watch import Switch
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ops import collectives
-from meshwright.runtime.emulated_network import LINK, limit, run_in_boxes, why_not
+from meshwright.runtime.emulated_network import LINK, limit, run_in_boxes
 from tests.distributed.pool import Ranks
 
-WHY_NOT = why_not()
 EVERY = 4
 
 
@@ -106,7 +105,7 @@ def narrowed(rate_bits_per_s: float) -> tuple[list[list[Switch]], list[str]]:
     return from_every_rank(found), told
 
 
-@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+@pytest.mark.usefixtures("networks")
 def test_a_link_that_becomes_slower_makes_ranks_go_along_levels(tmp_path: Path) -> None:
     """Two boxes of two, where a butterfly sends the whole vector of every rank over the link."""
     each, told = run_in_boxes(narrowed, 2e7, boxes=(0, 0, 1, 1), rates_bits_per_s=(1e9, 1e9), directory=tmp_path)
