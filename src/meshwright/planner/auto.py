@@ -200,7 +200,8 @@ class _Scales:
     """Weighs layouts. Work does not depend on the schedule, so that schedules of one cut share it."""
 
     def __init__(
-        self, graph: Graph, world_size: int, cluster: Cluster, optimizer: OptimizerCost, clips: bool, offload: bool
+        self, graph: Graph, world_size: int, cluster: Cluster, optimizer: OptimizerCost, clips: bool,
+        offload: bool = False,
     ) -> None:
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
         self.optimizer, self.clips = optimizer, clips
@@ -271,8 +272,8 @@ class _Scales:
 
 
 def zeros(layout: Layout) -> tuple[Literal[0, 1, 2, 3], ...]:
-    """The stages of ZeRO that are worth weighing: in a pipeline, the others hold no less at the peak."""
-    return (0,) if layout.dp == 1 else (0, 1) if layout.pp > 1 else (0, 1, 2, 3)
+    """The stages of ZeRO that are worth weighing."""
+    return (0,) if layout.dp == 1 else (0, 1, 2, 3)
 
 
 def _is_by_rule(layout: Layout) -> bool:
