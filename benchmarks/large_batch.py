@@ -63,7 +63,7 @@ def lamb(lr: float) -> Optimizer:
 
 
 BASE_LR, LAMB_LR = 0.1, 0.03
-"""LAMB's is the best of 0.015, 0.02, 0.025, 0.03 and 0.04 with half as many sequences; the base run's was not searched."""
+"""LAMB's is the best of 0.015, 0.02, 0.025, 0.03 and 0.04 with half as many sequences; SGD's was not searched."""
 SCALED_LR = BASE_LR * scaled_by("linear", LARGE, SMALL)
 BASE = Recipe(f"SGD, batch {SMALL}", SMALL, sgd(BASE_LR))
 LINEAR = Recipe(f"SGD, batch {LARGE}, linear scaling", LARGE, sgd(SCALED_LR))
