@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives bench-zero bench-convolution matrix clean
+.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives bench-zero bench-large-batch bench-convolution matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench-collectives: $(STAMP) ## measure all-reduces beside gloo, Open MPI (pip in
 
 bench-zero: $(STAMP) ## measure ZeRO and data parallel beside fully_shard and DistributedDataParallel; memory beside the formulas
 	@$(BIN)/python -m benchmarks.zero
+
+bench-large-batch: $(STAMP) ## train with batches of 8 and 256 over equal epochs: linear scaling, warm-up, LAMB
+	@$(BIN)/python -m benchmarks.large_batch
 
 bench-convolution: $(STAMP) ## images cut over ranks: parity, plans for 8 devices, speed and memory of a stack of 3x3 convolutions
 	@$(BIN)/python -m benchmarks.convolution

@@ -294,8 +294,8 @@ run on CPUs).
 Memory is that of the rank that needs most, beyond what it held after a step of a small model. Large GPT:
 {LARGE.layers} layers, {LARGE.width} wide, {LARGE.heads} heads, vocabulary {LARGE.vocabulary}, batch {LARGE_BATCH} x
 {LARGE.sequence_length}, AdamW, float32. Persistent: resident between steps, after malloc_trim: parameters, optimizer
-state, and the memory in which gradients are summed up over micro-batches, which stays. Peak: VmHWM over two steps, reset
-before. Predicted: what plans are made with."""
+state, and the memory in which gradients are summed up over micro-batches, which stays. Peak: VmHWM over two steps,
+reset before. Predicted: what plans are made with."""
     report.write("zero", "The targets of ZeRO", COMMAND, timed(rounds, steps), settings(), results, words)
 
 

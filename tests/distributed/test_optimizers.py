@@ -18,7 +18,16 @@ from tests.distributed import oracle
 from tests.distributed.oracle import Comparison
 from tests.distributed.pool import Ranks
 
-LAYOUTS = {**oracle.LAYOUTS, "pp2": mw.Layout(pp=2, microbatches=2), "tp2 x pp2": mw.Layout(tp=2, pp=2, microbatches=2)}
+LAYOUTS = {
+    **oracle.LAYOUTS,
+    "pp2": mw.Layout(pp=2, microbatches=2),
+    "tp2 x pp2": mw.Layout(tp=2, pp=2, microbatches=2),
+    "zero1": mw.Layout(dp=2, zero=1),
+    "zero2, m2": mw.Layout(dp=2, zero=2, microbatches=2),
+    "zero3 in 2s": mw.Layout(dp=4, zero=3, zero_ranks=2),
+    "zero3 x tp2": mw.Layout(dp=2, tp=2, zero=3),
+    "zero1 x pp2": mw.Layout(dp=2, pp=2, microbatches=2, zero=1),
+}
 OPTIMIZERS = {**oracle.OPTIMIZERS, **oracle.MORE_OPTIMIZERS}
 LAYER_WISE = ("LARS", "LARC", "LAMB")
 
@@ -61,7 +70,7 @@ def test_every_optimizer_equals_one_process(ranks: Ranks, layout: str) -> None:
             assert one.error <= oracle.TOLERANCE, f"{name}, rank {rank}: {one}"
             assert one.values == results[0][name].values, "every rank reports the same loss"
             assert one.moved > 1e-3, f"{name} trained the parameters"
-            assert bool(one.num_split) == ("tp2" in layout)
+            assert bool(one.num_split) == ("tp2" in layout or "zero" in layout)
 
 
 def deaf(make: Callable[..., Any]) -> Callable[[Any], torch.optim.Optimizer]:

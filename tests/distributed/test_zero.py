@@ -25,6 +25,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tp": 2},
     "pp2": {"pp": 2, "microbatches": 4},
+    "zb": {"pp": 2, "microbatches": 4, "schedule": "zb-h1"},
+    "interleaved": {"pp": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 2},
     "m4": {"microbatches": 4},
     "recompute": {"recompute": "full"},
     "dp2 x 2": {"dp": 4, "zero_ranks": 2},
@@ -66,10 +68,20 @@ CASES = [
     Case("GPT", 3, "tp2", "AdamW", "whole"),
     Case("GPT", 3, "pp2", "SGD", "clipped"),
     Case("GPT", 1, "pp2", "RMSProp", "whole"),
+    Case("GPT", 3, "zb", "LAMB", "clipped"),
+    Case("GPT", 2, "interleaved", "AdamW", "clipped"),
     Case("GPT", 3, "dp2 x 2", "AdaGrad", "clipped"),
     Case("GPT", 1, "dp2 x 2", "AdamW", "whole"),
+    Case("HF Llama", 3, "tp2", "AdamW", "clipped"),
+    Case("HF Llama", 1, "pp2", "LARS", "clipped"),
+    Case("HF Llama", 2, "dp2 x 2", "LARC", "whole"),
+    Case("ResNet", 3, "tp2", "Nesterov", "clipped"),
+    Case("ResNet", 2, "pp2", "RMSProp", "clipped"),
+    Case("ResNet", 2, "dp2 x 2", "LARS", "clipped"),
+    Case("ResNet", 1, "recompute", "LARC", "whole"),
 ]
-"""Every model meets every stage, every stage every other technique and (but two) every optimizer."""
+"""Every model meets every stage and every other technique, every stage every other technique; every optimizer under
+every stage is in ``test_optimizers.py``."""
 
 
 def compare(case: Case) -> tuple[list[float], Comparison | None, int]:
@@ -215,20 +227,49 @@ def test_a_plan_says_it_of_each_parameter(ranks: Ranks) -> None:
         assert max(errors) <= oracle.TOLERANCE, errors
 
 
-def refused() -> str:
+def refused(name: str) -> str:
     subject = odd()
+    optimizer = getattr(torch.optim, name)
     try:
         mw.parallelize(
             subject.model, subject.loss_fn, subject.batches[0], plan=ODD["zero1"],
-            optimizer=lambda parameters: torch.optim.Adafactor(parameters),
+            optimizer=lambda parameters: optimizer([value for _, value in parameters]),
         )  # fmt: skip
     except OptimizerError as error:
         return str(error)
     return "it was not"
 
 
-def test_an_optimizer_of_whole_tensors_is_refused(ranks: Ranks) -> None:
-    for error in ranks(2, refused):
-        assert error.startswith(
-            "optimizer; layers.0.weight is split: Adafactor needs whole tensors\n  -> use an element"
-        )
+WHOLE = """Adafactor needs whole tensors
+  -> use an element-wise optimizer (SGD, AdamW, ...), or a layout that does not split parameters"""
+SEVERAL = """LBFGS needs to evaluate the step several times
+  -> use an optimizer that evaluates it once: SGD, AdamW, LAMB, ..."""
+
+
+@pytest.mark.parametrize(("name", "why"), [("Adafactor", WHOLE), ("LBFGS", SEVERAL)])
+def test_an_optimizer_that_cannot_be_sharded_is_refused(ranks: Ranks, name: str, why: str) -> None:
+    for error in ranks(2, refused, name):
+        assert error == f"optimizer; layers.0.weight is split: {why}"
+
+
+def linear() -> oracle.Subject:
+    """The loss is linear in the last bias: its gradient depends on no parameter, and is alike in all micro-batches."""
+    torch.manual_seed(3)
+    batches = [{"inputs": torch.randn(8, 5, dtype=torch.float64)} for _ in range(oracle.STEPS)]
+    return oracle.Subject(MLP((5, 7, 3)).double(), lambda model, batch: model(batch["inputs"]).mean(), batches)
+
+
+def without_parameters_in_it(layouts: list[str]) -> list[float]:
+    serial = linear()
+    expected = oracle.in_one_process(serial, OPTIMIZERS["SGD"]).state
+    errors = []
+    for layout in layouts:
+        found, _ = oracle.in_parallel(linear(), ODD[layout], OPTIMIZERS["SGD"])
+        errors.append(oracle.largest_error(found.state, expected) if found.state else 0.0)
+    return errors
+
+
+def test_a_gradient_that_depends_on_no_parameter_is_counted_once(ranks: Ranks) -> None:
+    layouts = ["zero1", "zero2, m2", "zero3"]
+    for errors in ranks(2, without_parameters_in_it, layouts):
+        assert max(errors) <= oracle.TOLERANCE, dict(zip(layouts, errors, strict=True))

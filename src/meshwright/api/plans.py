@@ -59,6 +59,7 @@ def plan(
     layout: Layout | None = None,
     memory_bytes: float | None = None,
     pipelines: bool = True,
+    offload: bool = False,
     strict: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
@@ -66,7 +67,8 @@ def plan(
     it was calibrated, else ``cpu-local``).
 
     Without a layout the fastest one that fits is searched (``planner.auto``), with ``memory_bytes`` for each rank
-    (default: what a device of the cluster has); ``pipelines=False`` divides operators alone, and makes no stages. An
+    (default: what a device of the cluster has); ``pipelines=False`` divides operators alone, and makes no stages;
+    ``offload=True`` may put optimizer state on the host, where nothing fits otherwise. An
     operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
 
     Raises:
@@ -79,7 +81,9 @@ def plan(
     known = known_cluster(cluster, torch.device("cpu"), devices or 0)
     if layout is None:
         world_size = devices or known.num_devices
-        return plan_auto(graph, world_size, known, memory_bytes=memory_bytes, pipelines=pipelines, progress=progress)
+        return plan_auto(
+            graph, world_size, known, memory_bytes=memory_bytes, pipelines=pipelines, offload=offload, progress=progress
+        )
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(graph, layout, world_size=world_size, cluster=known)
 
@@ -116,7 +120,14 @@ def simulate(
     ).trace()
 
 
-def choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | None, device: torch.device) -> Plan:
+def choose(
+    plan: Any,
+    graph: Graph,
+    world_size: int,
+    cluster: Cluster | str | None,
+    device: torch.device,
+    offload: bool = False,
+) -> Plan:
     """The plan that is meant by ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
     if isinstance(plan, Layout):
         return plan_layout(graph, plan, world_size=world_size, cluster=_fitting(cluster, device, world_size))
@@ -125,7 +136,7 @@ def choose(plan: Any, graph: Graph, world_size: int, cluster: Cluster | str | No
             log.warning(
                 "this machine was not measured, so its layout is chosen for a generic one: `meshwright calibrate`"
             )
-        return plan_auto(graph, world_size, _fitting(cluster, device, world_size))
+        return plan_auto(graph, world_size, _fitting(cluster, device, world_size), offload=offload)
     chosen, where = loaded(plan)
     chosen.check(graph, where)
     if chosen.mesh.world_size != world_size:

@@ -114,6 +114,7 @@ def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, P
             memory_bytes=memory_bytes,
             optimizer=optimizer_cost(run.optimizer),
             clips=run.train.max_grad_norm > 0,
+            offload=run.layout.offload != "none",
         )
     return graph, choose(asked, graph, world_size, cluster, torch.device("cpu"))
 
@@ -194,6 +195,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         max_grad_norm=run.train.max_grad_norm or None,
         seed=run.train.seed,
         precision=run.layout.precision,
+        offload=run.layout.offload != "none",
         cluster=run.layout.cluster or None,
         strict=run.layout.strict,
         compile=run.train.compile,

@@ -56,6 +56,7 @@ def parallelize(
     max_grad_norm: float | None = None,
     seed: int = 0,
     precision: Precision | None = None,
+    offload: bool = False,
     device: torch.device | str | None = None,
     cluster: Cluster | str | None = None,
     rules: Rules | None = None,
@@ -78,6 +79,7 @@ def parallelize(
         precision: what products compute in (``Layout.precision``), where the plan does not say it: ``"bfloat16"``,
             ``"float16"`` (with a dynamic loss scale), ``"float32"``; the parameters must be float32. None: as the
             model computes.
+        offload: whether ``"auto"`` may keep optimizer state on the host (``Layout.offload``).
         device: default: this rank's CUDA device where there is one (experimental), else the CPU.
         cluster: what the plan is for; default: this machine as it was calibrated, else ``cpu-local``.
         rules: rules for operators of your own, by operator.
@@ -105,7 +107,7 @@ def parallelize(
     if strict:
         check_strict(graph)
     _agree(graph)
-    made = from_rank_0(lambda: files.encode_json(choose(plan, graph, world_size, cluster, target)))
+    made = from_rank_0(lambda: files.encode_json(choose(plan, graph, world_size, cluster, target, offload)))
     chosen = files.decode(made, Plan, where="plan of rank 0")
     return Trainer(
         model,

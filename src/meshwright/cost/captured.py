@@ -19,6 +19,10 @@ from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, REDUCE, Cu
 HEAP_FACTOR = 1.15
 """On a CPU: what glibc's heap takes from the system for what lives in it, because free pieces between live ones are too
 small to be used again. Measured 1.06 to 1.3 on the cases of ``benchmarks/prediction.py``."""
+HOST_S_PER_BYTE = 1 / 25e9
+"""Between a device and its host's pinned memory: PCIe 4.0 with 16 lanes, of whose 31.5 GB/s copies reach about 25."""
+CHUNK_BYTES = 2**26
+"""Parameters that are stepped together where optimizer state lies on the host (``runtime/offload.py``)."""
 CHECK_KERNELS = 3
 """Kernels that look whether the loss is finite."""
 
@@ -258,6 +262,9 @@ class _Stage:
         for size in parameters:
             for _ in range(each.kernels):
                 cost += self.rates.stream("update", each.moved / each.kernels * size)
+        if self._offloads:  # what moves both ways, less what hides behind the kernels
+            moved = 2 * each.states * sum(parameters)
+            cost += Cost(max(0.0, moved * HOST_S_PER_BYTE - cost.seconds), 0.0, moved)
         found.append(Compute("update", cost.seconds, cost.flops, cost.bytes))
         return tuple(found)
 
@@ -283,10 +290,22 @@ class _Stage:
                 for size in node.storages.values()
             ),
             gradients_bytes=sum(self.walk.accumulators.values()),
-            optimizer_bytes=states * self.optimizer.states,
+            optimizer_bytes=self._optimizer_bytes(states),
             buffers_bytes=sum(parts.num_bytes(name, {}) for name in self._owned(self.graph.buffers)),
             inputs_bytes=sum(one.num_elements * ITEM_BYTES[one.dtype] for one in inputs),
         )
+
+    def _optimizer_bytes(self, trained_bytes: int) -> int:
+        """Of its state, on the device: all, or, where it lies on the host, the chunk that is stepped and the next."""
+        every = trained_bytes * self.optimizer.states
+        if not self._offloads:
+            return every
+        largest = max((self.walk.parts.num_bytes(name, self.plan.storage(name)) for name in self._trained()), default=0)
+        return min(every, 2 * max(CHUNK_BYTES, largest) * self.optimizer.states)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.plan.offload == "optimizer" and not self.blocking
 
     def _trained(self) -> set[str]:
         return {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}

@@ -40,6 +40,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     parameters, which are then gathered for every use."""
     zero_ranks: int = 0
     """How many neighbouring dp ranks share one copy of what ``zero`` cuts; the other dp ranks hold copies. 0: all."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What lies on the host between its uses: optimizer state. Where the planner searches: what it may put there."""
     precision: Precision | None = None
     """What products compute in; parameters, gradients and optimizer state stay in float32. Left out: what the model
     itself computes in."""
@@ -237,6 +239,8 @@ def layout_text(layout: Layout) -> str:
     words = [axes or "one rank"]
     if layout.zero:
         words.append(f"zero{layout.zero}" + (f" in {layout.zero_ranks}s" if layout.zero_ranks else ""))
+    if layout.offload != "none":
+        words.append(f"{layout.offload} on the host")
     if layout.precision is not None:
         words.append(layout.precision)
     if layout.microbatches > 1:

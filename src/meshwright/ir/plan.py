@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -111,6 +111,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     schedule: str = "none"
     chunks: int = 1
     precision: Precision | None = None
+    offload: Literal["none", "optimizer"] = "none"
     buckets: tuple[Bucket, ...] = ()
     gathers: tuple[Bucket, ...] = ()
     algorithms: dict[str, str] = {}

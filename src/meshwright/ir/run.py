@@ -72,7 +72,7 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Data-parallel size; -1: what is left of the ranks."""
     plan: str = ""
     """A plan file (``meshwright plan --output``), in place of sizes; ``auto``: the fastest layout that the planner
-    finds (in ``precision``), unless another key of this table asks for one."""
+    finds (in ``precision``, with ``offload`` where memory demands), unless another key of this table asks for one."""
     cluster: str = ""
     """The cluster that is planned for: a name, or a file; empty: this machine."""
     strict: bool = False
@@ -80,8 +80,8 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def searched(self) -> bool:
-        """Whether the planner is to search; for it, ``precision`` is given."""
-        asked = msgspec.structs.replace(self.sizes(), precision=None)
+        """Whether the planner is to search; ``precision`` and ``offload`` are given to it."""
+        asked = msgspec.structs.replace(self.sizes(), precision=None, offload="none")
         return self.plan == "auto" and asked == RunLayout().sizes()
 
     @property

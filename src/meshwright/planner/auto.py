@@ -65,6 +65,7 @@ def plan_auto(
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
     pipelines: bool = True,
+    offload: bool = False,
     progress: Progress = lambda what: None,
 ) -> Plan:
     """The fastest plan over dp x cp x ep x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that
@@ -80,6 +81,7 @@ def plan_auto(
         memory_bytes: the limit of each rank; default: what a device of the cluster has.
         optimizer: what it keeps and moves; AdamW, which keeps most, where nothing is known.
         pipelines: whether layouts with stages are weighed, too; else operators alone are divided.
+        offload: whether optimizer state may lie on the host, where a layout does not fit otherwise.
 
     Raises:
         LayoutError: the devices lack the step's precision; no layout divides the batch, or none fits; names the one
@@ -90,7 +92,7 @@ def plan_auto(
     fitting: list[_Option] = []
     too_large: list[_Option] = []
     refused: list[str] = []
-    weigh = _Scales(graph, world_size, cluster, optimizer, clips)
+    weigh = _Scales(graph, world_size, cluster, optimizer, clips, offload)
     layouts = candidates(graph.batch_size, world_size, axes_of(graph))
     for layout in (one for one in layouts if pipelines or one.pp == 1):
         progress(layout_text(layout))
@@ -197,9 +199,13 @@ def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
 class _Scales:
     """Weighs layouts. Work does not depend on the schedule, so that schedules of one cut share it."""
 
-    def __init__(self, graph: Graph, world_size: int, cluster: Cluster, optimizer: OptimizerCost, clips: bool) -> None:
+    def __init__(
+        self, graph: Graph, world_size: int, cluster: Cluster, optimizer: OptimizerCost, clips: bool,
+        offload: bool = False,
+    ) -> None:
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
         self.optimizer, self.clips = optimizer, clips
+        self.offload = offload and cluster.device.kind != "cpu"  # whose memory is the host's
         self._plain = Ask(explains=False, optimizer=optimizer)
         self._works: dict[tuple[object, ...], Work] = {}
 
@@ -212,6 +218,9 @@ class _Scales:
             if option.layout == layout and option.ask is self._plain and option.memory.peak_bytes <= limit:
                 return option
             options.append(option)
+        if self.offload and all(one.memory.peak_bytes > limit for one in options):
+            host = (msgspec.structs.replace(one.layout, offload="optimizer") for one in tuple(options))
+            options += [self._with_recomputation(one, limit) for one in host]
         fitting = [one for one in options if one.memory.peak_bytes <= limit]
         if not fitting:
             return min(options, key=lambda one: one.memory.peak_bytes)
@@ -225,7 +234,7 @@ class _Scales:
             return option
         solved = (layout.tp > 1 or layout.mixed) and not _is_by_rule(layout)
         careful = self._careful(layout, limit) if solved else None
-        for recompute in RECOMPUTE[1:]:
+        for recompute in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]:
             if option.memory.peak_bytes <= limit:
                 break
             again = self._weigh(msgspec.structs.replace(layout, recompute=recompute), self._plain)
@@ -253,7 +262,7 @@ class _Scales:
         plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
         key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.zero, layout.recompute,
                layout.cp, layout.context, layout.ep, layout.sequence_parallel, layout.mixed,
-               ask.memory_bytes)  # fmt: skip
+               layout.offload, ask.memory_bytes)  # fmt: skip
         if key not in self._works:
             self._works[key] = step_work(self.graph, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
         work, schedule = self._works[key], schedule_of(plan)
@@ -263,8 +272,8 @@ class _Scales:
 
 
 def zeros(layout: Layout) -> tuple[Literal[0, 1, 2, 3], ...]:
-    """The stages of ZeRO that are worth weighing: in a pipeline, the others hold no less at the peak."""
-    return (0,) if layout.dp == 1 else (0, 1) if layout.pp > 1 else (0, 1, 2, 3)
+    """The stages of ZeRO that are worth weighing."""
+    return (0,) if layout.dp == 1 else (0, 1, 2, 3)
 
 
 def _is_by_rule(layout: Layout) -> bool:
@@ -274,7 +283,13 @@ def _is_by_rule(layout: Layout) -> bool:
 def _complexity(layout: Layout) -> tuple[int, int, int, int, int]:
     sizes = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, *layout.mixed)
     axes = sum(size > 1 for size in sizes) + layout.sequence_parallel + (layout.context == "ring")
-    return (axes, layout.chunks, layout.microbatches, layout.zero, RECOMPUTE.index(layout.recompute))
+    return (
+        axes,
+        layout.chunks,
+        layout.microbatches,
+        layout.zero + (layout.offload != "none"),
+        RECOMPUTE.index(layout.recompute),
+    )
 
 
 def _alternative(one: _Option, best: _Option, step_s: dict[str, float]) -> Alternative:

@@ -222,6 +222,7 @@ class _Planner:
             layout=msgspec.structs.replace(self.layout, precision=self.graph.precision),
             microbatches=self.layout.microbatches,
             precision=self.graph.precision,
+            offload=self.layout.offload,
             schedule="none" if len(firsts) == 0 else self.layout.schedule,
             chunks=self.layout.chunks,
             buckets=gradient_buckets(self.graph, divided, placements, storage, Mover(sizes, links), algorithms),

@@ -25,9 +25,6 @@ def in_parts(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of a stage's parameters that are stored Flat, those whose gradients are reduced in every micro-batch, and those
     that are gathered for every use; as in ``base``, where there is one.
-
-    A pipeline sums up gradients whole, and gathers parameters once a step: else it would communicate for every
-    micro-batch of every stage.
     """
     flat = [name for name, placements in storage.items() if flat_axis(placements)]
     if base is not None:
@@ -35,6 +32,5 @@ def in_parts(
             name for name in flat if name in base.released
         )
     trained = {entry.parameter for entry in graph.gradients if entry.gradient is not None}
-    alone = layout.pp == 1
-    reduced = tuple(name for name in flat if name in trained) if layout.zero >= 2 and alone else ()
-    return reduced, tuple(flat) if layout.zero == 3 and alone else ()
+    reduced = tuple(name for name in flat if name in trained) if layout.zero >= 2 else ()
+    return reduced, tuple(flat) if layout.zero == 3 else ()

@@ -121,7 +121,9 @@ def _check_whole(optimizer: Optimizer, parameters: LocalParameters) -> None:
         raise OptimizerError(
             f"{name} needs whole tensors" if name != "LBFGS" else "LBFGS needs to evaluate the step several times",
             where=f"optimizer; {sharded[0]} is split" if sharded else "optimizer",
-            remedy="use an element-wise optimizer (SGD, AdamW, ...), or a layout that does not split parameters",
+            remedy="use an element-wise optimizer (SGD, AdamW, ...), or a layout that does not split parameters"
+            if name != "LBFGS"
+            else "use an optimizer that evaluates it once: SGD, AdamW, LAMB, ...",
         )
     if sharded and not (name in ELEMENT_WISE and type(optimizer).__module__.startswith(torch.optim.__name__)):
         log.warning(

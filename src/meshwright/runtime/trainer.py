@@ -36,6 +36,7 @@ from meshwright.runtime import checkpoint
 from meshwright.runtime.checkpoint import Stateful
 from meshwright.runtime.inputs import Parts, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.memory import memory_reader
+from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.precision import LossScale
 from meshwright.runtime.rng import step_key
@@ -92,6 +93,7 @@ class Trainer:
         lowered = lowered_step(captured, plan, self.groups, self.rank, device, self._compiler)
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
         self._optimizer = make_optimizer(optimizer, self.parameters, fused=compile) if optimizer is not None else None
+        self._offloader = Offloader(device) if plan.offload == "optimizer" else None
         self.parameters.take_over()
         self._names_trained = self.parameters.follow()
         precision = captured.graph.precision
@@ -171,7 +173,10 @@ class Trainer:
                 self.metrics["grad_norm"] = self._clip(self.max_grad_norm)
                 self._note("clip", begun)
             begun = time.perf_counter()
-            optimizer.step()
+            if self._offloader is not None:
+                self._offloader.step(optimizer, list(parameters.values()))
+            else:
+                optimizer.step()
             for parameter in parameters.values():
                 parameter.grad = None
             self._note("optimizer", begun)
@@ -223,6 +228,7 @@ class Trainer:
         Raises:
             CheckpointError: on every rank; what was at ``path`` has not changed.
         """
+        self._settle()
         checkpoint.save(self, self._optimizer, path, loader, extra, blocking=blocking)
 
     def wait_for_save(self) -> None:
@@ -261,6 +267,7 @@ class Trainer:
         blocking: bool = True,
     ) -> Path:
         """``save`` as ``directory/step-00000120``, then remove all but the latest ``keep``; returns the path."""
+        self._settle()
         return checkpoint.save_in(self, self._optimizer, directory, keep, loader, extra, blocking=blocking)
 
     def load_latest(
@@ -303,6 +310,10 @@ class Trainer:
             self.recorder.sample()
         with recording(self.recorder):
             yield
+
+    def _settle(self) -> None:
+        if self._offloader is not None:
+            self._offloader.settle()
 
     def _note(self, what: str, begun: float) -> None:
         """Computing that is over now, and the memory that is held."""
