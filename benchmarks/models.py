@@ -179,10 +179,11 @@ sides. Global batch {oracle.BATCH}, ragged labels, AdamW. In brackets: what "aut
 
 {table(rows)}
 
-Times: models of 2 layers, {model_steps.TIMED.width} features and {model_steps.TIMED.sequence} positions (GPT-S as in the
-foundation's benchmark), batch {model_steps.TIMED.batch}, SGD with momentum, float32, one thread a rank, gloo; medians
-over alternating rounds in the same processes. CLIP's loss over a part of the batch is another than over all of it, so
-that DistributedDataParallel trains it otherwise. "auto" against layouts by hand is simulated by the cost model."""
+Times: models of 2 layers, {model_steps.TIMED.width} features and {model_steps.TIMED.sequence} positions (GPT-S as in
+the foundation's benchmark), batch {model_steps.TIMED.batch}, SGD with momentum, float32, one thread a rank, gloo;
+medians over alternating rounds in the same processes. CLIP's loss over a part of the batch is another than over all of
+it, so that DistributedDataParallel trains it otherwise. "auto" against layouts by hand is simulated by the cost
+model."""
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def _opt(size: Size) -> nn.Module:
 
     config = OPTConfig(
         vocab_size=size.vocabulary, hidden_size=size.width, ffn_dim=size.inner, num_hidden_layers=size.layers,
-        num_attention_heads=size.heads, max_position_embeddings=4 * size.sequence, word_embed_proj_dim=size.width, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+        num_attention_heads=size.heads, max_position_embeddings=4 * size.sequence,
+        word_embed_proj_dim=size.width, pad_token_id=0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return OPTForCausalLM(_without_dropout(config))
 
@@ -166,8 +167,8 @@ def _whisper(size: Size) -> nn.Module:
         vocab_size=size.vocabulary, d_model=size.width, encoder_layers=size.layers, decoder_layers=size.layers,
         encoder_attention_heads=size.heads, decoder_attention_heads=size.heads, encoder_ffn_dim=size.inner,
         decoder_ffn_dim=size.inner, num_mel_bins=8, max_source_positions=size.sounds // 2,
-        max_target_positions=2 * size.sequence, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
-        suppress_tokens=[], begin_suppress_tokens=[],
+        max_target_positions=2 * size.sequence, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+        decoder_start_token_id=0, suppress_tokens=[], begin_suppress_tokens=[],
     )  # fmt: skip
     return WhisperForConditionalGeneration(_without_dropout(config))
 
