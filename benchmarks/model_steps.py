@@ -174,7 +174,7 @@ def compared(
 
 
 def speed(only: str, rounds: int, steps: int) -> Iterator[Finding]:
-    """Every model that can be made larger on one rank beside eager PyTorch, and on two beside DistributedDataParallel."""
+    """Models that can be made larger: on one rank beside eager PyTorch, on two beside DistributedDataParallel."""
     ways = (("world size 1", mw.Layout(), "eager PyTorch"), ("dp2", mw.Layout(dp=2), "DistributedDataParallel"))
     for model in (one for one in hugging_face.MODELS if one not in hugging_face.OF_ONE_SIZE):
         for name, layout, peer in ways:

@@ -152,7 +152,7 @@ def test_what_a_model_has_decides_which_axes_are_weighed() -> None:
     assert axes == auto.Axes(sequences=True, attention=True, experts=1)
     images = {"image": torch.zeros(8, 1, 8, 8), "label": torch.zeros(8, dtype=torch.int64)}
     resnet = mw.capture(ResNet(depth=8, width=4, image_channels=1), classification_loss, images)
-    assert auto.axes_of(resnet) == auto.Axes()
+    assert auto.axes_of(resnet) == auto.Axes(images=True)
     mixtral = hugging_face.subject("Mixtral", 1)
     moe = auto.axes_of(mw.capture(mixtral.model, mixtral.loss_fn, mixtral.batches[0]))
     assert moe.experts == 4
