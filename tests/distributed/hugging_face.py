@@ -14,13 +14,37 @@ from meshwright.ir.layout import layout_text
 from tests.distributed import oracle
 from tests.distributed.oracle import BATCH, STEPS, Subject
 
-SEQUENCE = 8
-VOCABULARY = 64
-_DECODER = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "head_dim": 8,
-    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model and its batch are. Of Llama's kin, half as many key and value heads. ``ragged``: the ends of
+    samples have no labels."""
+
+    width: int = 32
+    inner: int = 48
+    layers: int = 2
+    heads: int = 4
+    vocabulary: int = 64
+    batch: int = BATCH
+    sequence: int = 8
+    image: int = 8
+    patch: int = 4
+    sounds: int = 16
+    dtype: torch.dtype = torch.float64
+    ragged: bool = True
+
+    @property
+    def decoder(self) -> dict[str, Any]:
+        """What the configurations of Llama's kin call these."""
+        return {
+            "vocab_size": self.vocabulary, "hidden_size": self.width, "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.heads // 2,
+            "max_position_embeddings": 4 * self.sequence, "head_dim": self.width // self.heads, "bos_token_id": 0,
+            "eos_token_id": 0, "pad_token_id": 0,
+        }  # fmt: skip
+
+
+SMALL = Size()
 
 
 def _without_dropout(config: Any) -> Any:
@@ -30,62 +54,65 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-def _decoder(name: str, **sizes: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
+def _decoder(name: str, **options: Any) -> Callable[[Size], nn.Module]:
+    def build(size: Size) -> nn.Module:
         import transformers
 
-        config = getattr(transformers, f"{name}Config")(**{**_DECODER, **sizes})
+        config = getattr(transformers, f"{name}Config")(**{**size.decoder, **options})
         model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(_without_dropout(config))
         return model
 
     return build
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(size: Size) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
+        vocab_size=size.vocabulary, n_positions=4 * size.sequence, n_embd=size.width, n_layer=size.layers,
+        n_head=size.heads, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(_without_dropout(config))
 
 
-def _opt() -> nn.Module:
+def _opt(size: Size) -> nn.Module:
     from transformers import OPTConfig, OPTForCausalLM
 
     config = OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=32, word_embed_proj_dim=32, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+        vocab_size=size.vocabulary, hidden_size=size.width, ffn_dim=size.inner, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, max_position_embeddings=4 * size.sequence,
+        word_embed_proj_dim=size.width, pad_token_id=0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return OPTForCausalLM(_without_dropout(config))
 
 
-def _bert() -> nn.Module:
+def _bert(size: Size) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=32,
+        vocab_size=size.vocabulary, hidden_size=size.width, intermediate_size=size.inner, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, max_position_embeddings=4 * size.sequence,
     )  # fmt: skip
     return BertForMaskedLM(_without_dropout(config))
 
 
-def _t5() -> nn.Module:
+def _t5(size: Size) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=VOCABULARY,
+        d_model=size.width, d_kv=size.width // size.heads, d_ff=size.inner, num_layers=size.layers,
+        num_decoder_layers=size.layers, num_heads=size.heads, vocab_size=size.vocabulary,
         decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(_without_dropout(config))
 
 
-def _vit() -> nn.Module:
+def _vit(size: Size) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4,
-        num_labels=4,
+        hidden_size=size.width, intermediate_size=size.inner, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, image_size=size.image, patch_size=size.patch, num_labels=4,
     )  # fmt: skip
     return ViTForImageClassification(_without_dropout(config))
 
@@ -93,8 +120,8 @@ def _vit() -> nn.Module:
 _STAGES: dict[str, Any] = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "num_labels": 4}
 
 
-def _images_to(name: str, task: str = "ImageClassification", **sizes: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
+def _images_to(name: str, task: str = "ImageClassification", **sizes: Any) -> Callable[[Size], nn.Module]:
+    def build(_: Size) -> nn.Module:
         import transformers
 
         config = _without_dropout(getattr(transformers, f"{name}Config")(**sizes))
@@ -115,65 +142,69 @@ _segformer = _images_to(
 _mobile: dict[str, Any] = {"image_size": 64, "depth_multiplier": 0.25, "num_labels": 4}
 
 
-def _clip() -> nn.Module:
+def _clip(size: Size) -> nn.Module:
     from transformers import CLIPConfig, CLIPModel
 
     both = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "projection_dim": 16, "attention_dropout": 0.0,
+        "hidden_size": size.width, "intermediate_size": size.inner, "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads, "projection_dim": size.width // 2, "attention_dropout": 0.0,
     }  # fmt: skip
     config = CLIPConfig(
         text_config={
-            **both, "vocab_size": VOCABULARY, "max_position_embeddings": SEQUENCE, "bos_token_id": 0,
-            "eos_token_id": VOCABULARY - 1, "pad_token_id": 0,
+            **both, "vocab_size": size.vocabulary, "max_position_embeddings": size.sequence, "bos_token_id": 0,
+            "eos_token_id": size.vocabulary - 1, "pad_token_id": 0,
         },
-        vision_config={**both, "image_size": 8, "patch_size": 4},
-        projection_dim=16,
+        vision_config={**both, "image_size": size.image, "patch_size": size.patch},
+        projection_dim=size.width // 2,
     )  # fmt: skip
     return CLIPModel(config)
 
 
-def _whisper() -> nn.Module:
+def _whisper(size: Size) -> nn.Module:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=8,
-        max_target_positions=16, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
-        suppress_tokens=[], begin_suppress_tokens=[],
+        vocab_size=size.vocabulary, d_model=size.width, encoder_layers=size.layers, decoder_layers=size.layers,
+        encoder_attention_heads=size.heads, decoder_attention_heads=size.heads, encoder_ffn_dim=size.inner,
+        decoder_ffn_dim=size.inner, num_mel_bins=8, max_source_positions=size.sounds // 2,
+        max_target_positions=2 * size.sequence, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+        decoder_start_token_id=0, suppress_tokens=[], begin_suppress_tokens=[],
     )  # fmt: skip
     return WhisperForConditionalGeneration(_without_dropout(config))
 
 
-def _tokens() -> dict[str, Tensor]:
-    tokens = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE))
-    return {"input_ids": tokens, "labels": oracle.ragged_ends(tokens)}
+def _tokens(size: Size) -> dict[str, Tensor]:
+    tokens = torch.randint(1, size.vocabulary, (size.batch, size.sequence))
+    return {"input_ids": tokens, "labels": oracle.ragged_ends(tokens) if size.ragged else tokens.clone()}
 
 
-def _pairs() -> dict[str, Tensor]:
-    return {"input_ids": torch.randint(1, VOCABULARY, (BATCH, SEQUENCE)), "labels": _tokens()["labels"]}
+def _pairs(size: Size) -> dict[str, Tensor]:
+    tokens = torch.randint(1, size.vocabulary, (size.batch, size.sequence))
+    return {"input_ids": tokens, "labels": _tokens(size)["labels"]}
 
 
-def _padded() -> dict[str, Tensor]:
-    lengths = torch.randint(SEQUENCE // 2, SEQUENCE + 1, (BATCH, 1))
-    return {**_tokens(), "attention_mask": (torch.arange(SEQUENCE) < lengths).long()}
+def _padded(size: Size) -> dict[str, Tensor]:
+    lengths = torch.randint(size.sequence // 2, size.sequence + 1, (size.batch, 1))
+    return {**_tokens(size), "attention_mask": (torch.arange(size.sequence) < lengths).long()}
 
 
-def _images(side: int = 8, *labels: int) -> dict[str, Tensor]:
-    pixels = torch.randn(BATCH, 3, side, side, dtype=torch.float64)
-    return {"pixel_values": pixels, "labels": torch.randint(4, (BATCH, *labels))}
+def _images(size: Size, side: int = 0, *labels: int) -> dict[str, Tensor]:
+    side = side or size.image
+    pixels = torch.randn(size.batch, 3, side, side, dtype=size.dtype)
+    return {"pixel_values": pixels, "labels": torch.randint(4, (size.batch, *labels))}
 
 
-def _captions() -> dict[str, Tensor]:
-    tokens = torch.randint(1, VOCABULARY - 1, (BATCH, SEQUENCE))
-    tokens[:, -1] = VOCABULARY - 1
-    return {"input_ids": tokens, "pixel_values": _images()["pixel_values"], "attention_mask": torch.ones_like(tokens)}
+def _captions(size: Size) -> dict[str, Tensor]:
+    tokens = torch.randint(1, size.vocabulary - 1, (size.batch, size.sequence))
+    tokens[:, -1] = size.vocabulary - 1
+    pixels = _images(size)["pixel_values"]
+    return {"input_ids": tokens, "pixel_values": pixels, "attention_mask": torch.ones_like(tokens)}
 
 
-def _sounds() -> dict[str, Tensor]:
+def _sounds(size: Size) -> dict[str, Tensor]:
     return {
-        "input_features": torch.randn(BATCH, 8, 16, dtype=torch.float64),
-        "labels": _tokens()["labels"],
+        "input_features": torch.randn(size.batch, 8, size.sounds, dtype=size.dtype),
+        "labels": _tokens(size)["labels"],
     }
 
 
@@ -183,8 +214,8 @@ def contrastive_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return loss
 
 
-Batches = Callable[[], dict[str, Tensor]]
-MODELS: Mapping[str, tuple[Callable[[], nn.Module], Batches]] = {
+Batches = Callable[[Size], dict[str, Tensor]]
+MODELS: Mapping[str, tuple[Callable[[Size], nn.Module], Batches]] = {
     "GPT-2": (_gpt2, _tokens),
     "Llama": (_decoder("Llama"), _tokens),
     "Mistral": (_decoder("Mistral", sliding_window=4), _tokens),
@@ -196,30 +227,30 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Batches]] = {
     "Qwen3": (_decoder("Qwen3"), _tokens),
     "Gemma": (_decoder("Gemma"), _tokens),
     "Gemma 2": (_decoder("Gemma2", sliding_window=4), _tokens),
-    "Phi": (_decoder("Phi", num_key_value_heads=4), _tokens),
+    "Phi": (_decoder("Phi", num_key_value_heads=SMALL.heads), _tokens),
     "OPT": (_opt, _padded),
     "BERT": (_bert, _padded),
     "T5": (_t5, _pairs),
     "ViT": (_vit, _images),
-    "ResNet": (_images_to("ResNet", embedding_size=8, **_STAGES), lambda: _images(64)),
-    "ConvNeXt": (_images_to("ConvNext", **_STAGES), lambda: _images(64)),
-    "Swin": (_swin, lambda: _images(32)),
-    "SegFormer": (_segformer, lambda: _images(32, 32, 32)),
-    "MobileNet": (_images_to("MobileNetV1", **_mobile), lambda: _images(64)),
-    "MobileNet 2": (_images_to("MobileNetV2", **_mobile), lambda: _images(64)),
+    "ResNet": (_images_to("ResNet", embedding_size=8, **_STAGES), lambda size: _images(size, 64)),
+    "ConvNeXt": (_images_to("ConvNext", **_STAGES), lambda size: _images(size, 64)),
+    "Swin": (_swin, lambda size: _images(size, 32)),
+    "SegFormer": (_segformer, lambda size: _images(size, 32, 32, 32)),
+    "MobileNet": (_images_to("MobileNetV1", **_mobile), lambda size: _images(size, 64)),
+    "MobileNet 2": (_images_to("MobileNetV2", **_mobile), lambda size: _images(size, 64)),
     "CLIP": (_clip, _captions),
     "Whisper": (_whisper, _sounds),
 }
 """By name, how the model is built and what a batch is."""
 
 
-def subject(name: str, steps: int = STEPS) -> Subject:
-    """A model in float64 with the loss that it computes itself."""
+def subject(name: str, steps: int = STEPS, size: Size = SMALL) -> Subject:
+    """A model with the loss that it computes itself."""
     build, batch = MODELS[name]
     torch.manual_seed(7)
-    model = build().double()
+    model = build(size).to(size.dtype)
     loss_fn = contrastive_loss if name == "CLIP" else oracle.own_loss
-    return Subject(model, loss_fn, [batch() for _ in range(steps)])
+    return Subject(model, loss_fn, [batch(size) for _ in range(steps)])
 
 
 # --- both sides ------------------------------------------------------------------------------------------------------
@@ -238,6 +269,8 @@ LAYOUTS: Mapping[str, mw.Layout | str] = {
     "auto on 4": "auto",
 }
 """By name, what is asked for."""
+OF_ONE_SIZE = ("ResNet", "ConvNeXt", "Swin", "SegFormer", "MobileNet", "MobileNet 2")
+"""Models that do not follow a :class:`Size`."""
 ODD_SEQUENCES: Mapping[str, tuple[str, ...]] = {"ViT": ("cp", "sequence"), "CLIP": ("cp",)}
 """Models with a class token beside the patches, and what cannot divide that."""
 

@@ -11,17 +11,18 @@ import pytest
 import torch
 
 import meshwright as mw
+from benchmarks import quality
 from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
-from meshwright.models import ResNet, classification_loss
+from meshwright.models import GPT, GPTConfig, ResNet, classification_loss, language_model_loss
 from meshwright.planner import auto
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
-from tests.distributed import oracle
+from tests.distributed import hugging_face, oracle
 
-CLUSTER = mw.Cluster.load("cpu-local")
+CLUSTER, FOUR = mw.Cluster.load("cpu-local"), mw.Cluster.load("cpu-local", 4)
 
 
 @cache
@@ -33,7 +34,8 @@ def gpt(size: int = 8) -> Graph:
 def every_layout(graph: Graph, world_size: int) -> dict[str, tuple[float, int]]:
     """Simulated seconds and peak bytes of everything, with every kind of recomputation."""
     found = {}
-    for layout, recompute in itertools.product(auto.candidates(graph.batch_size, world_size), auto.RECOMPUTE):
+    layouts = auto.candidates(graph.batch_size, world_size, auto.axes_of(graph))
+    for layout, recompute in itertools.product(layouts, auto.RECOMPUTE):
         try:
             one = msgspec.structs.replace(layout, recompute=recompute)
             plan = plan_layout(graph, one, world_size=world_size, cluster=CLUSTER)
@@ -140,3 +142,50 @@ def test_batch_norm_keeps_the_batch_whole() -> None:
     plan = mw.plan(graph, CLUSTER, devices=2)
     assert plan.microbatches == 1
     assert plan.layout.batch_statistics == "global"
+
+
+# --- sequences, experts, and layouts by hand --------------------------------------------------------------------------
+
+
+def test_what_a_model_has_decides_which_axes_are_weighed() -> None:
+    axes = auto.axes_of(gpt())
+    assert axes == auto.Axes(sequences=True, attention=True, experts=1)
+    images = {"image": torch.zeros(8, 1, 8, 8), "label": torch.zeros(8, dtype=torch.int64)}
+    resnet = mw.capture(ResNet(depth=8, width=4, image_channels=1), classification_loss, images)
+    assert auto.axes_of(resnet) == auto.Axes(images=True)
+    mixtral = hugging_face.subject("Mixtral", 1)
+    moe = auto.axes_of(mw.capture(mixtral.model, mixtral.loss_fn, mixtral.batches[0]))
+    assert moe.experts == 4
+
+    def asked(axes: auto.Axes) -> set[str]:
+        return {layout_text(one) for one in auto.candidates(8, 4, axes)}
+
+    assert not {text for text in asked(auto.Axes()) if "cp" in text or "ep" in text or "sequence" in text}
+    assert {"cp4", "cp4, ring attention", "dp2 x cp2", "dp2 x tp2, sequence parallel"} <= asked(axes)
+    assert {"dp4 x ep4", "dp4 x ep2", "dp2 x ep2 x tp2", "dp2 x ep2 x cp2"} <= asked(moe)
+    assert len(asked(moe)) == len(list(auto.candidates(8, 4, moe))), "none twice"
+
+
+def test_one_long_sequence_is_cut_along_itself() -> None:
+    """A batch of one over four ranks, with heads that three quarters of the ranks would have nothing of."""
+    torch.manual_seed(0)
+    config = GPTConfig(layers=2, width=96, heads=1, vocabulary=64, sequence_length=2048)
+    with torch.device("meta"):
+        model = GPT(config)
+        tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64)
+    graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
+    plan = mw.plan(graph, FOUR, devices=4)
+    assert plan.layout.cp == 4
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_no_layout_by_hand_is_faster(tied: bool) -> None:
+    """Megatron-LM's columns and rows, with and without sequence parallelism; `make bench-models` has larger places."""
+    config = GPTConfig(layers=2, width=256, heads=4, vocabulary=4096, sequence_length=64, tied_head=tied)
+    with torch.device("meta"):
+        model = GPT(config)
+        tokens = torch.zeros(8, config.sequence_length, dtype=torch.int64)
+    graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
+    for cluster in (FOUR, mw.Cluster.load("v100-16gb-p3-eth25", 4)):
+        found = quality.compared("GPT", graph, cluster, 4)
+        assert found.verdict == "pass", found.measured

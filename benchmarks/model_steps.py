@@ -1,0 +1,237 @@
+"""Steps of Hugging Face models, timed: beside eager PyTorch and DistributedDataParallel, compiled, as "auto" has them.
+
+Parts of ``make bench-models``: ``speed``, ``compiled``, ``chosen`` and ``memory``. A step is zero_grad, forward, loss,
+backward and SGD with momentum 0.9 in float32, one thread a rank; sides alternate in the same processes. Models have two
+layers of 256 features and 128 positions.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import meshwright as mw
+from benchmarks import peers
+from benchmarks.foundation import LOSS_SPREAD, over, sgd
+from benchmarks.memory import MIB, status_bytes
+from benchmarks.report import judged
+from meshwright.bench.repeat import alternate
+from meshwright.cost.captured import stage_held, step_work
+from meshwright.cost.occupancy import peak_memory
+from meshwright.cost.optimizer import MOMENTUM
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.layout import layout_text
+from meshwright.ir.result import Check, Finding
+from meshwright.models import gpt_s, language_model_loss
+from meshwright.schedules.pipeline import schedule_of
+from tests.distributed import hugging_face, oracle
+from tests.distributed.hugging_face import Size
+from tests.distributed.oracle import Subject
+from tests.distributed.pool import Ranks
+
+ROUNDS, STEPS, NUM_BATCHES = 9, 2, 2
+SLOWER, COMPILED, CHOSEN, MEMORY = 1.03, 0.97, 1.05, 0.15
+TIMED = Size(
+    width=256,
+    inner=512,
+    vocabulary=2048,
+    sequence=128,
+    image=64,
+    patch=8,
+    sounds=256,
+    dtype=torch.float32,
+    ragged=False,
+)
+LARGE = Size(
+    width=512, inner=1408, layers=4, heads=8, vocabulary=8192, batch=16, sequence=512, dtype=torch.float32, ragged=False
+)
+"""Needs more than a gibibyte on one rank."""
+OURS = "meshwright"
+LAYOUTS: Mapping[str, mw.Layout] = {
+    "dp2": mw.Layout(dp=2),
+    "tp2": mw.Layout(tp=2),
+    "tp2, sequence parallel": mw.Layout(tp=2, sequence_parallel=True),
+    "cp2": mw.Layout(cp=2),
+    "pp2, 4 micro-batches": mw.Layout(pp=2, microbatches=4),
+}
+MEMORY_LAYOUTS: Mapping[str, mw.Layout] = {
+    "one rank": mw.Layout(),
+    "dp2": mw.Layout(dp=2),
+    "tp2": mw.Layout(tp=2),
+    "tp2, sequence parallel": mw.Layout(tp=2, sequence_parallel=True),
+    "cp2, ring": mw.Layout(cp=2, context="ring"),
+}
+CHOICES = ("GPT-S", "GPT-2", "Llama", "BERT", "T5", "ViT")
+"""Models that "auto" is measured on."""
+
+
+# --- on every rank ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is timed: Meshwright under a layout, compiled or not; without a layout PyTorch's own way."""
+
+    name: str
+    layout: mw.Layout | None
+    compile: bool = False
+
+
+def subject(model: str, size: Size = TIMED) -> Subject:
+    """A model with a loss and batches; GPT-S is that of the other benchmarks."""
+    if model != "GPT-S":
+        return hugging_face.subject(model, NUM_BATCHES, size)
+    torch.manual_seed(0)
+    made = gpt_s()
+    texts = [torch.randint(made.config.vocabulary, (8, 129)) for _ in range(NUM_BATCHES)]
+    batches = [{"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()} for text in texts]
+    return Subject(made, language_model_loss, batches)
+
+
+def measure(
+    model: str, sides: Sequence[Side], rounds: int, steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds a step by side and round, and the first losses of every side."""
+    torch.set_num_threads(1)
+    running = {side.name: _step_of(model, side) for side in sides}
+    losses = {name: [float(step()) for _ in range(NUM_BATCHES)] for name, step in running.items()}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for side in sides:
+            if side.layout is None:  # DistributedDataParallel gives the loss of its part of the batch
+                parts = torch.tensor(losses[side.name], dtype=torch.float64)
+                dist.all_reduce(parts)
+                losses[side.name] = (parts / dist.get_world_size()).tolist()
+    return alternate(running, rounds=rounds, steps=steps), losses
+
+
+def _step_of(model: str, side: Side) -> Callable[[], Tensor]:
+    one = subject(model)
+    if side.layout is not None:
+        trainer = mw.parallelize(
+            one.model, one.loss_fn, one.batches[0], plan=side.layout, optimizer=sgd, compile=side.compile
+        )
+        return over(trainer.step, one.batches)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        found = one.loss_fn(model, batch)
+        return found if isinstance(found, tuple) else (found, {})
+
+    one.model.train()
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return over(peers.eager(one.model, sgd, loss), one.batches)
+    parts = [list(oracle.shards(batch, dist.get_world_size()))[dist.get_rank()] for batch in one.batches]
+    step = peers.data_parallel(one.model, sgd, loss, find_unused_parameters=model in MAY_LEAVE_OUT)
+    return over(step, parts)
+
+
+MAY_LEAVE_OUT = ("Mixtral",)
+"""Models of which a rank's part of the batch may not use all parameters."""
+OWN_SCALE = ("CLIP",)
+"""Models whose loss is no mean over samples: DistributedDataParallel trains them otherwise, as it should be said."""
+
+
+def peak_bytes(layout: mw.Layout) -> int:
+    """What two steps of the large Llama need at their peak beyond what is there before the first."""
+    torch.set_num_threads(1)
+    one = subject("Llama", LARGE)
+    trainer = mw.parallelize(one.model, one.loss_fn, one.batches[0], plan=layout, optimizer=sgd)
+    gc.collect()
+    before = status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(2):
+        trainer.step(one.batches[0])
+    return status_bytes("VmHWM") - before
+
+
+def chosen_layout(model: str, cluster: Cluster) -> mw.Layout:
+    """What "auto" takes for two ranks."""
+    one = subject(model)
+    graph = mw.capture(one.model, one.loss_fn, one.batches[0])
+    return mw.plan(graph, cluster, devices=2).layout
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+def compared(
+    target: str, model: str, sides: Sequence[Side], limit: float, rounds: int, steps: int, *, alike: bool = True
+) -> Finding:
+    """The first side over the fastest of the others, in fresh processes."""
+    num_ranks = max(side.layout.num_ranks for side in sides if side.layout is not None)
+    with Ranks() as ranks:
+        seconds, losses = ranks(num_ranks, measure, model, list(sides), rounds, steps, timeout=1800.0)[0]
+    return judged(
+        target, seconds, sides[0].name, limit, settings=f"{model}, {num_ranks} ranks", num_ranks=num_ranks, steps=steps,
+        losses=losses, loss_spread=LOSS_SPREAD if alike else None,
+    )  # fmt: skip
+
+
+def speed(only: str, rounds: int, steps: int) -> Iterator[Finding]:
+    """Models that can be made larger: on one rank beside eager PyTorch, on two beside DistributedDataParallel."""
+    ways = (("world size 1", mw.Layout(), "eager PyTorch"), ("dp2", mw.Layout(dp=2), "DistributedDataParallel"))
+    for model in (one for one in hugging_face.MODELS if one not in hugging_face.OF_ONE_SIZE):
+        for name, layout, peer in ways:
+            target = f"{model}, {name}: at most {SLOWER} x {peer}"
+            if only in target:
+                sides = [Side(OURS, layout), Side(peer, None)]
+                alike = layout.dp == 1 or model not in OWN_SCALE
+                yield compared(target, model, sides, SLOWER, rounds, steps, alike=alike)
+
+
+def compiled(only: str, rounds: int, steps: int) -> Iterator[Finding]:
+    """Compiled beside uncompiled on two ranks; the target is of GPT-S, others must not be slower."""
+    cases = (("GPT-S", "dp2"), ("GPT-S", "tp2"), ("Llama", "dp2"), ("BERT", "dp2"))
+    for model, layout in cases:
+        limit = COMPILED if model == "GPT-S" else 1.0
+        target = f"{model}, {layout}, compiled: at most {limit} x uncompiled"
+        if only in target:
+            sides = [Side("compiled", LAYOUTS[layout], compile=True), Side("uncompiled", LAYOUTS[layout])]
+            yield compared(target, model, sides, limit, rounds, steps)
+
+
+def chosen(cluster: Cluster, only: str, rounds: int, steps: int) -> Iterator[Finding]:
+    """What "auto" takes, beside all layouts that are measured."""
+    for model in CHOICES:
+        target = f'{model}, 2 ranks: "auto" within {CHOSEN - 1:.0%} of the fastest layout measured'
+        if only not in target:
+            continue
+        layout = chosen_layout(model, cluster)
+        fitting = {name: one for name, one in LAYOUTS.items() if model == "GPT-S" or hugging_face.fits(model, name)}
+        others = [Side(name, one) for name, one in fitting.items() if one != layout]
+        yield compared(target, model, [Side(f"auto: {layout_text(layout)}", layout), *others], CHOSEN, rounds, steps)
+
+
+def memory(only: str) -> Iterator[Finding]:
+    """Peaks of the large Llama, and that they fall as the plan says."""
+    cluster = mw.Cluster.load("cpu-local")
+    one = subject("Llama", LARGE)
+    graph = mw.capture(one.model, one.loss_fn, one.batches[0])
+    for name, layout in MEMORY_LAYOUTS.items():
+        target = f"Llama of {LARGE.layers} layers, {name}: peak memory within {MEMORY:.0%}"
+        if only not in target:
+            continue
+        with Ranks() as ranks:  # fresh processes: memory is not given back
+            measured = max(ranks(layout.num_ranks, peak_bytes, layout, timeout=1800.0))
+        plan = mw.plan(graph, cluster, layout=layout)
+        work = step_work(graph, plan, cluster, optimizer=MOMENTUM)
+        held = stage_held(graph, plan, 0, cluster, MOMENTUM)
+        peak = max(found.peak_bytes for found in peak_memory(work, schedule_of(plan)))
+        predicted = peak - held.parameters_bytes - held.buffers_bytes - held.inputs_bytes
+        error = predicted / measured - 1
+        large = measured >= 1024 * MIB
+        yield Check(
+            target=target,
+            verdict="reported" if not large else "pass" if abs(error) <= MEMORY else "fail",
+            measured=f"{error:+.1%}: predicted {predicted / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB"
+            + ("" if large else ", less than a gibibyte"),
+            passed=int(abs(error) <= MEMORY),
+            total=1,
+            notes={"error": error, "predicted_bytes": predicted, "measured_bytes": measured},
+        )
