@@ -200,7 +200,12 @@ class _Scales:
     """Weighs layouts. Work does not depend on the schedule, so that schedules of one cut share it."""
 
     def __init__(
-        self, graph: Graph, world_size: int, cluster: Cluster, optimizer: OptimizerCost, clips: bool,
+        self,
+        graph: Graph,
+        world_size: int,
+        cluster: Cluster,
+        optimizer: OptimizerCost,
+        clips: bool,
         offload: bool = False,
     ) -> None:
         self.graph, self.world_size, self.cluster = graph, world_size, cluster

@@ -30,7 +30,7 @@ from meshwright.runtime.saving import TRAINER, Save
 from meshwright.runtime.shards import Part, Share, part_of
 
 if TYPE_CHECKING:
-    from meshwright.runtime.trainer import Trainer
+    from meshwright.runtime.resumable import Resumable
 
 log = logging.getLogger("meshwright")
 
@@ -54,7 +54,7 @@ Extra = Mapping[str, Stateful]
 
 
 def save(
-    trainer: Trainer,
+    trainer: Resumable,
     optimizer: Optimizer | None,
     path: Path_,
     loader: Stateful | None,
@@ -119,7 +119,7 @@ def save(
 
 
 def load(
-    trainer: Trainer, optimizer: Optimizer | None, path: Path_, loader: Stateful | None, extra: Extra | None
+    trainer: Resumable, optimizer: Optimizer | None, path: Path_, loader: Stateful | None, extra: Extra | None
 ) -> None:
     """Continue where a checkpoint was saved, whatever its layout was. Every rank must call it.
 
@@ -158,7 +158,7 @@ def load(
 
 
 def save_in(
-    trainer: Trainer,
+    trainer: Resumable,
     optimizer: Optimizer | None,
     directory: Path_,
     keep: int,
@@ -180,7 +180,7 @@ def save_in(
 
 
 def load_latest(
-    trainer: Trainer, optimizer: Optimizer | None, directory: Path_, loader: Stateful | None, extra: Extra | None
+    trainer: Resumable, optimizer: Optimizer | None, directory: Path_, loader: Stateful | None, extra: Extra | None
 ) -> Path | None:
     """``load`` the latest checkpoint of ``save_in`` that is whole; None where none was ever written to its end.
 
@@ -219,7 +219,7 @@ def _steps_in(directory: Path) -> tuple[list[str], bool]:
 
 
 def _state_of(
-    trainer: Trainer, optimizer: Optimizer | None, loader: Stateful | None, extra: Extra
+    trainer: Resumable, optimizer: Optimizer | None, loader: Stateful | None, extra: Extra
 ) -> tuple[dict[str, Part], dict[str, Any]]:
     """This rank's tensors by their names in the checkpoint, and the rest."""
     for name, parameter in trainer.parameters.trainable.items():
@@ -244,14 +244,14 @@ def _state_of(
     return parts, state
 
 
-def _model_parts(trainer: Trainer) -> dict[str, Part]:
+def _model_parts(trainer: Resumable) -> dict[str, Part]:
     """Parameters and the buffers that the model's own state dict has."""
     persistent = trainer.parameters.model.state_dict().keys()
     names = [*trainer.parameters, *(name for name in trainer.parameters.named_buffers if name in persistent)]
     return {f"model.{name}": part_of(trainer.parameters, name, trainer.parameters[name]) for name in names}
 
 
-def _tensors_of(trainer: Trainer) -> dict[str, SavedTensor]:
+def _tensors_of(trainer: Resumable) -> dict[str, SavedTensor]:
     """All that a checkpoint of this model holds, on whatever rank it is."""
     graph, persistent = trainer.graph, trainer.parameters.model.state_dict().keys()
     names = [*graph.parameters, *(name for name in graph.buffers if name in persistent)]
@@ -289,7 +289,7 @@ def _read_trainer(directory: Path) -> dict[str, Any]:
     return state
 
 
-def _examine(trainer: Trainer, path: Path) -> Manifest:
+def _examine(trainer: Resumable, path: Path) -> Manifest:
     """The manifest of a checkpoint of this trainer's model."""
     found = manifest.read(path)
     here = _tensors_of(trainer)
@@ -320,7 +320,7 @@ def _examine(trainer: Trainer, path: Path) -> Manifest:
 
 def _check_state(
     where: str,
-    trainer: Trainer,
+    trainer: Resumable,
     optimizer: Optimizer | None,
     state: dict[str, Any],
     loader: Stateful | None,

@@ -1,13 +1,11 @@
 """The trainer: runs a plan on this rank, step by step, on parameters that the user's optimizer owns."""
 
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,13 +30,12 @@ from meshwright.ir.trace import Trace
 from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
-from meshwright.runtime import checkpoint
-from meshwright.runtime.checkpoint import Stateful
 from meshwright.runtime.inputs import Parts, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.precision import LossScale
+from meshwright.runtime.resumable import Resumable
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters, full_state_dict
@@ -50,7 +47,7 @@ Replan = Callable[[Plan, Graph], Plan]
 SHAPES_KEPT = 8
 
 
-class Trainer:
+class Trainer(Resumable):
     """Trains a model by a plan. Made by :func:`meshwright.parallelize`; every rank makes one.
 
     Attributes:
@@ -210,79 +207,6 @@ class Trainer:
         """
         return full_state_dict(self.parameters, all_ranks=all_ranks)
 
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
-        blocking: bool = True,
-    ) -> None:
-        """Write a checkpoint: model, optimizer, step, seed, the loader's position, and ``extra`` (such as
-        ``{"scheduler": scheduler}``). Every rank must call it, with a directory that all share; what was there
-        before stays until the new checkpoint is whole.
-
-        ``blocking=False`` copies what is saved and writes it while steps go on; the next save, a load and
-        ``wait_for_save`` wait for it. What the disk then refuses is a warning, and raised by ``wait_for_save``.
-
-        Raises:
-            CheckpointError: on every rank; what was at ``path`` has not changed.
-        """
-        self._settle()
-        checkpoint.save(self, self._optimizer, path, loader, extra, blocking=blocking)
-
-    def wait_for_save(self) -> None:
-        """Wait for a save with ``blocking=False``. Every rank must call it.
-
-        Raises:
-            CheckpointError: on every rank, if the last such save has failed (once); what was there before stays.
-        """
-        if (error := self.saver.wait()) is not None:
-            raise error
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
-        optimizer: bool = True,
-    ) -> None:
-        """Continue from a checkpoint, saved under this or any other layout and number of ranks; with the same
-        layout training goes on bit by bit. ``optimizer=False`` leaves the optimizer as it is. Every rank must call it.
-
-        Raises:
-            CheckpointError: on every rank: missing, half-written, damaged, newer, or of another model or optimizer.
-            DataError: the loader's data are not those of the saved position.
-        """
-        checkpoint.load(self, self._optimizer if optimizer else None, path, loader, extra)
-
-    def save_in(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep: int = 2,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
-        blocking: bool = True,
-    ) -> Path:
-        """``save`` as ``directory/step-00000120``, then remove all but the latest ``keep``; returns the path."""
-        self._settle()
-        return checkpoint.save_in(self, self._optimizer, directory, keep, loader, extra, blocking=blocking)
-
-    def load_latest(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
-    ) -> Path | None:
-        """``load`` the latest whole checkpoint of ``save_in``, and return its path; None where none was ever finished.
-
-        A damaged one is named in a warning, and the one before it is taken.
-        """
-        return checkpoint.load_latest(self, self._optimizer, directory, loader, extra)
-
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _key(self, leaves: Leaves, local: bool, training: bool) -> Hashable:
@@ -310,10 +234,6 @@ class Trainer:
             self.recorder.sample()
         with recording(self.recorder):
             yield
-
-    def _settle(self) -> None:
-        if self._offloader is not None:
-            self._offloader.settle()
 
     def _note(self, what: str, begun: float) -> None:
         """Computing that is over now, and the memory that is held."""

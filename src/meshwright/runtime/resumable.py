@@ -1,0 +1,112 @@
+"""What a trainer saves and goes on from: checkpoints, alone or a few of the latest in a directory."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.plan import Plan
+from meshwright.runtime import checkpoint
+from meshwright.runtime.checkpoint import Stateful
+from meshwright.runtime.offload import Offloader
+from meshwright.runtime.precision import LossScale
+from meshwright.runtime.saving import Saver
+from meshwright.runtime.state import LocalParameters
+
+
+class Resumable:
+    """The checkpoints of a trainer. Every rank must call each of these."""
+
+    plan: Plan
+    graph: Graph
+    parameters: LocalParameters
+    groups: dict[str, AxisGroup]
+    loss_scale: LossScale | None
+    step_number: int
+    seed: int
+    rank: int
+    metrics: dict[str, Tensor]
+    saver: Saver
+    _optimizer: torch.optim.Optimizer | None
+    _offloader: Offloader | None
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        blocking: bool = True,
+    ) -> None:
+        """Write a checkpoint: model, optimizer, step, seed, the loader's position, and ``extra`` (such as
+        ``{"scheduler": scheduler}``). Every rank must call it, with a directory that all share; what was there
+        before stays until the new checkpoint is whole.
+
+        ``blocking=False`` copies what is saved and writes it while steps go on; the next save, a load and
+        ``wait_for_save`` wait for it. What the disk then refuses is a warning, and raised by ``wait_for_save``.
+
+        Raises:
+            CheckpointError: on every rank; what was at ``path`` has not changed.
+        """
+        self._settle()
+        checkpoint.save(self, self._optimizer, path, loader, extra, blocking=blocking)
+
+    def wait_for_save(self) -> None:
+        """Wait for a save with ``blocking=False``. Every rank must call it.
+
+        Raises:
+            CheckpointError: on every rank, if the last such save has failed (once); what was there before stays.
+        """
+        if (error := self.saver.wait()) is not None:
+            raise error
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        optimizer: bool = True,
+    ) -> None:
+        """Continue from a checkpoint, saved under this or any other layout and number of ranks; with the same
+        layout training goes on bit by bit. ``optimizer=False`` leaves the optimizer as it is. Every rank must call it.
+
+        Raises:
+            CheckpointError: on every rank: missing, half-written, damaged, newer, or of another model or optimizer.
+            DataError: the loader's data are not those of the saved position.
+        """
+        checkpoint.load(self, self._optimizer if optimizer else None, path, loader, extra)
+
+    def save_in(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        blocking: bool = True,
+    ) -> Path:
+        """``save`` as ``directory/step-00000120``, then remove all but the latest ``keep``; returns the path."""
+        self._settle()
+        return checkpoint.save_in(self, self._optimizer, directory, keep, loader, extra, blocking=blocking)
+
+    def load_latest(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> Path | None:
+        """``load`` the latest whole checkpoint of ``save_in``, and return its path; None where none was ever finished.
+
+        A damaged one is named in a warning, and the one before it is taken.
+        """
+        return checkpoint.load_latest(self, self._optimizer, directory, loader, extra)
+
+    def _settle(self) -> None:
+        if self._offloader is not None:
+            self._offloader.settle()
