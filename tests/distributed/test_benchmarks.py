@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from torch import nn
 
 import meshwright as mw
-from benchmarks import foundation, kills, matrix, pipelines, prediction, report, zero
+from benchmarks import foundation, kills, large_batch, matrix, pipelines, prediction, report, zero
 from meshwright import models
 from meshwright.bench.lint import lint
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
@@ -187,3 +188,13 @@ def test_a_disturbed_run_is_judged_by_its_largest_difference() -> None:
         "FAIL  killed: 3 kills (2 step, 1 cut; the launcher gave up 0 times) in 2 steps, 4.0 s a kill; "
         "largest difference 9e-16, allowed 0e+00"
     )
+
+
+def test_a_large_batch_is_judged_by_the_base_runs_loss() -> None:
+    def verdicts(lamb: float, linear: float) -> list[str]:
+        losses = {recipe.name: [2.0, 2.1, 1.9] for recipe in large_batch.RECIPES}
+        losses |= {large_batch.LAMB_WARM.name: [lamb] * 3, large_batch.LINEAR.name: [linear] * 3}
+        return [one.verdict for one in large_batch.judged(losses)]
+
+    assert verdicts(2.03, math.inf) == ["pass", "pass", "reported", "reported"]
+    assert verdicts(2.05, 2.03) == ["fail", "fail", "reported", "reported"]
