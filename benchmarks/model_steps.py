@@ -127,12 +127,9 @@ def _step_of(model: str, side: Side) -> Callable[[], Tensor]:
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return over(peers.eager(one.model, sgd, loss), one.batches)
     parts = [list(oracle.shards(batch, dist.get_world_size()))[dist.get_rank()] for batch in one.batches]
-    step = peers.data_parallel(one.model, sgd, loss, find_unused_parameters=model in MAY_LEAVE_OUT)
-    return over(step, parts)
+    return over(peers.data_parallel(one.model, sgd, loss), parts)
 
 
-MAY_LEAVE_OUT = ("Mixtral",)
-"""Models of which a rank's part of the batch may not use all parameters."""
 OWN_SCALE = ("CLIP",)
 """Models whose loss is no mean over samples: DistributedDataParallel trains them otherwise, as it should be said."""
 
