@@ -3,7 +3,7 @@ another algorithm from the same step on where that has become faster.
 
 Every ``EVERY`` steps the ranks of a group tell each other the median of each collective since the last look. The rank
 that came last stood still for the shortest time: for the links, not for others. Where that is ``FACTOR`` times what it
-was, or has become, all algorithms are measured again, at that size.
+was, or has become, and still is at the next look, all algorithms are measured again, at that size.
 """
 
 import logging
@@ -69,14 +69,15 @@ class Switch(NamedTuple):
 class Watch:
     """What the collectives of one group take. ``boxes``: how its ranks lie, of which there are several."""
 
-    def __init__(self, group: dist.ProcessGroup, boxes: Boxes, start: Start, *, least_s: float = LEAST_S) -> None:
-        self._group, self._start, self._least_s = group, start, least_s
+    def __init__(self, group: dist.ProcessGroup, boxes: Boxes, start: Start) -> None:
+        self._group, self._start = group, start
         several = any(not isinstance(box, int) and len(box) > 1 for box in boxes)
         self._boxes = named_boxes(boxes) if several and len(boxes) > 1 else ""
         self._taken: dict[Key, str] = {}
         self._names: dict[Key, str] = {}
         self._seconds: dict[Key, list[float]] = {}
         self._usual: dict[Key, float] = {}
+        self._doubted: set[Key] = set()
 
     def algorithm(self, text: str, operation: str, num_bytes: int) -> str:
         """What a plan's text says, unless the ranks have taken another since."""
@@ -104,7 +105,12 @@ class Watch:
             now_s, usual_s = min(one[key] for one in every), self._usual.get(key)
             if usual_s is None:
                 self._usual[key] = now_s
-            elif max(now_s, usual_s) > FACTOR * min(now_s, usual_s) and abs(now_s - usual_s) > self._least_s:
+            elif max(now_s, usual_s) <= FACTOR * min(now_s, usual_s) or abs(now_s - usual_s) <= LEAST_S:
+                self._doubted.discard(key)
+            elif key not in self._doubted:
+                self._doubted.add(key)  # somebody may just have used the machine
+            else:
+                self._doubted.remove(key)
                 found.append(self._again(step, key, usual_s, now_s))
         return tuple(found)
 
