@@ -28,7 +28,7 @@ class Parts:
             name: {axis: one for axis, one in placements.get(given, {}).items() if isinstance(one, Shard)}
             for name, given in zip(self._whole, inputs, strict=True)
         }
-        self.cuts = {
+        self.cuts: dict[str, dict[str, Shard]] = {
             name: {axis: one for axis, one in every.items() if axis not in DATA_AXES}
             for name, every in self._every.items()
         }
@@ -50,7 +50,7 @@ class Parts:
     def is_cut(self, name: str, value: Tensor) -> bool:
         """Whether a local tensor has this rank's rows alone, not those of all ranks that share its samples."""
         cuts = self.cuts.get(name, {})
-        return bool(cuts) and tuple(value.shape[1:]) == local_shape(self._whole[name], cuts, self._sizes)[1:]
+        return bool(cuts) and tuple(value.shape[1:]) == local_shape(self._whole[name], {**cuts}, self._sizes)[1:]
 
     def whole_shape(self, name: str, value: Tensor, samples: int) -> tuple[int, ...]:
         """The global shape of a local tensor of ``samples`` times fewer samples."""
