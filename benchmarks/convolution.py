@@ -96,8 +96,8 @@ def parity() -> list[Finding]:
             cells = {}
             for way in ("dp2", "spatial2", "mixed2", "dp2 x mixed2"):
                 try:
-                    results = ranks(hugging_face.num_ranks(way), trained_as_it_comes, name, way, timeout=900.0)
-                    cells[way] = max(one.error for one in results)
+                    ran = ranks(hugging_face.num_ranks(way), trained_as_it_comes, name, way, timeout=900.0)
+                    cells[way] = max(one.error for one in ran)
                 except RanksFailedError as error:
                     cells[way] = next(iter(error.failures.values())).strip().splitlines()[-1]
             found.append(_parity(f"Hugging Face's {name}", cells))
@@ -255,7 +255,7 @@ def by_hand(part: Mapping[str, Tensor]) -> Callable[[], Tensor]:
         optimizer.zero_grad()
         value = part["image"]
         for layer in model:
-            value = F.conv2d(_Halo.apply(value), layer.weight, layer.bias, padding=(0, 1)) if isinstance(  # type: ignore[no-untyped-call]
+            value = F.conv2d(_Halo.apply(value), layer.weight, layer.bias, padding=(0, 1)) if isinstance(
                 layer, nn.Conv2d) else layer(value)  # fmt: skip
         loss = F.mse_loss(value, part["label"]) / dist.get_world_size()
         loss.backward()
@@ -392,7 +392,7 @@ def timed_choice(name: str, rounds: int, steps: int) -> tuple[str, dict[str, lis
     trainers = {}
     for side, plan in ((OURS, "auto"), ("data parallel", mw.Layout(dp=NUM_RANKS))):
         torch.manual_seed(0)
-        trainers[side] = mw.parallelize(make(), loss_fn, batch, plan=plan, optimizer=sgd)  # type: ignore[arg-type]
+        trainers[side] = mw.parallelize(make(), loss_fn, batch, plan=plan, optimizer=sgd)
     sides = {side: _stepper(trainer, batch) for side, trainer in trainers.items()}
     losses = {side: [float(step()) for _ in range(2)] for side, step in sides.items()}
     chosen = layout_text(trainers[OURS].plan.layout)

@@ -147,6 +147,7 @@ def test_so_they_do_where_own_rows_are_convolved_first(ranks: Ranks, model: str,
 def train_on_parts(layout: mw.Layout) -> tuple[list[float], dict[str, tuple[slice, ...]]]:
     """Losses on whole batches, less those on this rank's rows and columns of the same; and which these are."""
     losses: list[list[float]] = []
+    parts: dict[str, tuple[slice, ...]] = {}
     for local in (False, True):
         torch.manual_seed(3)
         subject = MODELS["U-Net"]()
