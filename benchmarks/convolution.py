@@ -96,8 +96,8 @@ def parity() -> list[Finding]:
             cells = {}
             for way in ("dp2", "spatial2", "mixed2", "dp2 x mixed2"):
                 try:
-                    results = ranks(hugging_face.num_ranks(way), trained_as_it_comes, name, way, timeout=900.0)
-                    cells[way] = max(one.error for one in results)
+                    ran = ranks(hugging_face.num_ranks(way), trained_as_it_comes, name, way, timeout=900.0)
+                    cells[way] = max(one.error for one in ran)
                 except RanksFailedError as error:
                     cells[way] = next(iter(error.failures.values())).strip().splitlines()[-1]
             found.append(_parity(f"Hugging Face's {name}", cells))
@@ -212,9 +212,9 @@ def squares(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return F.mse_loss(model(batch["image"]), batch["label"])
 
 
-def picture() -> dict[str, Tensor]:
+def picture(side: int = SIDE) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.rand(1, 3, SIDE, SIDE, generator=generator) for name in ("image", "label")}
+    return {name: torch.rand(1, 3, side, side, generator=generator) for name in ("image", "label")}
 
 
 class _Halo(torch.autograd.Function):
@@ -255,7 +255,7 @@ def by_hand(part: Mapping[str, Tensor]) -> Callable[[], Tensor]:
         optimizer.zero_grad()
         value = part["image"]
         for layer in model:
-            value = F.conv2d(_Halo.apply(value), layer.weight, layer.bias, padding=(0, 1)) if isinstance(  # type: ignore[no-untyped-call]
+            value = F.conv2d(_Halo.apply(value), layer.weight, layer.bias, padding=(0, 1)) if isinstance(
                 layer, nn.Conv2d) else layer(value)  # fmt: skip
         loss = F.mse_loss(value, part["label"]) / dist.get_world_size()
         loss.backward()
@@ -286,19 +286,18 @@ def alone(batch: Mapping[str, Tensor]) -> Callable[[], Tensor]:
     return step
 
 
-def ours(local: bool) -> tuple[mw.Trainer, Callable[[], Tensor]]:
-    """A step on this rank's rows, which are all that it holds of the picture where it is ``local``."""
-    layout = mw.Layout(spatial=(dist.get_world_size(),))
-    whole = picture()
+def ours(side: int = SIDE) -> tuple[mw.Trainer, Callable[[], Tensor]]:
+    """A step on this rank's rows, which are all that it holds of the picture."""
+    layout, whole = mw.Layout(spatial=(dist.get_world_size(),)), picture(side)
     trainer = mw.parallelize(stack(), squares, whole, plan=layout, optimizer=sgd)
-    batch = {name: value[trainer.input_parts[name]].clone() for name, value in whole.items()} if local else whole
-    return trainer, lambda: trainer.step(batch, local=local)
+    batch = {name: value[trainer.input_parts[name]].clone() for name, value in whole.items()}
+    return trainer, lambda: trainer.step(batch, local=True)
 
 
 def timed_stack(rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds a step by side and round, and the first losses of each."""
     torch.set_num_threads(1)
-    trainer, step = ours(local=True)
+    trainer, step = ours()
     part = {name: value[trainer.input_parts[name]].clone() for name, value in picture().items()}
     sides = {OURS: step, "eager halos by hand": by_hand(part), "one rank": alone(picture())}
     losses = {name: [float(one()) for _ in range(2)] for name, one in sides.items()}
@@ -322,11 +321,11 @@ def speed(rounds: int, steps: int) -> list[Finding]:
 
 
 def peak(split: bool) -> int:
-    """The most bytes that this rank held in two steps, beyond what it had before the model."""
+    """The most bytes that this rank held in two steps, beyond what it held after a step on a small picture."""
     torch.set_num_threads(1)
-    F.conv2d(torch.rand(1, 3, 64, 64), torch.rand(8, 3, 3, 3, requires_grad=True)).sum().backward()
+    (ours(64)[1] if split else alone(picture(64)))()
     before = resident_bytes()
-    step = ours(local=True)[1] if split else alone(picture())
+    step = ours()[1] if split else alone(picture())
     resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):
@@ -354,7 +353,7 @@ def memory() -> list[Finding]:
 def halo_bytes() -> tuple[int, int]:
     """Bytes of halos that this rank got in a step, and their closed form: a row of every convolution's input forward,
     and of its gradient backward (but of the picture's, which nobody wants)."""
-    trainer, step = ours(local=True)
+    trainer, step = ours()
     step()
     spans = [one for one in trainer.trace().spans if one.stream == "communication" and "halo" in one.what]
     channels = [3, *[CHANNELS] * (DEPTH - 1)]
@@ -393,7 +392,7 @@ def timed_choice(name: str, rounds: int, steps: int) -> tuple[str, dict[str, lis
     trainers = {}
     for side, plan in ((OURS, "auto"), ("data parallel", mw.Layout(dp=NUM_RANKS))):
         torch.manual_seed(0)
-        trainers[side] = mw.parallelize(make(), loss_fn, batch, plan=plan, optimizer=sgd)  # type: ignore[arg-type]
+        trainers[side] = mw.parallelize(make(), loss_fn, batch, plan=plan, optimizer=sgd)
     sides = {side: _stepper(trainer, batch) for side, trainer in trainers.items()}
     losses = {side: [float(step()) for _ in range(2)] for side, step in sides.items()}
     chosen = layout_text(trainers[OURS].plan.layout)
@@ -457,10 +456,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results += found
     if not options.only:
         words = f"""Speed is the ratio of two medians over {options.rounds} alternating rounds of {options.steps} steps
-in the same processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad,
-forward, loss, backward and SGD, in float32; the stack is {DEPTH} convolutions of 3x3 with {CHANNELS} channels and ReLU.
-Of one rank, the other does nothing meanwhile. Peak memory is VmHWM over two steps, reset before, beyond what the
-process held. Plans and what they cost are predictions.
+in the same processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is
+zero_grad, forward, loss, backward and SGD, in float32; the stack is {DEPTH} convolutions of 3x3, {CHANNELS} channels,
+with ReLU. Of one rank, the other does nothing meanwhile. Peak memory is VmHWM over two steps, reset before, beyond what
+the process held after a step on a small picture. Plans and what they cost are predictions.
 
 ```text
 {told}

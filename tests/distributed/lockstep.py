@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -236,6 +236,8 @@ def execute(
             known[node] = halo_rows(args[0], swapped(args[6], args[0]), *args[1:6], part=args[7])
         elif node.target is collectives.HALO_REDUCE:
             known[node] = halo_sums(swapped(args[5], args[0]), *args[1:5], part=args[6])
+        elif node.target is collectives.HALO_RETURN:
+            known[node] = returned_rows(swapped(args[5], args[0]), *args[1:5], part=args[6])
         elif node.target is collectives.WAIT:
             known[node] = args[0]
         else:
@@ -256,6 +258,19 @@ def halo_rows(
     for place, row in enumerate(wanted):
         if 0 <= row < whole.shape[dim]:
             result.select(dim, place).copy_(whole.select(dim, row))
+    return result
+
+
+def returned_rows(
+    strips: list[Tensor], dim: int, lows: list[int], highs: list[int], edges: list[int], *, part: int
+) -> Tensor:
+    """What the part before has for this part's first rows, and the part behind for its last."""
+    before, after = edges[part] - lows[part], highs[part] - edges[part + 1]
+    result = torch.zeros_like(strips[part])
+    if part > 0:
+        result.narrow(dim, 0, after).copy_(strips[part - 1].narrow(dim, before, after))
+    if part < len(strips) - 1:
+        result.narrow(dim, after, before).copy_(strips[part + 1].narrow(dim, 0, before))
     return result
 
 
@@ -359,13 +374,15 @@ def _groups(mesh: Mesh, at: Coordinates) -> dict[str, AxisGroup]:
 
 @dataclass
 class Subject:
-    """A call with its rule and whole result; ``letters`` tells what the rule's letters were refined to."""
+    """A call with its rule and whole result; ``letters`` tells what the rule's letters were refined to. ``interior``:
+    it computes what needs no halo first."""
 
     call: Call
     operator: OperatorRule
     rule: Rule
     letters: dict[str, tuple[str, ...]]
     outputs: list[Tensor]
+    interior: bool = False
 
     @property
     def factors(self) -> list[str]:
@@ -441,6 +458,8 @@ def check(subject: Subject, strategy: Mapping[str, str], mesh: Mesh, generator: 
         parts = {tuple(at.values()): result[index] for at, result in zip(ranks, results, strict=True)}
         found = join(parts, expected.shape, output_placements(rule, chosen, index, mesh), mesh)
         compare(found, expected, f"{subject.call.target} {rule.pattern!r} split {chosen} on {mesh}, output {index}")
+    if "convolution" in str(subject.call.target) and not subject.interior:
+        check(replace(subject, interior=True), strategy, mesh, generator)
 
 
 _POOL = ThreadPoolExecutor(max_workers=16)
@@ -504,7 +523,7 @@ def rank_graph(
     emit = graph.call_function
     local = LocalCall(
         empty, groups, operator, subject.letters, chosen, (call.target, tuple(args), kwargs),
-        lambda target, *args, **kwargs: emit(target, args, kwargs), key,
+        lambda target, *args, **kwargs: emit(target, args, kwargs), key, interior=subject.interior,
     )  # fmt: skip
     graph.output(subject.operator.local(local))
     return graph, groups

@@ -151,7 +151,7 @@ def test_weights_lie_where_their_name_says() -> None:
         ("stationary-w@m1", r"stationary-w takes 2 axes, there are 1\n  -> write for example 'stationary-w@m"),
         ("stationary-w@m1,m1", r"stationary-w takes 2 axes, there are 1"),
         ("stationary-x@m1,m2", r"stationary-x takes 1 axis, there are 2"),
-        ("stationary-z@m1", r"no operator there can split 'stationary-z' over m1=2\n  -> .*channel, filter, width, height"),
+        ("stationary-z@m1", r"can split 'stationary-z' over m1=2\n  -> .*channel, filter, width, height"),
         ("height@dense", r"unknown axis 'dense'\n  -> axes are dp, m1, m2, tp"),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.errors import LayoutError
+from meshwright.ir.plan import starred
 from meshwright.models import MLP, ResNet, UNet, classification_loss, segmentation_loss
+from meshwright.ops import collectives
 from tests.distributed import oracle
 from tests.distributed.oracle import Batch, Subject
 from tests.distributed.pool import Ranks
@@ -111,6 +114,59 @@ def test_cut_images_train_as_in_one_process(ranks: Ranks, model: str, layout: mw
     for found in ranks(layout.num_ranks, train, model, layout):
         assert found.error <= oracle.TOLERANCE, found
         assert found.moved > 1e-3
+
+
+def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.Comparison:
+    """With every convolution as the planner has large ones."""
+    torch.manual_seed(3)
+    serial = MODELS[name]()
+    torch.manual_seed(3)
+    parallel = MODELS[name]()
+    graph = mw.capture(parallel.model, parallel.loss_fn, parallel.batches[0])
+    every = tuple({starred(one.name): None for one in graph.operators if one.target.startswith("aten.convolution")})
+    plan = msgspec.structs.replace(mw.plan(graph, layout=layout), interiors=every)
+    before = {key: value.clone() for key, value in serial.model.state_dict().items()}
+    optimizer = oracle.OPTIMIZERS["SGD"]
+    expected = oracle.in_one_process(serial, optimizer)
+    found, trainer = oracle.in_parallel(parallel, plan, optimizer)  # type: ignore[arg-type]
+    targets = [node.target for node in trainer._last.lowered.graph.nodes]  # type: ignore[attr-defined]
+    assert collectives.ADD_ROWS in targets
+    assert collectives.HALO_RETURN in targets
+    return oracle.compared(before, expected, found, trainer)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("U-Net", mw.Layout(spatial=(2,))), ("ResNet", mw.Layout(spatial=(2, 2)))], ids=str
+)
+def test_so_they_do_where_own_rows_are_convolved_first(ranks: Ranks, model: str, layout: mw.Layout) -> None:
+    for found in ranks(layout.num_ranks, train_own_rows_first, model, layout):
+        assert found.error <= oracle.TOLERANCE, found
+        assert found.moved > 1e-3
+
+
+def train_on_parts(layout: mw.Layout) -> tuple[list[float], dict[str, tuple[slice, ...]]]:
+    """Losses on whole batches, less those on this rank's rows and columns of the same; and which these are."""
+    losses: list[list[float]] = []
+    parts: dict[str, tuple[slice, ...]] = {}
+    for local in (False, True):
+        torch.manual_seed(3)
+        subject = MODELS["U-Net"]()
+        trainer = mw.parallelize(
+            subject.model, subject.loss_fn, subject.batches[0], plan=layout, optimizer=oracle.OPTIMIZERS["SGD"]
+        )
+        parts = trainer.input_parts
+        batches = [{name: one[name][parts[name]] for name in one} if local else one for one in subject.batches]
+        losses.append([float(trainer.step(batch, local=local)) for batch in batches])
+    return [one - other for one, other in zip(*losses, strict=True)], parts
+
+
+def test_a_rank_needs_no_more_than_its_rows(ranks: Ranks) -> None:
+    parts = []
+    for differences, part in ranks(4, train_on_parts, mw.Layout(dp=2, spatial=(2,))):
+        assert differences == [0.0, 0.0]
+        parts.append([(one.start, one.stop) for one in part["image"]])
+    rows = [(0, 8), (8, 16)]
+    assert parts == [[(n, n + 1), (0, 3), y, (0, 16)] for n in (0, 1) for y in rows]
 
 
 def planned(name: str, **layout: object) -> mw.Plan:

@@ -245,6 +245,29 @@ def halo_reduce_start(
     return _in_flight(result, work, "halo", group, begun, label)
 
 
+def halo_return_start(
+    strips: Tensor,
+    dim: int,
+    lows: list[int],
+    highs: list[int],
+    edges: list[int],
+    group: str,
+    index: int,
+    label: str = "",
+) -> Tensor:
+    """Start to give rows back to the parts that own them, and to get what is one's own."""
+    begun = time.perf_counter()
+    ranges = tuple(zip(lows, highs, strict=True))
+    result, work = halo.give_back(strips, dim, ranges, edges, process_group(group), index)
+    return _in_flight(result, work, "halo", group, begun, label)
+
+
+def add_rows(value: Tensor, rows: Tensor, dim: int, start: int) -> Tensor:
+    """Add some rows in place."""
+    value.narrow(dim, start, rows.shape[dim]).add_(rows)
+    return value
+
+
 def wait(value: Tensor) -> Tensor:
     """Block until the collective that makes ``value`` is done.
 
@@ -290,6 +313,8 @@ for _name, _function in (
     ("shift", shift),
     ("halo_exchange_start", halo_exchange_start),
     ("halo_reduce_start", halo_reduce_start),
+    ("halo_return_start", halo_return_start),
+    ("add_rows", add_rows),
     ("wait", wait),
 ):
     LIBRARY.impl(_name, _function, "CPU")

@@ -66,6 +66,26 @@ def reduce(
     return result, _start(sent, places, group, lambda place, come: place.add_(come))
 
 
+def give_back(
+    strips: Tensor, dim: int, ranges: tuple[Rows, ...], edges: list[int], group: dist.ProcessGroup, part: int
+) -> tuple[Tensor, Transfers]:
+    """Start to send ``strips``, the rows before and after one's own, to their owners. What comes is for one's first
+    rows, then for one's last (zeros where there is no neighbour)."""
+    first, last = owned(edges, part)
+    before, after = outside(ranges[part], (first, last))
+    count, more = before[1] - before[0], after[1] - after[0]
+    result = torch.zeros_like(strips)
+    sent = [
+        (other, strips.narrow(dim, low - before[0] if low < first else low - last + count, high - low))
+        for other, (low, high) in fetched(ranges, edges, part)
+    ]
+    places = [
+        (other, result.narrow(dim, low - first if other < part else low - last + count + more, high - low))
+        for other, (low, high) in given(ranges, edges, part)
+    ]
+    return result, _start(sent, places, group, lambda place, come: place.copy_(come))
+
+
 def _start(
     sent: list[tuple[int, Tensor]],
     places: list[tuple[int, Tensor]],
@@ -73,7 +93,7 @@ def _start(
     put: Callable[[Tensor, Tensor], object],
 ) -> Transfers:
     come = [torch.empty_like(place, memory_format=torch.contiguous_format) for _, place in places]
-    gone = [rows.clone(memory_format=torch.contiguous_format) for _, rows in sent]  # the rest may be written over
+    gone = [rows.contiguous() for _, rows in sent]
     messages = [
         dist.P2POp(dist.isend, _bytes(rows), group=group, group_peer=other)
         for (other, _), rows in zip(sent, gone, strict=True)

@@ -141,11 +141,14 @@ class StageNodes:
         inside = self.decomposed.of(operator, strategy)
         for one in inside.fetched:
             node.inputs.append(self._fetched(operator, inputs[one.operand], one, phase))
-        if inside.fetched and self.plan.computes_interior_first(operator.name):
-            self._interior(node)
         node.exchanges += inside.exchanges
-        node.cost += self.rates.stream("copy", 2 * inside.copied_bytes)
-        node.scratch_bytes += inside.copied_bytes
+        copied = inside.copied_bytes
+        if copied and self.plan.computes_interior_first(operator.name):
+            copied -= copied // (len(inside.fetched) or len(inside.exchanges))
+            if inside.fetched:
+                self._interior(node)
+        node.cost += self.rates.stream("copy", 2 * copied)
+        node.scratch_bytes += copied
         self.nodes.append(node)
         for index, name in enumerate(operator.outputs):
             if name not in self.graph.tensors:
@@ -161,16 +164,13 @@ class StageNodes:
         node.released = same and bool(node.inputs) and all(source.released for source in node.inputs)
 
     def _interior(self, node: Node) -> None:
-        """What an operator computes while its last halo travels, as a node of its own: all but the borders, which are
-        a kernel each."""
+        """What an operator computes while its last halo travels, as a node of its own; borders are small kernels."""
         halo = node.inputs[-1]
         halo.early = True
-        border = Cost(min(2 * self.rates.kernel_s, node.cost.seconds))
-        cost = Cost(node.cost.seconds - border.seconds, node.cost.flops, node.cost.bytes)
-        inside = Node(f"{node.what} interior", node.phase, node.operator, cost, node.inputs[:-1])
+        inside = Node(f"{node.what} interior", node.phase, node.operator, node.cost, node.inputs[:-1])
         self.nodes.append(inside)
         node.inputs.append(inside)
-        node.cost = border
+        node.cost = Cost(6 * self.rates.kernel_s)
 
     def _fetched(self, operator: Operator, value: Node, fetch: Fetch, phase: str) -> Node:
         """The rows of neighbours, which are kept for whoever reads them too."""

@@ -36,7 +36,9 @@ _INTO: dict[Any, tuple[Any, str]] = {
 }
 """Operators that gradients end with, and how they write into given memory."""
 _FIRST_ONLY = frozenset({aten.scatter_add.default})
-_ALIASES = VIEWS | {aten.contiguous.default, aten.reshape.default, collectives.ALL_REDUCE, collectives.WAIT}
+_ALIASES = VIEWS | {
+    aten.contiguous.default, aten.reshape.default, collectives.ALL_REDUCE, collectives.ADD_ROWS, collectives.WAIT,
+}  # fmt: skip
 
 
 def fuse(graph: fx.Graph) -> None:

@@ -32,9 +32,9 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Begun:
-    """An exchange under way: rows ``before`` a part and ``after`` it."""
+    """An exchange, under way (``node``) or done: rows ``before`` a part and ``after`` it."""
 
-    node: fx.Node
+    node: fx.Node | None
     key: tuple[object, ...]
     before: int
     after: int
@@ -93,20 +93,30 @@ class HaloEmitter:
         return self._emit(aten.cat.default, pieces, self._dim) if len(pieces) > 1 else strips
 
     def begun(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> Begun | None:
-        """The exchange of rows around a part, all of which is read, if there is one to be waited for."""
+        """The exchange of rows around a part, all of which is read, if all parts take part in one."""
         mine = self._mine(ranges)
         here, key = mine[self._group.index], self._key(value, mine, fill, known)
         whole = overlap(here, self._own) == self._own
-        if self._inner or not whole or not self._meets(mine) or key in known.strips:
+        if self._inner or not whole or not self._meets(mine):
             return None
         before, after = (high - low for low, high in outside(here, self._own))
-        return Begun(self._exchange(value, mine, fill), key, before, after)
+        return Begun(self._exchange(value, mine, fill) if key not in known.strips else None, key, before, after)
 
     def ended(self, begun: Begun, known: Exchanged) -> tuple[fx.Node | None, fx.Node | None]:
         """The rows before and after, waited for."""
-        strips = known.strips[begun.key] = self._emit(collectives.WAIT, begun.node)
+        if begun.node is not None:
+            known.strips[begun.key] = self._emit(collectives.WAIT, begun.node)
+        strips = known.strips[begun.key]
         before = self._slice(strips, 0, begun.before) if begun.before else None
         return before, self._slice(strips, begun.before, begun.before + begun.after) if begun.after else None
+
+    def returned(self, strips: Sequence[fx.Node], ranges: Sequence[Rows]) -> fx.Node:
+        """``strips``, which one has of others, on their way, as those that others have of one's own, which come."""
+        joined = self._emit(aten.cat.default, list(strips), self._dim) if len(strips) > 1 else strips[0]
+        lows, highs = map(list, zip(*self._mine(ranges), strict=True))
+        return self._emit(
+            collectives.HALO_RETURN, joined, self._dim, lows, highs, self._edges, self._group.name, self._group.index
+        )
 
     def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
         """This rank's part of a sum whose terms each have the rows of a range."""

@@ -159,19 +159,24 @@ class LocalCall:
     ) -> fx.Node:
         return self._halos(factor, dim, edges).extended(value, ranges, fill, self._exchanged)
 
-    def halo_begin(
-        self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]
-    ) -> tuple[int, int, Any] | None:
-        if not self._interior:
-            return None
+    @property
+    def interior_first(self) -> bool:
+        return self._interior
+
+    def halo_begin(self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Any:
         emitter = self._halos(factor, dim, edges)
         begun = emitter.begun(value, ranges, 0.0, self._exchanged)
-        return (begun.before, begun.after, (emitter, begun)) if begun is not None else None
+        return (emitter, begun) if begun is not None else None
 
     def halo_end(self, begun: Any) -> tuple[fx.Node | None, fx.Node | None]:
         emitter, exchange = begun
         strips: tuple[fx.Node | None, fx.Node | None] = emitter.ended(exchange, self._exchanged)
         return strips
+
+    def halo_return(
+        self, strips: Sequence[fx.Node], factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]
+    ) -> fx.Node:
+        return self._halos(factor, dim, edges).returned(strips, ranges)
 
     def halo_sum(self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> fx.Node:
         return self._halos(factor, dim, edges).reduced(value, ranges)

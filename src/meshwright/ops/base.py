@@ -109,14 +109,22 @@ class Local(Protocol):
         """Of a dim (counted from the back) in the parts of a factor, which have these ``edges``, the rows that
         ``ranges`` has for this rank's part, from whichever ranks they lie on; ``fill``, where they lie on none."""
 
-    def halo_begin(
-        self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]
-    ) -> tuple[int, int, Any] | None:
-        """Start the exchange of :meth:`halo`: (rows before this rank's, rows after them, what :meth:`halo_end` takes).
-        None where the plan does not compute interiors first, or no exchange would be under way."""
+    @property
+    def interior_first(self) -> bool:
+        """Whether the plan computes what needs no halo first, while that travels."""
+
+    def halo_begin(self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Any:
+        """Start the exchange of :meth:`halo`, for :meth:`halo_end`; None where no rows travel, or not all of one's own
+        are read."""
 
     def halo_end(self, begun: Any) -> tuple[Value | None, Value | None]:
         """The rows before and after, once they are there."""
+
+    def halo_return(
+        self, strips: Sequence[Value], factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]
+    ) -> Value:
+        """Start what :meth:`halo_sum` does with the rows before and after one's own, ``strips``, where parts and their
+        ranges are alike. What is waited for are terms of one's first rows, then of one's last."""
 
     def halo_sum(self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Value:
         """The adjoint of :meth:`halo`: rows of ``value``, those of ``ranges``, are added up at their owners."""

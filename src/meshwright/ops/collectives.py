@@ -16,7 +16,9 @@ Halos (``ir.halo``): part ``index`` of a dim has the rows from ``edges[index]`` 
 those from ``lows[index]`` up to ``highs[index]``.
 ``halo_exchange`` gives those of them that are not its own, the rows before its part first; rows that no part has are
 ``fill``. ``halo_reduce`` is its adjoint: of ``value``, which has all of these rows, each goes to the part that owns it,
-where they are added up; the result has the part's own rows.
+where they are added up; the result has the part's own rows. ``halo_return`` gives the rows that are not a part's own
+(``strips``) to neighbours, whose ranges are alike: what comes is for the part's first rows, as many as a range has
+after a part, and for its last, as many as it has before. ``add_rows`` adds some rows in place, on this rank alone.
 """
 
 from math import prod
@@ -47,6 +49,11 @@ for _schema in (
         "halo_reduce_start(Tensor value, int dim, int[] lows, int[] highs, int[] edges, str group, int index, "
         "str label='') -> Tensor"
     ),
+    (
+        "halo_return_start(Tensor strips, int dim, int[] lows, int[] highs, int[] edges, str group, int index, "
+        "str label='') -> Tensor"
+    ),
+    "add_rows(Tensor(a!) value, Tensor rows, int dim, int start) -> Tensor(a!)",
     "wait(Tensor(a!) value) -> Tensor(a!)",
 ):
     LIBRARY.define(_schema)
@@ -115,6 +122,12 @@ register_fake(
     ),
     lib=LIBRARY,
 )
+register_fake(
+    f"{NAMESPACE}::halo_return_start",
+    lambda strips, dim, lows, highs, edges, group, index, label="": torch.empty_like(strips),
+    lib=LIBRARY,
+)
+register_fake(f"{NAMESPACE}::add_rows", lambda value, rows, dim, start: value, lib=LIBRARY)
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)
 
 _OPERATORS = torch.ops.meshwright_comm
@@ -128,7 +141,10 @@ EXCHANGE_ROWS = _OPERATORS.exchange_rows.default
 SHIFT = _OPERATORS.shift.default
 HALO_EXCHANGE = _OPERATORS.halo_exchange_start.default
 HALO_REDUCE = _OPERATORS.halo_reduce_start.default
+HALO_RETURN = _OPERATORS.halo_return_start.default
+ADD_ROWS = _OPERATORS.add_rows.default
 WAIT = _OPERATORS.wait.default
 STARTS = frozenset({
     ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER_PARTS, REDUCE_TO_PARTS, HALO_EXCHANGE, HALO_REDUCE,
+    HALO_RETURN,
 })  # fmt: skip

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value
-from meshwright.ops.halo import SPACE, Side, Space, Window, each, fetch, give_back, ranges, split_sides, windows
+from meshwright.ops.borders import Borders
+from meshwright.ops.halo import SPACE, Space, Window, each, fetch, give_back, split_sides, windows
 
 aten = torch.ops.aten
 
@@ -147,53 +148,14 @@ def convolution_local(local: Local) -> Any:
         for side in sides[:-1]:
             source = fetch(local, source, side, every[side.index], side.image, side.made)
         for side in sides[-1:]:
-            result = _interior_first(local, source, weight, side, every[side.index], rest)
-            if result is not None:
-                return result
+            if (borders := Borders.of(local, side, every[side.index])) is not None:
+                return borders.convolved(source, weight, rest)
             source = fetch(local, source, side, every[side.index], side.image, side.made)
         return local.call(local.target, source, weight, None, *rest)
     result = local.call(local.target, source, weight, None, *rest)
     for side in reversed(sides):
         result = give_back(local, result, side, every[side.index], side.made, side.image)
     return result
-
-
-def _interior_first(
-    local: Local, source: Value, weight: Value, side: Side, window: Window, rest: tuple[Any, ...]
-) -> Value | None:
-    """The rows that read no halo are made while it travels, then those at both borders; None where there are none, or
-    no exchange would be under way.
-
-        rows read         -1 [ 0  1  2  3 ] 4           windows of 3
-        rows made            ( 0 )( 1 2 )( 3 )          border, interior, border
-    """
-    part, stride, extent = local.coordinate(side.factor)[0], window.stride, window.extent
-    rows, made = (edges[part + 1] - edges[part] for edges in (side.image, side.made))
-    low, high = ranges(window, side.made)[part]
-    before = side.image[part] - low
-    first = max(0, -(-before // stride))  # the first row that reads none before, then the first that reads one after
-    last = min(made, (rows + before - extent) // stride + 1)
-    end, begin = (first - 1) * stride + extent - before, last * stride - before  # of own rows read at the borders
-    if first >= last or (first and end <= 0) or (last < made and begin >= rows):
-        return None
-    begun = local.halo_begin(source, side.factor, side.dim, side.image, ranges(window, side.made))
-    if begun is None:
-        return None
-
-    def own(start: int, stop: int) -> Value:
-        return local.call(aten.slice.Tensor, source, side.dim, start, stop)
-
-    def convolved(value: Value) -> Value:
-        return local.call(local.target, value, weight, None, *rest)
-
-    inside = convolved(own(first * stride - before, (last - 1) * stride - before + extent))
-    above, below = local.halo_end(begun[2])
-    pieces = [inside]
-    if first:
-        pieces.insert(0, convolved(local.call(aten.cat.default, [above, own(0, end)], side.dim)))
-    if last < made:
-        pieces.append(convolved(local.call(aten.cat.default, [own(begin, rows), below], side.dim)))
-    return local.call(aten.cat.default, pieces, side.dim) if len(pieces) > 1 else inside
 
 
 def convolution_backward_local(local: Local) -> Any:
@@ -211,17 +173,23 @@ def convolution_backward_local(local: Local) -> Any:
         for side in sides:
             grad = fetch(local, grad, side, every[side.index], side.made, side.image)
         return gradients(grad, source)
+    borders = Borders.of(local, sides[-1], every[sides[-1].index]) if sides else None
+    if borders is not None:
+        sides = sides[:-1]
     if mask == WEIGHT:
         for side in sides:
             source = fetch(local, source, side, every[side.index], side.image, side.made)
-        return gradients(grad, source)
-    if not sides:
+        return borders.weight_gradient(grad, source, weight, rest) if borders else gradients(grad, source)
+    if not sides and borders is None:
         return gradients(grad, source)
     shape = local.input_shape(1)
     for side in sides:
         shape[2 + side.index] = every[side.index].rows(local.input_shape(0)[2 + side.index])
-    like = local.call(aten.new_empty.default, grad, shape)  # only its shape is looked at
-    result = local.call(operator.getitem, gradients(grad, like), 0)
+    if borders is not None:
+        result = borders.input_gradient(grad, shape, weight, rest)
+    else:
+        like = local.call(aten.new_empty.default, grad, shape)  # only its shape is looked at
+        result = local.call(operator.getitem, gradients(grad, like), 0)
     for side in reversed(sides):
         result = give_back(local, result, side, every[side.index], side.image, side.made)
     return result, None, None

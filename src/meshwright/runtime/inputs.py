@@ -28,7 +28,7 @@ class Parts:
             name: {axis: one for axis, one in placements.get(given, {}).items() if isinstance(one, Shard)}
             for name, given in zip(self._whole, inputs, strict=True)
         }
-        self.cuts = {
+        self.cuts: dict[str, dict[str, Shard]] = {
             name: {axis: one for axis, one in every.items() if axis not in DATA_AXES}
             for name, every in self._every.items()
         }

@@ -301,7 +301,9 @@ class _Formulation:
             views = tuple(view.name for view in path)
             first = self.decisions.found[index].members[member]
             fetched = [self.prices.fetched(first, one[member], position) for one in self.choices[index]]
-            keyed = [{(views, key): seconds for key, seconds in one.items()} for one in fetched]
+            keyed: list[dict[object, float]] = [
+                {(views, key): seconds for key, seconds in one.items()} for one in fetched
+            ]
             for one in keyed:
                 priced |= one
             for number in range(max(map(len, keyed), default=0)):

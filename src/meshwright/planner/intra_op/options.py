@@ -118,7 +118,7 @@ class Options:
             strategy: Strategy = {}
             letters = self._letters(one)
             for axis, factor, _ in picked:
-                letter = next((letters[one] for one in _meant(factor) if one in letters), None)
+                letter = _meant(letters, factor)
                 if letter is None or not self._splits(one, letter, axis):
                     continue
                 others = prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
@@ -175,10 +175,14 @@ class Options:
         return found
 
 
-def _meant(factor: tuple[str, int]) -> list[tuple[str, int]]:
-    """A factor; behind one that joins two classes each of these, for operators that have only one side."""
+def _meant(letters: Mapping[tuple[str, int], str], factor: tuple[str, int]) -> str | None:
+    """The letter of a factor. In place of one that joins two classes, an operator may have one that joins either of
+    them to another (rows of a gradient that nothing compares with the output), or either of them alone."""
     names = factor[0].split(JOINED)
-    return [factor, *((name, 0) for name in names)] if len(names) > 1 else [factor]
+    if factor in letters or len(names) == 1:
+        return letters.get(factor)
+    joined = (letter for (name, _), letter in letters.items() if JOINED in name and set(names) & {*name.split(JOINED)})
+    return next(joined, None) or next((letters[name, 0] for name in names if (name, 0) in letters), None)
 
 
 def numbered(operator: Operator) -> dict[tuple[str, int], str]:

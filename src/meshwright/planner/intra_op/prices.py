@@ -46,7 +46,7 @@ class Prices:
         seconds = operator_cost(self.parts, self.rates, operator, within).seconds
         inside = Decomposed(self.parts).of(operator, within)
         seconds += self.rates.stream("copy", 2 * inside.copied_bytes).seconds
-        return times * (seconds + sum(self._exchange_s(one) for one in inside.exchanges))
+        return times * (seconds + sum(self.exchange_s(one) for one in inside.exchanges))
 
     def fetched(self, operator: Operator, strategy: Strategy, position: int) -> dict[object, float]:
         """The halos that an operator reads of an input, with their seconds. Who reads an equal one of the same tensor
@@ -55,7 +55,7 @@ class Prices:
         lies = tuple(sorted(self.parts.wanted(operator, strategy, position).items()))
         times = self.times(operator)
         return {
-            (lies, *one.key): times * self._exchange_s(one.exchange)
+            (lies, *one.key): times * self.exchange_s(one.exchange)
             for one in inside.fetched if one.operand == position
         }  # fmt: skip
 
@@ -64,7 +64,8 @@ class Prices:
         letter = self._time_letter(operator, strategy) if self.times(operator) > 1 else ""
         return {**strategy, TIME: letter} if letter else strategy
 
-    def _exchange_s(self, one: Exchange) -> float:
+    def exchange_s(self, one: Exchange) -> float:
+        """A collective between the ranks of an axis."""
         return duration_s(self.network, one.kind, one.bytes, self.groups[one.axis])  # type: ignore[arg-type]
 
     def times(self, operator: Operator) -> int:

@@ -1,0 +1,90 @@
+"""What the integer program makes of networks of unlike layers: convolutions by sample, dense layers by features, rows
+where there are too few samples; halos are paid once; no pure plan is cheaper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from benchmarks.convolution import ETHERNET, ONE_BOX, captured, costs, ways
+from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import Mesh
+from meshwright.models import AlexNet, GoogLeNet, WideResNet
+from meshwright.planner.intra_op.assign import assign
+from meshwright.planner.intra_op.eliminate import simplify
+from meshwright.planner.intra_op.integer import solve_core
+
+
+class Branches(nn.Module):
+    """Two 3x3 convolutions that read one image, with a stride of 2."""
+
+    def __init__(self, other: int = 3) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.two = nn.Conv2d(4, 4, other, stride=2, padding=other // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.two(x)
+
+
+def branches(other: int = 3) -> Graph:
+    with torch.device("meta"):
+        image = {"image": torch.zeros(1, 4, 512, 512)}
+        return mw.capture(nn.Sequential(nn.Conv2d(4, 4, 1), Branches(other)), lambda m, b: m(b["image"]).sum(), image)
+
+
+@pytest.mark.parametrize("where", [ONE_BOX, ETHERNET])
+def test_alexnet_is_divided_as_krizhevsky_did(where: str) -> None:
+    graph, cluster = captured(AlexNet, 1024), mw.Cluster.load(where).resized(8)
+    plan = mw.plan(graph, cluster, layout=mw.Layout(mixed=(8,)))
+    convolutions, products = ways(graph, plan)
+    assert convolutions == {"batch"}
+    assert "batch" not in products
+    mixed = costs(graph, plan, cluster).step_s
+    for pure in (mw.Layout(dp=8), mw.Layout(tp=8)):
+        assert mixed < costs(graph, mw.plan(graph, cluster, layout=pure), cluster).step_s
+
+
+@pytest.mark.parametrize(("make", "batch"), [(WideResNet, 16), (GoogLeNet, 32)])
+def test_slow_links_mix_ways(make: Callable[[], nn.Module], batch: int) -> None:
+    graph, cluster = captured(make, batch), mw.Cluster.load(ETHERNET).resized(8)
+    plan = mw.plan(graph, cluster, layout=mw.Layout(mixed=(8,)))
+    convolutions, products = ways(graph, plan)
+    assert len(convolutions | products) > 1
+    alone = costs(graph, mw.plan(graph, cluster, layout=mw.Layout(dp=8)), cluster).step_s
+    assert costs(graph, plan, cluster).step_s < alone
+
+
+def test_a_picture_alone_is_cut_by_rows_as_the_explicit_rule_cuts_it() -> None:
+    graph, cluster = branches(), mw.Cluster.load(ONE_BOX).resized(2)
+    mixed = mw.plan(graph, cluster, layout=mw.Layout(mixed=(2,), pin={"1.*": "height@m1"}))
+    explicit = mw.plan(graph, cluster, layout=mw.Layout(spatial=(2,)))
+    for name in ("1.one:convolution#0", "1.one:convolution_backward#0", "1.one:convolution_backward#1"):
+        assert mixed.stage.strategy(name).get("m1") == explicit.stage.strategy(name)["sy"] == "yy"
+    assert "data parallelism ends at dp=1: 1 sample does not divide over 2 ranks" in mixed.explain()
+
+
+def test_rows_that_several_operators_read_are_paid_once() -> None:
+    cluster = mw.Cluster.load(ETHERNET).resized(2)
+
+    def halos(other: int) -> list[int]:
+        found = assign(branches(other), Mesh.of(m1=2), cluster)
+        tensors = [one for one in found.formulated.problem.tensors if one.prices.shape[0] == 1 and not one.prices[0, 0]]
+        return [one.prices.shape[1] - 1 for one in tensors if one.prices.shape[1] > 1 and one.maker >= 0]
+
+    assert max(halos(3)) == 2, "rows and columns, whoever reads them: forward twice, and for both weights"
+    assert max(halos(5)) == 4, "other windows are other rows"
+
+
+def test_elimination_and_the_integer_program_agree() -> None:
+    found = assign(branches(), Mesh.of(m1=2), mw.Cluster.load(ETHERNET).resized(2))
+    core = simplify(found.formulated.problem, widest=1)
+    assert len(core.nodes) > 1
+    other = solve_core(core)
+    assert other.chosen is not None
+    seconds = found.formulated.problem.seconds(core.complete(other.chosen))
+    assert found.solution.seconds == pytest.approx(seconds, rel=1e-6)
