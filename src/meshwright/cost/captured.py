@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from meshwright.cost.gradients import StageNodes
 from meshwright.cost.liveness import highest, last_reads
 from meshwright.cost.node import Node
-from meshwright.cost.nodes import StageNodes
 from meshwright.cost.operators import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
