@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from meshwright.errors import CaptureError
 
@@ -96,3 +96,27 @@ def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
                 where="model or loss_fn",
                 remedy="draw with torch.rand, randn, randint or bernoulli, or put the numbers into the batch",
             )
+
+
+def other_operators(pair: Mapping[int, fx.Graph]) -> None:
+    """That the traces at two sizes run equal operators.
+
+    Raises:
+        CaptureError: they do not; names the first that differs.
+    """
+    (size, smaller), (double, larger) = pair.items()
+    one, two = ([node for node in graph.nodes if node.op != "output"] for graph in (smaller, larger))
+    for first, second in zip(one, two, strict=False):
+        if first.op != second.op or (first.op == "call_function" and first.target != second.target):
+            custom = first.meta.get("custom", {})
+            raise CaptureError(
+                f"the step runs other operators at batch size {double} than at {size}: "
+                f"{second.target} instead of {first.target}",
+                where=f"module {custom.get('module') or '(model)'}, {custom.get('source', '')}",
+                remedy="make the model's control flow independent of the batch size",
+            )
+    if len(one) != len(two):
+        raise CaptureError(
+            f"the step has {len(one)} operators at batch size {size} and {len(two)} at {double}",
+            where="model", remedy="make the model's control flow independent of the batch size",
+        )  # fmt: skip

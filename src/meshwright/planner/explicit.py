@@ -15,7 +15,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import Placement, Shard
+from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
@@ -30,6 +30,7 @@ from meshwright.planner.derive import (
     recomputed,
 )
 from meshwright.planner.factors import Factors, dividing_heads
+from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
@@ -164,9 +165,9 @@ class _Planner:
         if self.layout.pp > 1 and (self.graph.gradients or self.base is None):  # an evaluation runs forwards only
             build(self.layout.schedule, self.layout.pp, self.layout.microbatches, self.layout.chunks)
         if self.base is not None:
-            self._inherit(self.base)
+            inherit(self.factors, self.base, self._firsts())
             if "tp" in self.sizes:
-                self._follow_storage("tp")
+                follow_storage(self.factors, self.base, "tp")
         else:
             pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
             space = [] if self.mixes else self.space
@@ -349,15 +350,6 @@ class _Planner:
                 remedy=f"use a batch of {fits}, or drop the ragged last batch",
             )
 
-    def _inherit(self, base: Plan) -> None:
-        held = cut(self.graph, self._firsts()).stage_of
-        for operator in self.graph.operators:
-            for axis, choice in base.stages[held.get(operator.name, 0)].strategy(operator.name).items():
-                if operator.rule is None or axis not in self.sizes:
-                    continue
-                if operator.rule.splittable(choice) and self.factors.fits(operator, choice, axis):
-                    self.strategies[operator.name][axis] = choice
-
     def _split_batch(self, axis: str) -> None:
         """Every operator with a batch factor splits it, unless that was decided; those that cannot are noted."""
         missed: dict[str, str] = {}
@@ -382,38 +374,6 @@ class _Planner:
             if not reason:  # it has no rule, and a line of its own
                 continue
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
-
-    # --- evaluation and other shapes -----------------------------------------------------------------------------
-
-    def _follow_storage(self, axis: str) -> None:
-        """Operators that the base plan does not name follow what their inputs are split by."""
-        placed: dict[str, str | None] = {}
-        for name in self.graph.parameters:
-            shard = self.base.storage(name).get(axis) if self.base else None
-            if isinstance(shard, Shard):
-                placed[name] = self._class_at(name, shard)
-        for operator in self.graph.operators:
-            strategy = self.strategies[operator.name]
-            if axis not in strategy:
-                for tensor in operator.inputs:
-                    source = placed.get(tensor)
-                    letter = next((one for one, other in operator.classes.items() if other == source), None)
-                    if letter is not None and self.factors.fits(operator, letter, axis):
-                        strategy[axis] = letter
-                        break
-            choice = strategy.get(axis)
-            for output in operator.outputs:
-                found = operator.classes.get(choice) if choice else None
-                dims = [name for dim in self.graph.tensors[output].dims for name in dim]
-                placed[output] = found if found in dims else None
-
-    def _class_at(self, tensor: str, shard: Shard) -> str | None:
-        outer = 1
-        for name in self.graph.tensors[tensor].dims[shard.dim]:
-            if outer == shard.outer:
-                return name
-            outer *= self.graph.factor_classes[name].size
-        return None
 
     def _explained(self) -> tuple[Note, ...]:
         unsplit = unsplit_notes(self.graph, self.cluster) if self.sizes else ()

@@ -1,0 +1,50 @@
+"""Another batch shape, or an evaluation, of a model that has a plan: its operators keep what the plan says of them."""
+
+from meshwright.ir.graph import Graph
+from meshwright.ir.placement import Shard
+from meshwright.ir.plan import Plan
+from meshwright.ir.stages import cut
+from meshwright.planner.factors import Factors
+
+
+def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
+    """Operators keep the strategy that they have in ``base``, where it fits their sizes here."""
+    held = cut(factors.graph, firsts).stage_of
+    for operator in factors.graph.operators:
+        for axis, choice in base.stages[held.get(operator.name, 0)].strategy(operator.name).items():
+            if operator.rule is None or axis not in factors.sizes:
+                continue
+            if operator.rule.splittable(choice) and factors.fits(operator, choice, axis):
+                factors.strategies[operator.name][axis] = choice
+
+
+def follow_storage(factors: Factors, base: Plan, axis: str) -> None:
+    """Operators that ``base`` does not name follow what their inputs are split by."""
+    graph, placed = factors.graph, dict[str, str | None]()
+    for name in graph.parameters:
+        shard = base.storage(name).get(axis)
+        if isinstance(shard, Shard):
+            placed[name] = _class_at(graph, name, shard)
+    for operator in graph.operators:
+        strategy = factors.strategies[operator.name]
+        if axis not in strategy:
+            for tensor in operator.inputs:
+                source = placed.get(tensor)
+                letter = next((one for one, other in operator.classes.items() if other == source), None)
+                if letter is not None and factors.fits(operator, letter, axis):
+                    strategy[axis] = letter
+                    break
+        choice = strategy.get(axis)
+        for output in operator.outputs:
+            found = operator.classes.get(choice) if choice else None
+            dims = [name for dim in graph.tensors[output].dims for name in dim]
+            placed[output] = found if found in dims else None
+
+
+def _class_at(graph: Graph, tensor: str, shard: Shard) -> str | None:
+    outer = 1
+    for name in graph.tensors[tensor].dims[shard.dim]:
+        if outer == shard.outer:
+            return name
+        outer *= graph.factor_classes[name].size
+    return None
