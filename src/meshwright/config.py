@@ -73,8 +73,14 @@ def make(raw: dict[str, Any], *, where: str) -> Run:
 
 def save(run: Run, path: Path) -> None:
     """Write the run, with all its defaults, as a RUN.toml."""
-    tree = {key: value for key, value in msgspec.to_builtins(run).items() if value is not None}
-    files.write_if_changed(path, msgspec.toml.encode(tree))
+    files.write_if_changed(path, msgspec.toml.encode(_given(msgspec.to_builtins(run))))
+
+
+def _given(table: Any) -> Any:
+    """What can stand in a file: keys without a value are left out."""
+    if not isinstance(table, dict):
+        return table
+    return {key: _given(value) for key, value in table.items() if value is not None}
 
 
 def completed(raw: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +204,7 @@ def changes(path: Path, run: Run) -> list[str]:
         before = _flat(tables(path.read_bytes(), where=str(path)))
     except (OSError, FileFormatError):
         return []
-    after = _flat({key: value for key, value in msgspec.to_builtins(run).items() if value is not None})
+    after = _flat(_given(msgspec.to_builtins(run)))
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return [f"{name}: {before.get(name, 'not given')} -> {after.get(name, 'not given')}" for name in names]
 

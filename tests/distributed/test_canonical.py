@@ -179,6 +179,15 @@ def _batch_norm(draw: Draw) -> Arguments:
     return (source, weight, bias, *draw.pick((None, None), (mean, variance)), True, 0.1, 1e-5), {}
 
 
+def _strided(scatters: bool) -> Build:
+    def build(draw: Draw) -> Arguments:
+        a, b, c = draw.sizes(3)
+        written = (draw.tensor(a * b, c),) if scatters else ()
+        return (draw.tensor(a, b, c), *written, [a * b, c], [c, 1]), {}
+
+    return build
+
+
 CANONICAL_CASES: Mapping[Any, Build] = {
     aten.addmm.default: _added(lambda m, k, n, g: [m, n], lambda m, k, n, g: [m, k], lambda m, k, n, g: [k, n]),
     aten.addmv.default: _added(lambda m, k, n, g: [m], lambda m, k, n, g: [m, k], lambda m, k, n, g: [k]),
@@ -225,6 +234,8 @@ CANONICAL_CASES: Mapping[Any, Build] = {
     aten.new_empty_strided.default: lambda draw: ((draw.tensor(2), [2, 3], [3, 1]), {}),
     aten.pixel_shuffle.default: _pixels(up=True),
     aten.pixel_unshuffle.default: _pixels(up=False),
+    aten.as_strided.default: _strided(scatters=False),
+    aten.as_strided_scatter.default: _strided(scatters=True),
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.view.default: lambda draw: ((draw.tensor(3, 4).t(), [12]), {}),

@@ -20,7 +20,7 @@ from meshwright.cost.operators import Rates
 from meshwright.cost.optimizer import ADAMW, MOMENTUM, SGD
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
 from meshwright.ir.halo import most_rows
-from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.stages import cut
@@ -52,6 +52,8 @@ KINDS = {
     collectives.REDUCE_TO_PARTS: "reduce_scatter",
     collectives.HALO_EXCHANGE: "halo",
     collectives.HALO_REDUCE: "halo",
+    collectives.HALO_RETURN: "halo",
+    collectives.ALL_TO_ALL: "all_to_all",
 }
 
 
@@ -80,8 +82,13 @@ def work_of(model: str, cluster: mw.Cluster = CPU, **layout: Any) -> Work:
     return step_work(captured(model).graph, planned(model, **layout), cluster)
 
 
+AXES = {"dp", "dp_shard", "tp", "pp", "sy", "sx"}
+
+
 def groups_of(plan: Plan) -> dict[str, AxisGroup]:
-    return {axis.name: AxisGroup(axis.name, axis.size, 0) for axis in plan.mesh.axes if axis.size > 1}
+    names = dict.fromkeys((*plan.mesh.names, *plan.algorithms))
+    sizes = {name: plan.mesh.size(name) for name in names if plan.mesh.has(name)}
+    return {name: AxisGroup(name, size, 0) for name, size in sizes.items() if size > 1}
 
 
 def programs_of(model: str, plan: Plan) -> list[StageProgram]:
@@ -96,7 +103,7 @@ def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
     found: Counter[tuple[str, str, int]] = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and node.target in KINDS:
-            axis = next(argument for argument in node.args if argument in ("dp", "dp_shard", "tp", "pp", "sy", "sx"))
+            axis = next(one for one in node.args if isinstance(one, str) and set(members(one)) <= AXES)
             value = node.meta["val"]
             if KINDS[node.target] == "halo":
                 found["halo", str(axis), halo_bytes(node)] += 1

@@ -1,6 +1,7 @@
 """Tensors told by their strides, as some backward passes make them: views, where all elements are in order."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -25,14 +26,13 @@ def as_strided_scatter(
 
 
 def _in_order(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> bool:
-    expected, steps = 1, []
-    for length in reversed(size):
-        steps.append(expected)
-        expected *= length
-    same = all(length == 1 or one == step for length, one, step in zip(reversed(size), reversed(stride), steps,
-                                                                        strict=True))  # fmt: skip
-    offset = storage_offset if storage_offset is not None else input.storage_offset()
-    return same and expected == input.numel() and input.is_contiguous() and offset == input.storage_offset()
+    if any(
+        length != 1 and step != prod(size[dim + 1 :])
+        for dim, (length, step) in enumerate(zip(size, stride, strict=True))
+    ):
+        return False
+    offset = input.storage_offset() if storage_offset is None else storage_offset
+    return prod(size) == input.numel() and input.is_contiguous() and offset == input.storage_offset()
 
 
 CANONICAL = {

@@ -78,7 +78,7 @@ def _line(
         return split, "pinned"
     others = sorted((seconds - best, way) for way, seconds in by_way.items() if way != split and np.isfinite(seconds))
     if not others:
-        return split, "nothing else is possible"
+        return split, "nothing else goes with what is around it"
     return split, ", ".join(f"{way} {_more(more)}" for more, way in others[:SHOWN])
 
 
