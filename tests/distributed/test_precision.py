@@ -151,15 +151,20 @@ def difference(one: Run, other: Run) -> float:
 
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half a unit in the last place of a number near 1."""
-ROUNDINGS = {"GPT": 2, "HF Llama": 2, "ResNet": 8}
-"""How many of them four steps may differ by: batch norm divides by what was rounded."""
+ROUNDINGS = {("ResNet", "bfloat16"): 8, ("ResNet", "float16"): 32}
+"""How many of them four steps may differ by, if not 2: batch norm divides by what was rounded, nine times one after the
+other, and torch.autocast rounds what it makes too."""
+
+
+def limit(name: str, precision: str) -> float:
+    return ROUNDINGS.get((name, precision), 2) * ROUNDING[precision]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_one_rank_equals_autocast(name: str, precision: str) -> None:
     found, expected = trained(name, "one rank", precision), by_torch(name, precision)
-    assert difference(found, expected) <= ROUNDINGS[name] * ROUNDING[precision]
+    assert difference(found, expected) <= limit(name, precision)
     assert found.losses != trained(name, "one rank", None).losses, "products were rounded"
 
 
@@ -181,7 +186,7 @@ def test_one_rank_equals_autocast(name: str, precision: str) -> None:
 def test_every_layout_computes_the_same(ranks: Ranks, name: str, layout: str, precision: str) -> None:
     results = ranks(LAYOUTS[layout].num_ranks, trained, name, layout, precision)
     assert all(one.losses == results[0].losses and one.norms == results[0].norms for one in results)
-    assert difference(results[0], trained(name, "one rank", precision)) <= ROUNDINGS[name] * ROUNDING[precision]
+    assert difference(results[0], trained(name, "one rank", precision)) <= limit(name, precision)
 
 
 @pytest.mark.parametrize("name", ["GPT", "ResNet"])
