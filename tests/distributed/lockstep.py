@@ -219,6 +219,9 @@ def execute(
             known[node] = value.copy_(stacked.sum(0) if operation == "sum" else getattr(stacked, f"a{operation}")(0))
         elif node.target is collectives.ALL_GATHER:
             known[node] = torch.stack(swapped(args[1], args[0]))
+        elif node.target is collectives.ALL_TO_ALL:
+            index = by_name[args[1]].index
+            known[node] = torch.stack([one[index] for one in swapped(args[1], args[0])])
         elif node.target is collectives.REDUCE_SCATTER:
             value, operation, name = args[:3]
             index = by_name[name].index

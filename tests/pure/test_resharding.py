@@ -205,10 +205,12 @@ def allowed(kind: Kind, axis: str, before: Placements, after: Placements) -> boo
 
 def cheapest(have: Placements, want: Placements, links: dict[str, Link]) -> float:
     """By relaxing every pair of placements until nothing gets cheaper (Bellman, Ford)."""
-    cuts: list[Placement] = list({one for one in (*have.values(), *want.values()) if isinstance(one, Shard)})
-    cuts += [Shard(0)] if sum(isinstance(one, Partial) for one in have.values()) > 1 else []
-    sums: dict[str, list[Placement]] = {axis: [one] for axis, one in have.items() if isinstance(one, Partial)}
-    choices = [[REPLICATE, *cuts, *sums.get(axis, [])] for axis in SIZES]
+    sums = [axis for axis, one in have.items() if isinstance(one, Partial)]
+    part = [Shard(0)] if len(sums) > 1 else []
+    choices = [
+        list({REPLICATE, have.get(axis, REPLICATE), want.get(axis, REPLICATE), *(part if axis in sums else [])})
+        for axis in SIZES
+    ]
     states = [explicit(dict(zip(SIZES, pair, strict=True))) for pair in product(*choices)]
     states = [one for one in states if legal(one)]
     cost = [0.0 if one == explicit(have) else inf for one in states]

@@ -98,6 +98,19 @@ def _cheapest(
 ) -> tuple[Move, ...]:
     search = _Search(dict(sizes), dict(links), shape, item_bytes, dict(start), dict(end))
     axes = {axis for axis, _ in sizes}
+    differ = frozenset(axis for axis in axes if dict(start).get(axis) != dict(end).get(axis))
+    # what lies right is only moved where it blocks what does not
+    found = _path(search, start, end, differ) if not flat_axis(dict(start)) else None
+    if found is None:
+        found = _path(search, start, end, frozenset(axes))
+    lost = [axis for axis, one in end if isinstance(one, Partial) and dict(start).get(axis) != one]
+    assert found is not None, f"no partial sum over {lost} to pass on: {start} to {end}"  # it would count once a rank
+    return found
+
+
+def _path(search: "_Search", start: _State, end: _State, moved: frozenset[str]) -> tuple[Move, ...] | None:
+    """The cheapest moves over these axes; None where they cannot do it."""
+    axes = set(search.names)
     queue: list[tuple[float, int, tuple[tuple[int, int, str], ...], int]] = [(0.0, 0, (), 0)]
     paths: list[tuple[_State, tuple[Move, ...]]] = [(start, ())]
     done: set[_State] = set()
@@ -109,14 +122,13 @@ def _cheapest(
         if state in done:
             continue
         done.add(state)
-        for move in search.moves(dict(state)):
+        for move in search.moves(dict(state), moved):
             after = _named(move.after, axes)
             if after not in done:
                 paths.append((after, (*path, move)))
                 cost = seconds + search.seconds(move)
                 heapq.heappush(queue, (cost, count + 1, (*order, search.order(move)), len(paths) - 1))
-    lost = [axis for axis, one in end if isinstance(one, Partial) and dict(start).get(axis) != one]
-    raise AssertionError(f"no partial sum over {lost} to pass on: {start} to {end}")  # it would count once a rank
+    return None
 
 
 class _Search:
@@ -134,21 +146,24 @@ class _Search:
         self.sizes, self.links, self.shape, self.item_bytes = sizes, links, shape, item_bytes
         self.names = list(sizes)
         self.joined = [members(name) for name in links if len(members(name)) > 1]
-        cuts = [one for one in (*want.values(), *have.values()) if isinstance(one, Shard)]
-        if sum(isinstance(one, Partial) for one in have.values()) > 1:  # a sum over levels, each on a part of it
-            cuts += [Shard(dim) for dim in range(len(shape)) if shape[dim] > 1][:1]
-        self.cuts = list(dict.fromkeys(cuts))
+        terms = [axis for axis, one in have.items() if isinstance(one, Partial)]
+        part = [Shard(dim) for dim in range(len(shape)) if shape[dim] > 1][:1] if len(terms) > 1 else []
+        self.cuts: dict[str, list[Shard]] = {}
+        """By axis: as it is cut at the end or the beginning, and for a sum over levels, each on a part of it."""
+        for axis in self.names:
+            own = [one for one in (want.get(axis), have.get(axis)) if isinstance(one, Shard)]
+            self.cuts[axis] = list(dict.fromkeys([*own, *(part if axis in terms else [])]))
         self.want, self.flat = want, flat_axis(want)
         self._bytes: dict[_State, int] = {}
 
-    def moves(self, now: Placements) -> Iterator[Move]:
-        """Every move from a placement. What is Flat cuts what other axes leave: until it is gathered, these may only
-        be reduced."""
+    def moves(self, now: Placements, moved: frozenset[str]) -> Iterator[Move]:
+        """Every move from a placement over the axes ``moved``. What is Flat cuts what other axes leave: until it is
+        gathered, these may only be reduced."""
         flat = flat_axis(now)
         if flat:
             yield self._move("all_gather", (flat,), now[flat], now, None)
         for axes in (*((axis,) for axis in self.names), *self.joined):
-            if len({now.get(axis) for axis in axes}) == 1:
+            if moved.issuperset(axes) and len({now.get(axis) for axis in axes}) == 1:
                 yield from self._of(axes, now, bool(flat))
 
     def _of(self, axes: tuple[str, ...], now: Placements, flat: bool) -> Iterator[Move]:
@@ -166,8 +181,8 @@ class _Search:
             if self._blocked(axes[-1], placement, now):
                 return
             yield self._move("all_gather", axes, placement, now, None)
-        for cut in self.cuts:
-            if not self._fits(axes, cut, rest):
+        for cut in self.cuts[axes[0]]:
+            if any(cut not in self.cuts[axis] for axis in axes) or not self._fits(axes, cut, rest):
                 continue
             if placement is None and single:
                 yield self._move("slice", axes, cut, now, cut)
