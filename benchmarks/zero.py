@@ -39,10 +39,14 @@ from meshwright.ir.result import Check, Finding, Settings
 from meshwright.models import (
     GPT,
     MLP,
+    VGG,
+    AlexNet,
+    GoogLeNet,
     GPTConfig,
     LeNet,
     ResNet,
     UNet,
+    WideResNet,
     classification_loss,
     demo_gpt,
     gpt_s,
@@ -90,6 +94,14 @@ MODELS = [
           partial(pictures, channels=1, pixels=32), 256),
     Model("LeNet", LeNet, classification_loss, partial(pictures, channels=1, pixels=28), 1024),
     Model("ResNet", partial(ResNet, depth=8, width=32), classification_loss,
+          partial(pictures, channels=3, pixels=32), 32, loss_spread=None),
+    Model("AlexNet", partial(AlexNet, 79, classes=CLASSES, dense=(1024, 1024)), classification_loss,
+          partial(pictures, channels=3, pixels=79), 16, loss_spread=None),
+    Model("VGG", partial(VGG, (1, 1, 2), 32, 32, classes=CLASSES, dense=(256,)), classification_loss,
+          partial(pictures, channels=3, pixels=32), 32, loss_spread=None),
+    Model("GoogLeNet", partial(GoogLeNet, 16, classes=CLASSES), classification_loss,
+          partial(pictures, channels=3, pixels=64), 16, loss_spread=None),
+    Model("Wide-ResNet", partial(WideResNet, (1, 1, 1), 32, classes=CLASSES), classification_loss,
           partial(pictures, channels=3, pixels=32), 32, loss_spread=None),
     Model("U-Net", partial(UNet, width=16, classes=CLASSES), segmentation_loss,
           partial(pictures, channels=3, pixels=64, by_pixel=True), 8),
@@ -287,7 +299,8 @@ def write(results: Sequence[Finding], rounds: int, steps: int) -> None:
     words = f"""Speed is the ratio of two medians over {rounds} alternating rounds of {steps} steps in the same
 processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad, forward,
 loss, backward and SGD with momentum 0.9, in float32, without clipping. Of a peer's several settings the fastest counts.
-All sides give the same losses, but for ResNet: Meshwright's batch norm takes the statistics of the global batch, as one
+All sides give the same losses, but for AlexNet and VGG, which draw other dropout, and for ResNet, GoogLeNet and
+Wide-ResNet: Meshwright's batch norm takes the statistics of the global batch, as one
 process does, and communicates for it; DistributedDataParallel's takes those of each rank's part (SyncBatchNorm does not
 run on CPUs).
 
