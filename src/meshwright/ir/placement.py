@@ -93,8 +93,9 @@ def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], *names: str, 
             outer = 1
             for position, factor in enumerate(dim):
                 if factor.name == name:
-                    inner = dim[position + 1 :] if sizes[name] % parts else ()
-                    return Shard(index, outer, prod(_size(one, sizes) for one in inner))
+                    if sizes[name] % parts == 0:
+                        return Shard(index, outer)
+                    return Shard(index, outer, prod(_size(one, sizes) for one in dim[position + 1 :]))
                 outer *= _size(factor, sizes)
     return None
 
@@ -152,11 +153,11 @@ def _shard(
 
 def parts_of(rule: Rule, strategy: Mapping[str, str], letter: str, sizes: Mapping[str, int]) -> int:
     """In how many parts a letter is cut, over all axes that split it."""
-    return prod(
-        sizes.get(axis, 1)
-        for axis, choice in strategy.items()
-        if choice == letter or (choice in rule.joint and letter in rule.joint[choice])
-    )
+    parts, joint = 1, rule.joint
+    for axis, choice in strategy.items():
+        if choice == letter or (joint and letter in joint.get(choice, ())):
+            parts *= sizes.get(axis, 1)
+    return parts
 
 
 def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[str, int] | None:
