@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, log2, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,6 @@ from meshwright.ir.placement import (
     Placement,
     Placements,
     Shard,
-    flat_axis,
     local_shape,
     nested,
 )
@@ -71,20 +70,18 @@ class Mover(msgspec.Struct, frozen=True):
         """The moves from ``have`` to ``want`` that take the least time for a tensor of ``shape``; of equals the fewest,
         and then reductions before gathers before slices, outer axes first (of gathers, inner ones)."""
         sizes = tuple((axis, size) for axis, size in self.sizes.items() if len(members(axis)) == 1)
-        axes = {axis for axis, _ in sizes}
-        links = tuple((name, link) for name, link in self.links.items() if axes.issuperset(members(name)))
-        start, end = (_named(placements, axes) for placements in (have, want))
-        if start == end:
-            return ()
-        return _cheapest(start, end, sizes, links, shape, item_bytes)
+        names = [axis for axis, _ in sizes]
+        links = tuple((name, link) for name, link in self.links.items() if set(names).issuperset(members(name)))
+        start, end = (_state(placements, names) for placements in (have, want))
+        return _cheapest(start, end, sizes, links, shape, item_bytes) if start != end else ()
 
 
-_State = tuple[tuple[str, Placement], ...]
-"""The axes that are not Replicate, outermost first."""
+_State = tuple[Placement | None, ...]
+"""By axis, outermost first; Replicate is None."""
 
 
-def _named(placements: Mapping[str, Placement], axes: set[str]) -> _State:
-    return tuple(sorted((axis, one) for axis, one in placements.items() if one != REPLICATE and axis in axes))
+def _state(placements: Placements, names: list[str]) -> _State:
+    return tuple(None if placements.get(axis) == REPLICATE else placements.get(axis) for axis in names)
 
 
 @lru_cache(maxsize=65536)
@@ -96,173 +93,244 @@ def _cheapest(
     shape: tuple[int, ...],
     item_bytes: int,
 ) -> tuple[Move, ...]:
-    search = _Search(dict(sizes), dict(links), shape, item_bytes, dict(start), dict(end))
-    axes = {axis for axis, _ in sizes}
-    differ = frozenset(axis for axis in axes if dict(start).get(axis) != dict(end).get(axis))
+    tensor = _tensor(sizes, links, shape, item_bytes)
+    cuts = _cuts(tensor, start, end)
+    differ = sum(1 << axis for axis, (one, other) in enumerate(zip(start, end, strict=True)) if one != other)
     # what lies right is only moved where it blocks what does not
-    found = _path(search, start, end, differ) if not flat_axis(dict(start)) else None
+    found = _path(tensor, start, end, cuts, differ) if Flat() not in start else None
     if found is None:
-        found = _path(search, start, end, frozenset(axes))
-    lost = [axis for axis, one in end if isinstance(one, Partial) and dict(start).get(axis) != one]
+        found = _path(tensor, start, end, cuts, (1 << len(sizes)) - 1)
+    lost = [axis for axis, one in enumerate(end) if isinstance(one, Partial) and start[axis] != one]
     assert found is not None, f"no partial sum over {lost} to pass on: {start} to {end}"  # it would count once a rank
-    return found
+    return tuple(tensor.move(before, step) for before, step in found)
 
 
-def _path(search: "_Search", start: _State, end: _State, moved: frozenset[str]) -> tuple[Move, ...] | None:
-    """The cheapest moves over these axes; None where they cannot do it."""
-    axes = set(search.names)
-    queue: list[tuple[float, int, tuple[tuple[int, int, str], ...], int]] = [(0.0, 0, (), 0)]
-    paths: list[tuple[_State, tuple[Move, ...]]] = [(start, ())]
-    done: set[_State] = set()
+def _cuts(tensor: "_Tensor", start: _State, end: _State) -> list[list[Shard]]:
+    """What a search tries, by group: an axis is cut as at the end or the beginning, and for a sum over levels, each
+    axis of it on a part; axes that move as one, alike."""
+    terms = [isinstance(one, Partial) for one in start]
+    part = [Shard(dim) for dim, size in enumerate(tensor.shape) if size > 1][:1] if sum(terms) > 1 else []
+    own = [
+        list(dict.fromkeys([*(one for one in ends if isinstance(one, Shard)), *(part if term else [])]))
+        for term, *ends in zip(terms, end, start, strict=True)
+    ]
+    return [[cut for cut in own[group.axes[0]] if all(cut in own[a] for a in group.axes)] for group in tensor.groups]
+
+
+def _path(
+    tensor: "_Tensor", start: _State, end: _State, cuts: list[list[Shard]], moved: int
+) -> list[tuple[_State, "_Step"]] | None:
+    """The cheapest steps over the axes whose bits ``moved`` has, each with what it starts from; None where none do."""
+    flat = end.index(Flat()) if Flat() in end else None
+    first: tuple[float, int, tuple[_Order, ...]] = (0.0, 0, ())
+    best = {start: first}
+    reached: dict[_State, tuple[_State, _Step]] = {}
+    queue = [(first, 0, start)]
+    number = 0
     while queue:
-        seconds, count, order, number = heapq.heappop(queue)
-        state, path = paths[number]
+        label, _, state = heapq.heappop(queue)
         if state == end:
-            return path
-        if state in done:
+            return _steps(reached, start, end)
+        if label is not best[state]:
             continue
-        done.add(state)
-        for move in search.moves(dict(state), moved):
-            after = _named(move.after, axes)
-            if after not in done:
-                paths.append((after, (*path, move)))
-                cost = seconds + search.seconds(move)
-                heapq.heappush(queue, (cost, count + 1, (*order, search.order(move)), len(paths) - 1))
+        seconds, count, order = label
+        for step in tensor.steps(state, end, flat, cuts, moved):
+            new = (seconds + step.seconds, count + 1, (*order, step.order))
+            if step.after not in best or new < best[step.after]:
+                best[step.after], reached[step.after] = new, (state, step)
+                number += 1
+                heapq.heappush(queue, (new, number, step.after))
     return None
 
 
-class _Search:
-    """All moves from a placement, and what they take."""
+def _steps(reached: dict[_State, tuple[_State, "_Step"]], start: _State, state: _State) -> list[tuple[_State, "_Step"]]:
+    path: list[tuple[_State, _Step]] = []
+    while state != start:
+        path.append(reached[state])
+        state = path[-1][0]
+    return path[::-1]
 
-    def __init__(
-        self,
-        sizes: dict[str, int],
-        links: dict[str, Link],
-        shape: tuple[int, ...],
-        item_bytes: int,
-        have: Placements,
-        want: Placements,
-    ) -> None:
+
+_Order = tuple[int, int, str]
+"""Where a step comes among equals."""
+
+
+class _Group(NamedTuple):
+    """Axes that move as one: by number, and as bits."""
+
+    number: int
+    name: str
+    axes: tuple[int, ...]
+    bits: int
+
+
+class _Step(NamedTuple):
+    """A move, where its beginning is known. It is ``even`` where all ranks have as much of a tensor afterwards."""
+
+    kind: Kind
+    group: _Group
+    placement: Placement
+    after: _State
+    seconds: float
+    order: _Order
+    even: bool
+
+
+class _Start(NamedTuple):
+    """How a group may leave a state: by one step wherever the tensor goes, and where it is ``open``, by cuts."""
+
+    group: _Group
+    step: _Step | None
+    open: bool
+
+
+@lru_cache(maxsize=1024)
+def _tensor(
+    sizes: tuple[tuple[str, int], ...], links: tuple[tuple[str, Link], ...], shape: tuple[int, ...], item_bytes: int
+) -> "_Tensor":
+    return _Tensor(dict(sizes), dict(links), shape, item_bytes)
+
+
+class _Tensor:
+    """All steps of a tensor on a mesh, and what they take. What one search has found, others find here."""
+
+    def __init__(self, sizes: dict[str, int], links: dict[str, Link], shape: tuple[int, ...], item_bytes: int) -> None:
         self.sizes, self.links, self.shape, self.item_bytes = sizes, links, shape, item_bytes
         self.names = list(sizes)
-        self.joined = [members(name) for name in links if len(members(name)) > 1]
-        terms = [axis for axis, one in have.items() if isinstance(one, Partial)]
-        part = [Shard(dim) for dim in range(len(shape)) if shape[dim] > 1][:1] if len(terms) > 1 else []
-        self.cuts: dict[str, list[Shard]] = {}
-        """By axis: as it is cut at the end or the beginning, and for a sum over levels, each on a part of it."""
-        for axis in self.names:
-            own = [one for one in (want.get(axis), have.get(axis)) if isinstance(one, Shard)]
-            self.cuts[axis] = list(dict.fromkeys([*own, *(part if axis in terms else [])]))
-        self.want, self.flat = want, flat_axis(want)
+        names = [*self.names, *(name for name in links if len(members(name)) > 1)]
+        axes = [tuple(self.names.index(axis) for axis in members(name)) for name in names]
+        self.groups = [
+            _Group(number, name, own, sum(1 << axis for axis in own))
+            for number, (name, own) in enumerate(zip(names, axes, strict=True))
+        ]
+        self._starts: dict[_State, list[_Start]] = {}
+        self._cuts: dict[tuple[_State, int, Shard | Flat], _Step | None] = {}
         self._bytes: dict[_State, int] = {}
 
-    def moves(self, now: Placements, moved: frozenset[str]) -> Iterator[Move]:
-        """Every move from a placement over the axes ``moved``. What is Flat cuts what other axes leave: until it is
-        gathered, these may only be reduced."""
-        flat = flat_axis(now)
-        if flat:
-            yield self._move("all_gather", (flat,), now[flat], now, None)
-        for axes in (*((axis,) for axis in self.names), *self.joined):
-            if moved.issuperset(axes) and len({now.get(axis) for axis in axes}) == 1:
-                yield from self._of(axes, now, bool(flat))
-
-    def _of(self, axes: tuple[str, ...], now: Placements, flat: bool) -> Iterator[Move]:
-        placement = now.get(axes[0])
-        rest = {axis: one for axis, one in now.items() if axis not in axes}
-        single = len(axes) == 1
-        if isinstance(placement, Partial):
-            yield self._move("all_reduce", axes, placement, now, None)
-        if flat:
-            return
-        if single and axes[0] == self.flat and (placement is None or placement == Partial("sum")):
-            kind: Kind = "slice" if placement is None else "reduce_scatter"
-            yield self._move(kind, axes, Flat(), now, Flat())
-        if isinstance(placement, Shard):
-            if self._blocked(axes[-1], placement, now):
-                return
-            yield self._move("all_gather", axes, placement, now, None)
-        for cut in self.cuts[axes[0]]:
-            if any(cut not in self.cuts[axis] for axis in axes) or not self._fits(axes, cut, rest):
+    def steps(
+        self, state: _State, end: _State, flat: int | None, cuts: list[list[Shard]], moved: int
+    ) -> Iterator[_Step]:
+        """Every step from a state of the groups whose bits are all ``moved``, on the way to ``end``, where the axis
+        ``flat`` is Flat. A step to what is not even leads to the end only."""
+        if state not in self._starts:
+            self._starts[state] = list(self._starts_of(state))
+        for group, whole, is_open in self._starts[state]:
+            if group.bits & ~moved and not (whole and whole.placement == Flat()):
                 continue
-            if placement is None and single:
-                yield self._move("slice", axes, cut, now, cut)
-            elif placement == Partial("sum"):
-                yield self._move("reduce_scatter", axes, cut, now, cut)
-            elif isinstance(placement, Shard) and cut.dim != placement.dim and self._alike(axes, placement, cut, rest):
-                yield self._move("all_to_all", axes, placement, now, cut)
+            if whole:
+                yield whole
+            if not is_open:
+                continue
+            if group.axes == (flat,) and (step := self._cut(state, group, Flat())):
+                yield step
+            for cut in cuts[group.number]:
+                if (step := self._cut(state, group, cut)) and (step.even or all(end[a] == cut for a in group.axes)):
+                    yield step
 
-    def _move(
-        self, kind: Kind, axes: tuple[str, ...], placement: Placement, now: Placements, made: Shard | Flat | None
-    ) -> Move:
-        after = {axis: one for axis, one in now.items() if axis not in axes}
-        after |= {axis: made for axis in axes if made is not None}
-        assert isinstance(placement, Shard | Flat | Partial)
-        target = made if kind == "all_to_all" and isinstance(made, Shard) else None
-        return Move(kind, "+".join(axes), placement, now, after, target)
+    def _starts_of(self, state: _State) -> Iterator[_Start]:
+        """What is Flat cuts what other axes leave: until it is gathered, these may only be reduced."""
+        flat = state.index(Flat()) if Flat() in state else None
+        if flat is not None:
+            yield _Start(self.groups[flat], self._step("all_gather", self.groups[flat], state, None), False)
+        for group in self.groups:
+            if len({state[axis] for axis in group.axes}) > 1:
+                continue
+            placement = state[group.axes[0]]
+            if isinstance(placement, Partial):
+                yield _Start(group, self._step("all_reduce", group, state, None), flat is None)
+            elif flat is None and placement is None:
+                yield _Start(group, None, True)
+            # not where an inner axis cuts what this one has left of the same factor
+            elif flat is None and placement not in state[group.axes[-1] + 1 :]:
+                yield _Start(group, self._step("all_gather", group, state, None), True)
 
-    def _blocked(self, axis: str, placement: Shard, now: Placements) -> bool:
-        """Whether an inner axis cuts what this one has left of the same factor."""
-        inner = self.names[self.names.index(axis) + 1 :]
-        return any(now.get(other) == placement for other in inner)
+    def _cut(self, state: _State, group: _Group, cut: Shard | Flat) -> _Step | None:
+        """The step after which a group is cut so; None where there is none."""
+        key = (state, group.number, cut)
+        if key not in self._cuts:
+            self._cuts[key] = self._cut_of(state, group, cut)
+        return self._cuts[key]
 
-    def _fits(self, axes: tuple[str, ...], cut: Shard, rest: Placements) -> bool:
+    def _cut_of(self, state: _State, group: _Group, cut: Shard | Flat) -> _Step | None:
+        placement = state[group.axes[0]]
+        kind: Kind
+        if placement is None and len(group.axes) == 1:
+            kind = "slice"
+        elif placement == Partial("sum"):
+            kind = "reduce_scatter"
+        elif isinstance(placement, Shard) and isinstance(cut, Shard) and placement.dim != cut.dim:
+            kind = "all_to_all"
+        else:
+            return None
+        if isinstance(cut, Flat):
+            return self._step(kind, group, state, cut)
+        if not self._fits(group, cut, state):
+            return None
+        step = self._step(kind, group, state, cut)
+        even = self._divides(cut.dim, step.after)
+        if isinstance(placement, Shard) and not (even and self._divides(placement.dim, state)):
+            return None  # not all ranks have as much to send
+        return step._replace(even=even)
+
+    def _step(self, kind: Kind, group: _Group, state: _State, made: Shard | Flat | None) -> _Step:
+        after = tuple(made if axis in group.axes else one for axis, one in enumerate(state))
+        placement = made if kind in ("slice", "reduce_scatter") else state[group.axes[0]]
+        assert placement is not None
+        place = -group.axes[0] if kind == "all_gather" else group.axes[0]
+        order = (_ORDER[kind], place, str(made if kind == "all_to_all" else placement))
+        return _Step(kind, group, placement, after, self._seconds(kind, group, state, after), order, True)
+
+    def move(self, before: _State, step: _Step) -> Move:
+        """What others see of a step."""
+        made = step.after[step.group.axes[0]]
+        target = made if step.kind == "all_to_all" and isinstance(made, Shard) else None
+        assert isinstance(step.placement, Shard | Flat | Partial)
+        return Move(step.kind, step.group.name, step.placement, self._named(before), self._named(step.after), target)
+
+    def _named(self, state: _State) -> dict[str, Placement]:
+        return {axis: one for axis, one in zip(self.names, state, strict=True) if one is not None}
+
+    def _fits(self, group: _Group, cut: Shard, state: _State) -> bool:
         """Whether the axes can cut so beside what other axes cut: on one dim, an inner factor must begin where the
         parts of an outer one begin, and one factor is cut by outer axes first."""
-        now = dict(rest)
-        for axis in axes:
-            if not self._nests(axis, cut, now):
-                return False
-            now[axis] = cut
-        return self._divides(cut.dim, now) or all(self.want.get(axis) == cut for axis in axes)
+        return all(
+            self._nests(axis, cut, other, placement)
+            for axis in group.axes
+            for other, placement in enumerate(state)
+            if other not in group.axes and isinstance(placement, Shard) and placement.dim == cut.dim
+        )
 
-    def _alike(self, axes: tuple[str, ...], placement: Shard, cut: Shard, rest: Placements) -> bool:
-        """Whether all ranks of the axes have as much of a tensor under both cuts."""
-        return all(self._divides(one.dim, {**rest, **dict.fromkeys(axes, one)}) for one in (placement, cut))
+    def _nests(self, axis: int, cut: Shard, other: int, placement: Shard) -> bool:
+        if placement == cut:
+            return other < axis
+        if placement.outer <= cut.outer:
+            return nested(placement, self._parts(other), cut, self.shape[cut.dim])
+        return nested(cut, self._parts(axis), placement, self.shape[cut.dim])
 
-    def _nests(self, axis: str, cut: Shard, now: Placements) -> bool:
-        for other, placement in now.items():
-            if not isinstance(placement, Shard) or placement.dim != cut.dim:
-                continue
-            if placement == cut:
-                if self.names.index(other) > self.names.index(axis):
-                    return False
-                continue
-            pair = (
-                (placement, self.sizes[other], cut)
-                if placement.outer <= cut.outer
-                else (cut, self.sizes[axis], placement)
-            )
-            if not nested(*pair, self.shape[cut.dim]):
-                return False
-        return True
+    def _parts(self, *axes: int) -> int:
+        return prod(self.sizes[self.names[axis]] for axis in axes)
 
-    def _divides(self, dim: int, now: Placements) -> bool:
+    def _divides(self, dim: int, state: _State) -> bool:
         """Whether all blocks of a dim are cut evenly."""
-        cuts = [(one.outer, self.sizes[axis]) for axis, one in now.items() if isinstance(one, Shard) and one.dim == dim]
-        if any(isinstance(one, Shard) and one.dim == dim and one.unit > 1 for one in now.values()):
+        cuts = [(one, axis) for axis, one in enumerate(state) if isinstance(one, Shard) and one.dim == dim]
+        if any(one.unit > 1 for one, _ in cuts):
             return False
-        parts = {outer: prod(size for other, size in cuts if other == outer) for outer, _ in cuts}
-        ends = [*sorted(parts), self.shape[dim]]
-        return all(inner % (outer * parts[outer]) == 0 for outer, inner in pairwise(ends))
+        outers = sorted({one.outer for one, _ in cuts})
+        parts = {outer: self._parts(*(axis for one, axis in cuts if one.outer == outer)) for outer in outers}
+        return all(inner % (outer * parts[outer]) == 0 for outer, inner in pairwise([*outers, self.shape[dim]]))
 
-    def seconds(self, move: Move) -> float:
-        """Of one move."""
-        if move.kind == "slice":
+    def _seconds(self, kind: Kind, group: _Group, before: _State, after: _State) -> float:
+        """Of one step."""
+        if kind == "slice":
             return 0.0
-        parts = prod(self.sizes[axis] for axis in members(move.axis))
-        link = self.links.get(move.axis) or Link()
-        largest = max(self._size(move.before), self._size(move.after))
-        passes = 2 if move.kind == "all_reduce" else 1
-        rounds = parts - 1 if move.kind == "all_to_all" else passes * ceil(log2(parts))
+        parts = self._parts(*group.axes)
+        link = self.links.get(group.name) or Link()
+        largest = max(self._size(before), self._size(after))
+        passes = 2 if kind == "all_reduce" else 1
+        rounds = parts - 1 if kind == "all_to_all" else passes * ceil(log2(parts))
         return rounds * link.latency_s + passes * (parts - 1) / parts * largest * link.byte_s
 
-    def _size(self, placements: Placements) -> int:
-        key = tuple(sorted(placements.items()))
-        if key not in self._bytes:
-            self._bytes[key] = prod(local_shape(self.shape, placements, self.sizes)) * self.item_bytes
-        return self._bytes[key]
-
-    def order(self, move: Move) -> tuple[int, int, str]:
-        """Where a move comes among equals."""
-        place = self.names.index(members(move.axis)[0])
-        return _ORDER[move.kind], -place if move.kind == "all_gather" else place, str(move.target or move.placement)
+    def _size(self, state: _State) -> int:
+        if state not in self._bytes:
+            self._bytes[state] = prod(local_shape(self.shape, self._named(state), self.sizes)) * self.item_bytes
+        return self._bytes[state]
