@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from benchmarks import peers, report
+from benchmarks import overlap, peers, report
 from benchmarks.foundation import LOSS_SPREAD, NUM_BATCHES, OURS, ROUNDS, STEPS, Sides, over, sgd, timed
 from benchmarks.memory import MIB, status_bytes
 from benchmarks.prediction import text
@@ -308,7 +308,11 @@ Memory is that of the rank that needs most, beyond what it held after a step of 
 {LARGE.layers} layers, {LARGE.width} wide, {LARGE.heads} heads, vocabulary {LARGE.vocabulary}, batch {LARGE_BATCH} x
 {LARGE.sequence_length}, AdamW, float32. Persistent: resident between steps, after malloc_trim: parameters, optimizer
 state, and the memory in which gradients are summed up over micro-batches, which stays. Peak: VmHWM over two steps,
-reset before. Predicted: what plans are made with."""
+reset before. Predicted: what plans are made with.
+
+Exposed communication is what computing stands still for, by the trace of every step, of the rank that waits least (the
+other waits for it, too), median of {overlap.STEPS} steps; two network namespaces joined at 1 Gbit/s, beside the
+simulated step with transfers that share the link."""
     report.write("zero", "The targets of ZeRO", COMMAND, timed(rounds, steps), settings(), results, words)
 
 
@@ -332,6 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for found in memory(layout, mw.Cluster.load("cpu-local")):
                 results.append(found)
                 show(found)
+    if options.only in "boxes":
+        for found in overlap.findings():
+            results.append(found)
+            show(found)
     if not options.only:
         write(results, options.rounds, options.steps)
         print("written to benchmarks/results/zero.md and .json")

@@ -139,9 +139,14 @@ class Network:
         return written(ranges) if ranges else ""
 
     def measured_s(self, operation: str, algorithm: str, num_bytes: float, group: Group) -> float | None:
-        """What the cluster's file says that one algorithm takes; None where it was not measured."""
-        rows = self._tables(operation, group).get(algorithm)
-        return None if rows is None else _between(rows, num_bytes)
+        """What the cluster's file says that one algorithm takes; None where it was not measured, or only at sizes that
+        are smaller, while others were."""
+        tables = self._tables(operation, group)
+        rows = tables.get(algorithm)
+        if rows is None:
+            return None
+        known = max(size for one in tables.values() for size, _ in one)
+        return None if max(size for size, _ in rows) < min(num_bytes, known) else _between(rows, num_bytes)
 
     def _table_s(self, operation: str, num_bytes: float, group: Group) -> float | None:
         """What was measured, by the fastest algorithm; None where nothing was."""

@@ -5,8 +5,9 @@ two boxes of two     box        0 1    2 3       all boxes at once
                      network    0 1 2 3          all, also by the algorithms along levels
 """
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +30,9 @@ from meshwright.schedules.collectives.hierarchy import equal_boxes
 OURS = "ring"
 """Any algorithm that is not torch.distributed's: groups are made with what ours need."""
 CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-LONG_BYTES, HOPELESS = 2**20, 3.0
+LONG_BYTES = 2**20
+"""From this size on, algorithms in pieces are measured."""
+HOPELESS_BYTES, HOPELESS = 2**22, 3.0
 """From this size on, an algorithm that takes so many times as long as the fastest is not measured at larger ones."""
 
 BLOCK_S, MOST_CALLS, LEAST_BLOCKS = 1e-3, 50, 3
@@ -39,13 +42,18 @@ Advance = Callable[[str], None]
 Call = Callable[[], object]
 
 
-class Sizes(msgspec.Struct, frozen=True):
-    """Bytes of messages and what is done with them; how often each is timed: at most ``repeats`` times, and for about
-    ``most_s`` seconds."""
+_Pair = tuple[str, Channel | None, bool]
 
-    bytes: tuple[int, ...] = (64, *(4**power for power in range(6, 14)))
-    repeats: int = 12
-    most_s: float = 0.4
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Bytes of messages and what is done with them; how often each is timed: in so many ``sweeps`` over all sizes, at
+    most ``repeats`` times each, and for about ``most_s`` seconds. What else goes on comes and goes: of sweeps, which
+    lie apart, the median counts."""
+
+    bytes: tuple[int, ...] = (64, *(2**power for power in range(12, 27)))
+    repeats: int = 30
+    most_s: float = 0.03
+    sweeps: int = 3
     operations: tuple[Operation, ...] = ("broadcast", *CHOSEN)
 
 
@@ -88,23 +96,33 @@ def boxes_of_world() -> Places:
 
 def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTiming]:
     """Messages and collectives by level; every rank calls it."""
-    rank, rows = dist.get_rank(), list[CollectiveTiming]()
-    for level, channel, first in _pairs(places, rank):
+    found: dict[CollectiveTiming, list[float]] = {}
+    pairs, groups = list(_pairs(places, dist.get_rank())), list(_groups(places, dist.get_rank()))
+    memory = torch.zeros(max(sizes.bytes) // 4)  # one for all: memory that is new is slower for a while
+    for _ in range(sizes.sweeps):
+        for row in _sweep(sizes, memory, pairs, groups, advance):
+            found.setdefault(msgspec.structs.replace(row, time_s=1.0), []).append(row.time_s)
+    return [msgspec.structs.replace(row, time_s=statistics.median(times)) for row, times in found.items()]
+
+
+def _sweep(
+    sizes: Sizes, memory: Tensor, pairs: Sequence[_Pair], groups: Sequence[_Group], advance: Advance
+) -> Iterator[CollectiveTiming]:
+    for level, channel, first in pairs:
         for size in sizes.bytes:
             advance(f"send of {size} bytes")
-            seconds = _in_step(_ping_pong(channel, first, size), sizes) / 2
-            rows.append(_row("send", "channel", level, 2, size, seconds))
-    for one in _groups(places, rank):
+            seconds = _in_step(_ping_pong(channel, first, _vector(memory, size)), sizes) / 2
+            yield _row("send", "channel", level, 2, size, seconds)
+    for one in groups:
         boxes = equal_boxes(one.fan_outs) if one.fan_outs else ""
         for operation in sizes.operations:
             names: tuple[str, ...] = (NATIVE,)
             if operation in CHOSEN:
                 names = (*candidates(operation, one.group.size, boxes), *((MPI,) if mpi.is_there() else ()))
-            rows += _by_size(one, operation, names, sizes, advance)
-    return rows
+            yield from _by_size(one, operation, names, sizes, memory, advance)
 
 
-def _pairs(places: Places, rank: int) -> Iterator[tuple[str, Channel | None, bool]]:
+def _pairs(places: Places, rank: int) -> Iterator[_Pair]:
     """Whom this rank sends messages to: at which level, by which channel (None: it is left over), who begins."""
     num_boxes, each = places
     for level, index, count, stride in ((BOX, rank % each, each, 1), (NETWORK, rank // each, num_boxes, each)):
@@ -133,7 +151,7 @@ def _groups(places: Places, rank: int) -> Iterator[_Group]:
 
 
 def _by_size(
-    one: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, advance: Advance
+    one: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, memory: Tensor, advance: Advance
 ) -> Iterator[CollectiveTiming]:
     """Rows of all algorithms; long vectors only of those that may be the fastest."""
     left = list(names)
@@ -142,9 +160,9 @@ def _by_size(
         for name in left if size >= LONG_BYTES else (one for one in left if not in_pieces(one)):
             advance(f"{operation} of {size} bytes")
             group = msgspec.structs.replace(one.group, algorithm=name)
-            seconds[name] = _in_step(_OPERATIONS[operation](group, size), sizes)
+            seconds[name] = _in_step(_OPERATIONS[operation](group, _vector(memory, size)), sizes)
             yield _row(operation, name, one.level, group.size, size, seconds[name], one.fan_outs)
-        if size >= LONG_BYTES:
+        if size >= HOPELESS_BYTES:
             left = [name for name in seconds if seconds[name] <= HOPELESS * min(seconds.values())]
 
 
@@ -156,14 +174,13 @@ def _row(
     )
 
 
-def _buffer(num_bytes: int) -> Tensor:
-    return torch.zeros(max(1, num_bytes // 4))
+def _vector(memory: Tensor, num_bytes: int) -> Tensor:
+    return memory[: max(1, num_bytes // 4)]
 
 
-def _ping_pong(peer: Channel | None, first: bool, num_bytes: int) -> Call:
+def _ping_pong(peer: Channel | None, first: bool, value: Tensor) -> Call:
     if peer is None:
         return lambda: None
-    value = _buffer(num_bytes)
 
     def call() -> None:
         for sends in (first, not first):
@@ -172,27 +189,25 @@ def _ping_pong(peer: Channel | None, first: bool, num_bytes: int) -> Call:
     return call
 
 
-def _all_reduce(group: AxisGroup, num_bytes: int) -> Call:
-    value = _buffer(num_bytes)
+def _all_reduce(group: AxisGroup, value: Tensor) -> Call:
     return lambda: collectives.WAIT(collectives.ALL_REDUCE(value, "sum", group.name, group.algorithm))
 
 
-def _all_gather(group: AxisGroup, num_bytes: int) -> Call:
-    part = _buffer(num_bytes // group.size)
+def _all_gather(group: AxisGroup, value: Tensor) -> Call:
+    part = value[: len(value) // group.size]
     return lambda: collectives.WAIT(collectives.ALL_GATHER(part, group.name, group.size, group.algorithm))
 
 
-def _reduce_scatter(group: AxisGroup, num_bytes: int) -> Call:
-    value = torch.zeros(group.size, max(1, num_bytes // 4 // group.size))
-    return lambda: collectives.WAIT(collectives.REDUCE_SCATTER(value, "sum", group.name, group.size, group.algorithm))
+def _reduce_scatter(group: AxisGroup, value: Tensor) -> Call:
+    parts = value[: len(value) // group.size * group.size].view(group.size, -1)
+    return lambda: collectives.WAIT(collectives.REDUCE_SCATTER(parts, "sum", group.name, group.size, group.algorithm))
 
 
-def _broadcast(group: AxisGroup, num_bytes: int) -> Call:
-    value = _buffer(num_bytes)
+def _broadcast(group: AxisGroup, value: Tensor) -> Call:
     return lambda: broadcast_along(value, group, 0)
 
 
-_OPERATIONS: dict[Operation, Callable[[AxisGroup, int], Call]] = {
+_OPERATIONS: dict[Operation, Callable[[AxisGroup, Tensor], Call]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -202,7 +217,7 @@ _OPERATIONS: dict[Operation, Callable[[AxisGroup, int], Call]] = {
 
 def _in_step(call: Call, sizes: Sizes) -> float:
     """The seconds of a call that all ranks make together, one after the other: each waits for the others by itself. Of
-    some blocks of calls the first quarter counts, on the slowest rank: others on the machine make some slower."""
+    blocks of calls the median counts, on the slowest rank."""
     call()
     meet()
     start = time.perf_counter()
@@ -217,5 +232,5 @@ def _in_step(call: Call, sizes: Sizes) -> float:
         for _ in range(several):
             call()
         found.append((time.perf_counter() - start) / several)
-    slowest: float = max(from_every_rank(sorted(found)[len(found) // 4]))
+    slowest: float = max(from_every_rank(statistics.median(found)))
     return slowest

@@ -1,0 +1,113 @@
+"""Is communication hidden as far as it can be? Steps of GPT-S in two emulated boxes. `python -m benchmarks.overlap`.
+
+The boxes (one rank each) are network namespaces joined at 1 Gbit/s (``runtime/emulated_network.py``; root, else nothing
+is judged). This machine's device is calibrated first, the link in the boxes; the plan is made for both, and simulated
+with its transfers sharing the link. What computing stands still for, of the rank that comes last to its collectives
+(the others wait for it, too), is compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+import meshwright as mw
+from benchmarks.boxes import GBIT, LINK_SIZES, known
+from benchmarks.prediction import MODELS, calibrated
+from benchmarks.report import alone, ms
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.layout import layout_text
+from meshwright.ir.result import Check, Finding
+from meshwright.ir.summary import summarize
+from meshwright.ir.trace import Trace
+from meshwright.planner.foretell import foretell
+from meshwright.runtime import launch
+from meshwright.runtime.between import Sizes, between, boxes_of_world
+from meshwright.runtime.emulated_network import run_in_boxes, why_not
+
+STEPS, WARMUP_STEPS = 21, 3
+LIMIT = 1.10
+MODEL = MODELS["GPT-S"]
+LAYOUTS = [mw.Layout(dp=2), mw.Layout(dp=2, zero=1), mw.Layout(dp=2, zero=3)]
+TABLE = msgspec.structs.replace(LINK_SIZES, operations=("all_reduce", "all_gather", "reduce_scatter"))
+
+
+class Exposed(msgspec.Struct, frozen=True):
+    """Seconds for which computing stands still for communication: simulated, and measured by step; whole steps."""
+
+    simulated_s: float
+    measured_s: tuple[float, ...]
+    simulated_step_s: float
+    step_s: tuple[float, ...]
+
+
+def exposed_s(trace: Trace) -> float:
+    """Of the rank that waits least: it is the last to come."""
+    return min(one.exposed_s for one in summarize(trace))
+
+
+def measure(device: Cluster, layouts: Sequence[mw.Layout], table: Sizes) -> list[Exposed]:
+    """Plan, simulate and run every layout; on every rank."""
+    torch.set_num_threads(1)
+    launch.start("cpu")
+    places = boxes_of_world()
+    with torch.inference_mode():
+        rows = between(table, places, lambda what: None)
+    cluster = known(rows, places.num_boxes, places.each, device)
+    return [_of_layout(layout, cluster) for layout in layouts]
+
+
+def _of_layout(layout: mw.Layout, cluster: Cluster) -> Exposed:
+    torch.manual_seed(0)
+    model, batch = MODEL.make(), MODEL.batch()
+    graph = mw.capture(model, MODEL.loss, batch)
+    plan = mw.plan(graph, cluster, layout=layout)
+    simulated = foretell(graph, plan, cluster, optimizer=MODEL.states, contention=True).trace()
+    trainer = mw.parallelize(model, MODEL.loss, batch, plan=plan, optimizer=MODEL.optimizer)
+    traces = []
+    for _ in range(WARMUP_STEPS + STEPS):
+        trainer.step(batch)
+        traces.append(trainer.trace(all_ranks=True))
+    found = traces[WARMUP_STEPS:]
+    return Exposed(
+        simulated_s=exposed_s(simulated),
+        measured_s=tuple(exposed_s(one) for one in found),
+        simulated_step_s=simulated.duration_s,
+        step_s=tuple(one.duration_s for one in found),
+    )
+
+
+def findings() -> list[Finding]:
+    """Every layout."""
+    if missing := why_not():
+        return [Check(target="exposed communication", verdict="reported", measured=f"not measured: {missing}")]
+    with tempfile.TemporaryDirectory() as name:
+        found = run_in_boxes(
+            measure, calibrated(), LAYOUTS, TABLE, boxes=(0, 1), rates_bits_per_s=(GBIT, GBIT), directory=Path(name)
+        )
+    return [_judged(layout, one) for layout, one in zip(LAYOUTS, found, strict=True)]
+
+
+def _judged(layout: mw.Layout, found: Exposed) -> Check:
+    measured, step = statistics.median(found.measured_s), statistics.median(found.step_s)
+    times = measured / found.simulated_s
+    return Check(
+        target=f"GPT-S, {layout_text(layout)}, 2 boxes, emulated 1 Gbit/s: exposed communication at most {LIMIT:g} x "
+        "what the simulator says is unavoidable",
+        verdict="pass" if times <= LIMIT else "fail",
+        measured=f"{times:.3f}: {ms(measured)} against {ms(found.simulated_s)}; of steps of {ms(step)}, "
+        f"simulated {ms(found.simulated_step_s)}",
+        passed=int(times <= LIMIT),
+        total=1,
+        notes={"seconds": msgspec.to_builtins(found)},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(alone(findings()))
