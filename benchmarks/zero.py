@@ -291,6 +291,7 @@ def settings() -> dict[str, Settings]:
         sizes: dict[str, Any] = {"parameters": sum(value.numel() for value in model.make().parameters())}
         sizes |= {name: " x ".join(map(str, value.shape)) for name, value in model.samples(model.batch).items()}
         found[str(one)] = Settings(dtype="float32", ranks=NUM_RANKS, threads=1, sizes=sizes)
+    found[overlap.SETTINGS] = found[str(COMPARISONS[0])]
     return found
 
 

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -44,6 +44,8 @@ import torch.distributed as dist
 MAX_RANKS = 8
 HOST = "127.0.0.1"
 STOP = b""
+PRELOAD = ["torch", "torch.distributed", "meshwright", "meshwright.models"]
+"""What ranks find imported: a server does it once, and every rank starts as a fork of it."""
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 GRACE_S = 2.0
@@ -120,7 +122,7 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self._store: dist.TCPStore | None = None
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
         self._stacks: tempfile.TemporaryDirectory[str] | None = None
 
@@ -167,7 +169,8 @@ class World:
 
     def _start(self) -> None:
         __tracebackhide__ = True
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         # Port 0: the system gives a free port to the process that listens on it, so nobody can take it in between.
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")

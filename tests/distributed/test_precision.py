@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,6 +112,12 @@ def trained(name: str, layout: str, precision: Any) -> Run:
     return Run(losses, norms, evaluated, trainer.full_state_dict(all_ranks=True))
 
 
+@cache
+def alone(name: str, precision: str | None) -> Run:
+    """In this process."""
+    return trained(name, "one rank", precision)
+
+
 def by_torch(name: str, precision: str | None) -> Run:
     """The same by torch.autocast and torch.amp, in plain eager PyTorch."""
     subject = SUBJECTS[name]()
@@ -163,9 +170,9 @@ def limit(name: str, precision: str) -> float:
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_one_rank_equals_autocast(name: str, precision: str) -> None:
-    found, expected = trained(name, "one rank", precision), by_torch(name, precision)
+    found, expected = alone(name, precision), by_torch(name, precision)
     assert difference(found, expected) <= limit(name, precision)
-    assert found.losses != trained(name, "one rank", None).losses, "products were rounded"
+    assert found.losses != alone(name, None).losses, "products were rounded"
 
 
 @pytest.mark.parametrize(
@@ -186,12 +193,12 @@ def test_one_rank_equals_autocast(name: str, precision: str) -> None:
 def test_every_layout_computes_the_same(ranks: Ranks, name: str, layout: str, precision: str) -> None:
     results = ranks(LAYOUTS[layout].num_ranks, trained, name, layout, precision)
     assert all(one.losses == results[0].losses and one.norms == results[0].norms for one in results)
-    assert difference(results[0], trained(name, "one rank", precision)) <= limit(name, precision)
+    assert difference(results[0], alone(name, precision)) <= limit(name, precision)
 
 
 @pytest.mark.parametrize("name", ["GPT", "ResNet"])
 def test_float32_is_what_a_float32_model_does_anyway(name: str) -> None:
-    assert difference(trained(name, "one rank", "float32"), trained(name, "one rank", None)) == 0.0
+    assert difference(alone(name, "float32"), alone(name, None)) == 0.0
 
 
 def in_float64(layout: str) -> float:

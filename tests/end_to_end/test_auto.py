@@ -31,9 +31,10 @@ def gpt(size: int = 8) -> Graph:
     return mw.capture(subject.model, subject.loss_fn, subject.batches[0])
 
 
-def every_layout(graph: Graph, world_size: int) -> dict[str, tuple[float, int]]:
+@cache
+def every_layout(world_size: int, size: int = 8) -> dict[str, tuple[float, int]]:
     """Simulated seconds and peak bytes of everything, with every kind of recomputation."""
-    found = {}
+    graph, found = gpt(size), {}
     layouts = auto.candidates(graph.batch_size, world_size, auto.axes_of(graph))
     for layout, recompute in itertools.product(layouts, auto.RECOMPUTE):
         try:
@@ -50,7 +51,7 @@ def every_layout(graph: Graph, world_size: int) -> dict[str, tuple[float, int]]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | None) -> None:
     graph = gpt()
-    every = every_layout(graph, world_size)
+    every = every_layout(world_size)
     largest = max(peak for _, peak in every.values())
     limit = largest * part_of_memory if part_of_memory else float(CLUSTER.device.memory_bytes)
     plan = mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=limit)
@@ -109,7 +110,7 @@ def test_what_does_not_fit_says_what_would() -> None:
         r"no layout fits in [\d.e-]+ GiB; the smallest, (.*), needs ([\d.e-]+) GiB a rank", caught.value.problem
     )
     assert found is not None, caught.value.problem
-    needed = min(peak for _, peak in every_layout(graph, 2).values())
+    needed = min(peak for _, peak in every_layout(2).values())
     assert float(found[2]) * 2**30 == pytest.approx(needed, rel=0.01)
     assert f"give every rank {found[2]} GiB" in caught.value.remedy
     plan = mw.plan(graph, CLUSTER, devices=2, memory_bytes=float(found[2]) * 2**30 * 1.01)
@@ -118,7 +119,7 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 def test_a_smaller_batch_that_would_fit_is_named() -> None:
     """128 samples in at most 32 micro-batches: each has 4, and what it keeps shrinks with them."""
-    least = min(found for _, found in every_layout(gpt(128), 1).values())
+    least = min(found for _, found in every_layout(1, 128).values())
     with pytest.raises(LayoutError) as caught:
         mw.plan(gpt(128), CLUSTER, devices=1, memory_bytes=least * 0.98)
     found = re.search(r"or use a global batch of (\d+)", caught.value.remedy)

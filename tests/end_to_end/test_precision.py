@@ -59,8 +59,8 @@ def test_a_plan_says_its_precision_and_is_told_from_others() -> None:
 
 
 def test_the_planner_takes_a_precision_only_when_told() -> None:
-    assert mw.plan(captured(None), "h100-dgx", devices=8).precision is None
-    assert mw.plan(captured("bfloat16"), "h100-dgx", devices=8).precision == "bfloat16"
+    assert mw.plan(captured(None), "h100-dgx", devices=2).precision is None
+    assert mw.plan(captured("bfloat16"), "h100-dgx", devices=2).precision == "bfloat16"
     run = RunLayout(plan="auto", precision="bfloat16")
     assert run.searched
     assert not RunLayout(plan="auto", dp=2, precision="bfloat16").searched

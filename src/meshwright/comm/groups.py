@@ -139,6 +139,13 @@ def axis_of(name: str) -> str:
     return _AXES.get(process_group(name), "")
 
 
+def told_of(axis: str, group: AxisGroup, world_size: int) -> str:
+    """An axis in traces, with the ranks of this group where there are several, which communicate at once."""
+    if group.size == world_size:
+        return axis
+    return f"{axis} of ranks {' '.join(map(str, dist.get_process_group_ranks(process_group(group.name))))}"
+
+
 def collectives(group: dist.ProcessGroup) -> Collectives:
     """Our collectives among the ranks of a group; all of them must ask for it the first time.
 

@@ -16,7 +16,7 @@ SAMPLE_EVERY_S = 0.002
 class Recorder:
     """Spans and memory samples of one rank, since ``clear``; a note costs less than a microsecond.
 
-    ``axes`` says on which axis a process group (by name) lies; ``memory`` tells the bytes that the rank holds now.
+    ``axes`` says which a process group (by name) is; ``memory`` tells the bytes that the rank holds now.
     """
 
     def __init__(self, axes: Mapping[str, str] | None = None, memory: Callable[[], int] | None = None) -> None:

@@ -19,7 +19,7 @@ from meshwright.capture.builder import Capture, capture
 from meshwright.capture.precision import LOW
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.clock import on_rank_0
-from meshwright.comm.groups import look_at_links, sum_over
+from meshwright.comm.groups import look_at_links, sum_over, told_of
 from meshwright.comm.record import COMPUTE, Recorder, recording
 from meshwright.errors import NonFiniteLossError, OptimizerError
 from meshwright.ir.graph import Graph
@@ -83,8 +83,8 @@ class Trainer(Resumable):
         self.saver = Saver()
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
-        axes = {group.name: axis for axis, group in self.groups.items()}
-        self.recorder: Recorder | None = Recorder(axes, memory_reader(device))
+        told = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
+        self.recorder: Recorder | None = Recorder(told, memory_reader(device))
         # before anything of the caller's changes
         self._compiler = Compiler(device) if compile else None
         lowered = lowered_step(captured, plan, self.groups, self.rank, device, self._compiler)
