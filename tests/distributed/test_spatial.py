@@ -101,7 +101,10 @@ def train(name: str, layout: mw.Layout) -> oracle.Comparison:
     torch.manual_seed(3)
     serial = MODELS[name]()
     torch.manual_seed(3)
-    parallel = MODELS[name]()
+    return compared(serial, MODELS[name](), layout)
+
+
+def compared(serial: Subject, parallel: Subject, layout: mw.Layout) -> oracle.Comparison:
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.in_one_process(serial, optimizer)
@@ -188,6 +191,54 @@ def test_levels_that_are_too_thin_stay_whole_and_say_so() -> None:
     plan = planned("ResNet", spatial=(8,))
     assert "16 rows that become 8" not in plan.explain()
     assert "whole on sy  8 rows that become 4 are too few for 8 ranks" in " ".join(plan.explain().split(" "))
+
+
+class Coarse(nn.Module):
+    """A stride, and adaptive pooling, that need not go with the number of ranks."""
+
+    def __init__(self, stride: int, windows: int) -> None:
+        super().__init__()
+        self.fine, self.coarse = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=stride, padding=1)
+        self.pool, self.head = nn.AdaptiveAvgPool2d(windows), nn.Linear(4 * windows**2, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(self.coarse(self.fine(x)).relu()).flatten(1))
+
+
+COARSE = [
+    (8, 1, 4, "coarse:convolution#0", "16 rows that become 2 are too few for 4 ranks"),
+    (16, 1, 2, "coarse:convolution#0", "16 rows that become 1 are too few for 2 ranks"),
+    (1, 3, 2, "pool:_adaptive_avg_pool2d#0", "16 rows that become 3 do not divide over 2 ranks, as its windows must"),
+]
+
+
+def coarse(stride: int, windows: int) -> Subject:
+    return Subject(Coarse(stride, windows).double(), classification_loss, images(2, 16, 10, ()))
+
+
+@pytest.mark.parametrize(("stride", "windows", "parts", "where", "why"), COARSE)
+def test_ranks_that_would_be_left_without_output_are_told(
+    stride: int, windows: int, parts: int, where: str, why: str
+) -> None:
+    subject = coarse(stride, windows)
+    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    text = " ".join(mw.plan(graph, layout=mw.Layout(spatial=(parts,))).explain().split())
+    assert f"{where} whole on sy {why}" in text
+    assert "fine y@sy" in text, "what can be cut is"
+
+
+def test_what_is_whole_where_others_are_cut_computes_the_same(ranks: Ranks) -> None:
+    for stride, windows, parts, *_ in COARSE[1:]:
+        for found in ranks(parts, train_coarse, stride, windows, parts):
+            assert found.error <= oracle.TOLERANCE, found
+
+
+def train_coarse(stride: int, windows: int, parts: int) -> oracle.Comparison:
+    torch.manual_seed(3)
+    serial = coarse(stride, windows)
+    torch.manual_seed(3)
+    parallel = coarse(stride, windows)
+    return compared(serial, parallel, mw.Layout(spatial=(parts,)))
 
 
 def test_what_has_no_space_is_refused() -> None:
