@@ -97,10 +97,9 @@ def compared(name: str, graph: Graph, cluster: Cluster, num_ranks: int) -> Check
     best = min(hand, key=hand.__getitem__)
     worse = plan.prediction.step_s / hand[best] - 1
     return Check(
-        target=f'{name}: "auto" is not slower than the best layout by hand',
+        target=f'{name}: by the cost model, "auto" is no worse than the best layout by hand',
         verdict="pass" if worse <= 0 else "fail",
-        measured=f"{worse:+.1%}: {layout_text(plan.layout)}, {plan.prediction.step_s * 1e3:.3g} ms; by hand {best}, "
-        f"{hand[best] * 1e3:.3g} ms",
+        measured=f"{worse:+.1%}: {layout_text(plan.layout)}; by hand {best}",
         passed=int(worse <= 0),
         total=1,
         notes={"slower": worse, "alike": ALIKE, "by hand": hand},
