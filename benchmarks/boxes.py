@@ -46,7 +46,7 @@ BLOCK_S, MOST_STEPS = 0.05, 500
 UNEQUAL = (GBIT, GBIT, GBIT / 2, GBIT / 4)
 UNEQUAL_BYTES = 2**24
 LINK_SIZES = Sizes(
-    bytes=(2**18, 2**20, 2**22, 2**24, 2**26), repeats=5, most_s=2.0, sweeps=1, operations=("all_reduce",)
+    bytes=(2**18, 2**20, 2**21, 2**22, 2**23, 2**24, 2**26), repeats=5, most_s=2.0, sweeps=1, operations=("all_reduce",)
 )
 UNEQUAL_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-1])
 LINK_PREDICTED = (2**19, 3 * 2**20, 12 * 2**20, 2**25)
