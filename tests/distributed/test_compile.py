@@ -21,16 +21,16 @@ from tests.distributed.pool import Ranks
 
 SEQUENCE = 64
 CASES = {
-    "dp2, zero": (mw.Layout(dp=2, zero=3), torch.float32, 2),
-    "tp2": (mw.Layout(tp=2), torch.float64, 1),
-    "pp2, recomputed": (mw.Layout(pp=2, microbatches=2, recompute="full"), torch.float64, 2),
+    "dp2, zero": (mw.Layout(dp=2, zero=3), torch.float32),
+    "tp2": (mw.Layout(tp=2), torch.float64),
+    "pp2, recomputed": (mw.Layout(pp=2, microbatches=2, recompute="full"), torch.float64),
 }
 TOLERANCES = {torch.float64: oracle.TOLERANCE, torch.float32: 1e-5}
 
 
-def subject(dtype: torch.dtype, layers: int) -> Subject:
+def subject(dtype: torch.dtype, dropout: float = 0.1) -> Subject:
     torch.manual_seed(3)
-    config = GPTConfig(layers=layers, width=32, heads=2, vocabulary=64, sequence_length=SEQUENCE, dropout=0.1)
+    config = GPTConfig(layers=2, width=32, heads=2, vocabulary=64, sequence_length=SEQUENCE, dropout=dropout)
     batches = []
     for _ in range(2):
         tokens = torch.randint(64, (8, SEQUENCE + 1))
@@ -39,11 +39,11 @@ def subject(dtype: torch.dtype, layers: int) -> Subject:
     return Subject(GPT(config).to(dtype), language_model_loss, batches)
 
 
-def both(layout: mw.Layout, dtype: torch.dtype, layers: int) -> tuple[float, float, int]:
+def both(layout: mw.Layout, dtype: torch.dtype) -> tuple[float, float, int]:
     """Largest errors of losses and of parameters; and how many kernels were made."""
     (plain, _), (compiled, trainer) = (
         oracle.in_parallel(
-            subject(dtype, layers), layout, oracle.OPTIMIZERS["AdamW"],
+            subject(dtype), layout, oracle.OPTIMIZERS["AdamW"],
             parallelize=functools.partial(mw.parallelize, compile=compile),
         )
         for compile in (False, True)
@@ -54,8 +54,8 @@ def both(layout: mw.Layout, dtype: torch.dtype, layers: int) -> tuple[float, flo
 
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_equals_uncompiled(ranks: Ranks, name: str) -> None:
-    layout, dtype, layers = CASES[name]
-    for losses, state, kernels in ranks(layout.num_ranks, both, layout, dtype, layers, timeout=300.0):
+    layout, dtype = CASES[name]
+    for losses, state, kernels in ranks(layout.num_ranks, both, layout, dtype, timeout=300.0):
         assert losses <= TOLERANCES[dtype]
         assert state <= TOLERANCES[dtype]
         assert kernels >= 1, "something was compiled"
@@ -123,7 +123,7 @@ def test_small_operators_stay_as_they_are() -> None:
 
 
 def test_no_compiler() -> None:
-    mine = subject(torch.float32, 1)
+    mine = subject(torch.float32)
     missing = patch({"cpp.cxx": ("no-such-compiler",)})
     with missing, pytest.raises(CompileError, match="there is no C\\+\\+ compiler") as error:
         mw.parallelize(mine.model, mine.loss_fn, mine.batches[0], plan=mw.Layout(), compile=True)

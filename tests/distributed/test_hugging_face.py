@@ -13,6 +13,10 @@ def compare(model: str, layout: str) -> Found:
     return hugging_face.compare(model, layout, 2)
 
 
+DEEP = 1e-8
+"""Rounding through fifty batch norms, one after the other, over five steps."""
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -26,12 +30,13 @@ def compare(model: str, layout: str) -> Found:
         ("Swin", "mixed2"),
         ("SegFormer", "spatial2"),
         ("MobileNet", "mixed2"),
+        ("MobileNet 2", "dp2 x mixed2"),
         ("ViT", "mixed2"),
     ],
 )
 def test_parallel_equals_one_process(ranks: Ranks, model: str, layout: str) -> None:
     for found in ranks(hugging_face.num_ranks(layout), compare, model, layout, timeout=600):
-        assert found.error <= oracle.TOLERANCE, found
+        assert found.error <= (DEEP if model == "MobileNet 2" else oracle.TOLERANCE), found
         assert found.moved > 1e-3, "the parameters were trained"
         assert not found.unsplit
         if "spatial" not in layout and "mixed" not in layout:

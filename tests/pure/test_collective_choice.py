@@ -88,3 +88,15 @@ def test_the_fastest_that_was_measured_is_chosen_by_size() -> None:
     assert network.algorithms(Group(3)) == "", "nothing was measured"
     assert Network(_measured()).algorithms(Group(2)) == ""
     assert Network(_measured(("all_reduce", "somebody's", 64, 1e-9))).algorithms(Group(2)) == "", "cannot be run"
+
+
+def test_nothing_is_foretold_of_sizes_at_which_an_algorithm_was_given_up() -> None:
+    network = Network(_measured(*(
+        ("all_reduce", name, size, size * each)
+        for name, each, sizes in (("ring", 1e-9, (2**10, 2**24)), ("star", 4e-9, (2**10, 2**20)))
+        for size in sizes
+    )))  # fmt: skip
+    assert network.measured_s("all_reduce", "star", 2**20, Group(2)) == pytest.approx(2**20 * 4e-9)
+    assert network.measured_s("all_reduce", "star", 2**21, Group(2)) is None
+    assert network.measured_s("all_reduce", "ring", 2**26, Group(2)) == pytest.approx(2**26 * 1e-9), "at its last rate"
+    assert network.measured_s("all_reduce", "butterfly", 2**10, Group(2)) is None

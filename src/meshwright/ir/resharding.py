@@ -100,7 +100,7 @@ def _cheapest(
     found = _path(tensor, start, end, cuts, differ) if Flat() not in start else None
     if found is None:
         found = _path(tensor, start, end, cuts, (1 << len(sizes)) - 1)
-    lost = [axis for axis, one in enumerate(end) if isinstance(one, Partial) and start[axis] != one]
+    lost = [tensor.names[axis] for axis, one in enumerate(end) if isinstance(one, Partial) and start[axis] != one]
     assert found is not None, f"no partial sum over {lost} to pass on: {start} to {end}"  # it would count once a rank
     return tuple(tensor.move(before, step) for before, step in found)
 
