@@ -93,22 +93,14 @@ def check(ranks: Ranks, name: str, layout: mw.Layout) -> None:
         assert found.moved > 1e-3
 
 
-@pytest.mark.parametrize("name", ["LeNet", "Wide-ResNet"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_data_parallel_networks_train_as_in_one_process(ranks: Ranks, name: str) -> None:
     check(ranks, name, mw.Layout(dp=2))
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *itertools.product(["VGG", "ResNet"], ["rows", "channels", "filters"]),
-        ("AlexNet", "rows"),
-        ("U-Net", "channels"),
-        ("GoogLeNet", "filters"),
-    ],
-)
+@pytest.mark.parametrize("way", ["rows", "channels", "filters"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_networks_split_in_one_way_train_as_in_one_process(ranks: Ranks, name: str, way: str) -> None:
-    """`make bench-convolution` has every network in every way."""
     layout = mw.Layout(mixed=(2,), pin=pinned(name, f"{ONE[way]}@m1"))
     check(ranks, name, possible(name, layout))
 
@@ -121,6 +113,7 @@ def test_networks_split_in_one_way_train_as_in_one_process(ranks: Ranks, name: s
         ("ResNet", mw.Layout(dp=2, mixed=(2,), pin={"blocks.*.conv2": "stationary-x@m1", "stem": "stationary-y@m1"})),
         ("U-Net", mw.Layout(spatial=(2,), mixed=(2,), pin={"down.*.conv2": "stationary-y@m1"})),
         ("U-Net", mw.Layout(mixed=(2, 2), pin={"down.*": "height@m1 width@m2", "up.0.conv1": "height@m2 sample@m1"})),
+        ("GoogLeNet", mw.Layout(mixed=(4,))),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -129,8 +122,8 @@ def test_two_axes_split_differently(ranks: Ranks, name: str, layout: mw.Layout) 
 
 
 def test_three_axes_split_samples_rows_and_filters(ranks: Ranks) -> None:
-    pins = {"blocks.*.conv1": "height@m1 filter@m2", "blocks.*.conv2": "channel@m1 width@m2"}
-    check(ranks, "ResNet", mw.Layout(dp=2, mixed=(2, 2), pin=pins))
+    pins = {"blocks.*.conv1": "sample@m1 height@m2 filter@m3", "blocks.*.conv2": "sample@m1 channel@m2 width@m3"}
+    check(ranks, "ResNet", mw.Layout(mixed=(2, 2, 2), pin=pins))
 
 
 def traced(layout: mw.Layout) -> Trace:

@@ -16,11 +16,11 @@ from meshwright.cost.captured import step_work
 from meshwright.cost.collective import Group, Network
 from meshwright.errors import ClusterError, FileFormatError, LaunchError
 from meshwright.ir import files
-from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.kind import COMPUTE, KINDS
 from meshwright.models import MLP, classification_loss
-from meshwright.runtime import calibrate, launch
-from meshwright.runtime.between import Sizes
+from meshwright.runtime import between, calibrate, launch
+from meshwright.runtime.between import Places, Sizes
 from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.machine import machine_name
 from meshwright.runtime.measured import Measured, made_cluster, stale
@@ -47,6 +47,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     loaded = mw.Cluster.load(path)
     assert loaded == made
     return loaded
+
+
+def test_of_sweeps_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 9.0, 2.0])
+
+    def sweep(*_: object) -> list[CollectiveTiming]:
+        row = CollectiveTiming(
+            operation="send", algorithm="channel", level="box", ranks=2, bytes=64, time_s=next(times)
+        )
+        return [row, msgspec.structs.replace(row, bytes=128, time_s=5.0)]
+
+    monkeypatch.setattr(between, "_sweep", sweep)
+    monkeypatch.setattr(between.dist, "get_rank", lambda: 0)
+    rows = between.between(Sizes(bytes=(64, 128), sweeps=3), Places(1, 1), lambda what: None)
+    assert {row.bytes: row.time_s for row in rows} == {64: 2.0, 128: 5.0}
 
 
 def test_every_kind_of_operator_is_measured(found: Cluster) -> None:
