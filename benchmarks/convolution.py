@@ -1,10 +1,11 @@
 """Does convolution in every direction reach its targets? Parity, plans, speed and memory of images cut over ranks.
 
-Run as ``make bench-convolution``. The exit code is 1 if a target is missed. ``--only parity`` (or plans, speed, memory,
-bytes, chosen) runs one part and writes nothing. Parity is in float64, under every layout, beside one process. Plans are
-for 8 devices in one box and for 8 boxes on 10 Gbit/s Ethernet. Speed is that of a stack of 3x3 convolutions on one
-image, on two ranks of one thread each, beside one rank and beside the same exchange of halos written by hand in eager
-PyTorch, by turns in the same processes.
+Run as ``make bench-convolution``. The exit code is 1 if a target is missed. There are two result files:
+``--only convolution-parity`` makes the one (half an hour), ``--only convolution`` the other; ``--only plans`` (or
+speed, memory, bytes, chosen) runs one part and writes nothing. Parity is in float64, under every layout, beside one
+process. Plans are for 8 devices in one box and for 8 boxes on 10 Gbit/s Ethernet. Speed is that of a stack of 3x3
+convolutions on one image, on two ranks of one thread each, beside one rank and beside the same exchange of halos
+written by hand in eager PyTorch, by turns in the same processes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ from tests.distributed.pool import Ranks, RanksFailedError
 
 COMMAND = "make bench-convolution"
 NUM_RANKS = 2
-PARTS = ("parity", "plans", "speed", "memory", "bytes", "chosen")
+FILES = {
+    "convolution-parity": ("parity",),
+    "convolution": ("plans", "speed", "memory", "bytes", "chosen"),
+}
+"""By result file, the parts that it holds."""
 SIDE, CHANNELS, DEPTH = 2048, 8, 4
 """The stack: so many 3x3 convolutions of so many channels, with ReLU, on an image of 2048 x 2048."""
 STEPS = 1
@@ -90,7 +95,7 @@ def parity() -> list[Finding]:
                     cells[way] = max(one.error for one in results)
                 except (RanksFailedError, AssertionError) as error:
                     cells[way] = str(error).strip().splitlines()[-1]
-            found.append(_parity(name, cells))
+            found.append(_parity(name, cells, oracle.TOLERANCE))
             show(found[-1])
         for name in hugging_face.CONVOLUTIONAL:
             cells = {}
@@ -100,7 +105,7 @@ def parity() -> list[Finding]:
                     cells[way] = max(one.error for one in ran)
                 except RanksFailedError as error:
                     cells[way] = next(iter(error.failures.values())).strip().splitlines()[-1]
-            found.append(_parity(f"Hugging Face's {name}", cells))
+            found.append(_parity(f"Hugging Face's {name}", cells, hugging_face.tolerance(name)))
             show(found[-1])
     return found
 
@@ -117,11 +122,11 @@ def _layout(name: str, way: str) -> mw.Layout:
     return test_mixed.possible(name, mw.Layout(mixed=mesh, pin=test_mixed.pinned(name, words)))
 
 
-def _parity(name: str, cells: Mapping[str, float | str]) -> Check:
-    good = [way for way, one in cells.items() if isinstance(one, float) and one <= oracle.TOLERANCE]
+def _parity(name: str, cells: Mapping[str, float | str], limit: float) -> Check:
+    good = [way for way, one in cells.items() if isinstance(one, float) and one <= limit]
     said = ", ".join(f"{way} {one:.0e}" if isinstance(one, float) else f"{way}: {one}" for way, one in cells.items())
     return Check(
-        target=f"parity of {name}: at most {oracle.TOLERANCE:.0e} in float64", passed=len(good), total=len(cells),
+        target=f"parity of {name}: at most {limit:.0e} in float64", passed=len(good), total=len(cells),
         verdict="pass" if len(good) == len(cells) else "fail", measured=said, notes={"errors": dict(cells)},
     )  # fmt: skip
 
@@ -430,32 +435,24 @@ def settings() -> dict[str, Settings]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, plan, measure, print and write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convolution", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"alternating rounds (default {ROUNDS}, at least 5)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps in a round (default {STEPS})")
-    parser.add_argument("--only", default="", choices=("", *PARTS), help="run one part; writes no file")
-    options = parser.parse_args(arguments)
-    if options.rounds < 5:
-        parser.error("a median needs at least 5 rounds")
-    warnings.simplefilter("ignore")  # of the models' libraries
-    results: list[Finding] = []
-    told = ""
-    for part in (options.only,) if options.only else PARTS:
-        if part == "plans":
-            found, told = plans()
-            print(told)
-        else:
-            run = {"parity": parity, "memory": memory, "bytes": closed_form,
-                   "speed": lambda: speed(options.rounds, options.steps),
-                   "chosen": lambda: choices(options.rounds, options.steps)}[part]  # fmt: skip
-            found = run()
-        results += found
-    if not options.only:
-        words = f"""Speed is the ratio of two medians over {options.rounds} alternating rounds of {options.steps} steps
+def run(part: str, rounds: int, steps: int) -> tuple[list[Finding], str]:
+    """One part: its findings, and the plans as text."""
+    if part == "plans":
+        found, told = plans()
+        print(told)
+        return found, told
+    parts: dict[str, Callable[[], list[Finding]]] = {
+        "parity": parity, "memory": memory, "bytes": closed_form, "speed": lambda: speed(rounds, steps),
+        "chosen": lambda: choices(rounds, steps),
+    }  # fmt: skip
+    return parts[part](), ""
+
+
+def written(name: str, results: Sequence[Finding], told: str, rounds: int, steps: int) -> None:
+    """A result file."""
+    if name == "convolution":
+        title, known = "The targets of convolution in every direction", settings()
+        words = f"""Speed is the ratio of two medians over {rounds} alternating rounds of {steps} steps
 in the same processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is
 zero_grad, forward, loss, backward and SGD, in float32; the stack is {DEPTH} convolutions of 3x3, {CHANNELS} channels,
 with ReLU. Of one rank, the other does nothing meanwhile. Peak memory is VmHWM over two steps, reset before, beyond what
@@ -464,10 +461,38 @@ the process held after a step on a small picture. Plans and what they cost are p
 ```text
 {told}
 ```"""
-        report.write("convolution", "The targets of convolution in every direction", COMMAND,
-                     timed(options.rounds, options.steps), settings(), results, words)  # fmt: skip
-        print("written to benchmarks/results/convolution.md and .json")
-    return int(any(result.verdict == "fail" for result in results))
+    else:
+        title, known = "Convolution in every direction beside one process", {}
+        words = f"""The error is the largest of losses, metrics and parameters over {oracle.STEPS} steps in float64,
+relative to the largest value (at least 1), beside one process on the whole batch. "planned on 4": as the integer
+program splits every layer."""
+    report.write(name, title, COMMAND, timed(rounds, steps), known, results, words)
+    print(f"written to benchmarks/results/{name}.md and .json")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check, plan, measure, print and write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convolution", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"alternating rounds (default {ROUNDS}, at least 5)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps in a round (default {STEPS})")
+    choices_of = ("", *FILES, *(part for parts in FILES.values() for part in parts))
+    parser.add_argument("--only", default="", choices=choices_of, help="make one result file, or run one part of it")
+    options = parser.parse_args(arguments)
+    if options.rounds < 5:
+        parser.error("a median needs at least 5 rounds")
+    warnings.simplefilter("ignore")  # of the models' libraries
+    only: str = options.only
+    wanted = FILES if not only else {only: FILES[only]} if only in FILES else {"": (only,)}
+    failed = False
+    for name, parts in wanted.items():
+        done = [run(part, options.rounds, options.steps) for part in parts]
+        results = [one for found, _ in done for one in found]
+        failed |= any(one.verdict == "fail" for one in results)
+        if name:
+            written(name, results, "".join(told for _, told in done), options.rounds, options.steps)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import hugging_face, oracle
+from tests.distributed import hugging_face
 from tests.distributed.hugging_face import Found
 from tests.distributed.pool import Ranks
 
 
 def compare(model: str, layout: str) -> Found:
     return hugging_face.compare(model, layout, 2)
-
-
-DEEP = 1e-8
-"""Rounding through fifty batch norms, one after the other, over five steps."""
 
 
 @pytest.mark.parametrize(
@@ -36,7 +32,7 @@ DEEP = 1e-8
 )
 def test_parallel_equals_one_process(ranks: Ranks, model: str, layout: str) -> None:
     for found in ranks(hugging_face.num_ranks(layout), compare, model, layout, timeout=600):
-        assert found.error <= (DEEP if model == "MobileNet 2" else oracle.TOLERANCE), found
+        assert found.error <= hugging_face.tolerance(model), found
         assert found.moved > 1e-3, "the parameters were trained"
         assert not found.unsplit
         if "spatial" not in layout and "mixed" not in layout:
