@@ -32,7 +32,7 @@ from meshwright.ir.placement import (
     output_placements,
 )
 from meshwright.ir.plan import Plan
-from meshwright.ir.rule import Rule
+from meshwright.ir.rule import OWN, Rule
 from meshwright.lower.local import LocalCall
 from meshwright.lower.spmd import lower
 from meshwright.ops import collectives, ring
@@ -389,8 +389,8 @@ class Subject:
 
     @property
     def factors(self) -> list[str]:
-        """Every factor that may be split."""
-        return [name for name in self.rule.sizes if self.rule.splittable(name)]
+        """Every factor that may be split, and computes the same."""
+        return [name for name in self.rule.sizes if self.rule.splittable(name) and name != OWN]
 
     @property
     def linear_groups(self) -> list[int]:

@@ -179,6 +179,13 @@ def _batch_norm(draw: Draw) -> Arguments:
     return (source, weight, bias, *draw.pick((None, None), (mean, variance)), True, 0.1, 1e-5), {}
 
 
+def _batch_norm_backward(draw: Draw) -> Arguments:
+    (grad, source, weight, *_, mean, scale, train, eps, mask), _ = CASES[aten.native_batch_norm_backward.default](draw)
+    channels = source.shape[1]
+    running = draw.tensor(channels), draw.tensor(channels).abs() + 0.5
+    return (grad, source, weight, *running, mean, scale, train, eps, mask), {}
+
+
 def _strided(scatters: bool) -> Build:
     def build(draw: Draw) -> Arguments:
         a, b, c = draw.sizes(3)
@@ -240,6 +247,7 @@ CANONICAL_CASES: Mapping[Any, Build] = {
     aten.stack.default: _stack,
     aten.view.default: lambda draw: ((draw.tensor(3, 4).t(), [12]), {}),
     aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
 UNSET = frozenset({aten.new_empty.default, aten.new_empty_strided.default})
 """Operators whose values are whatever lies in memory."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, write_into_buckets
+from meshwright.lower.prefetch import join_returned
 from meshwright.lower.stage import boxed_function
 from meshwright.ops import collectives
 
@@ -157,3 +158,68 @@ def test_gradients_are_computed_into_their_bucket() -> None:
     a, b = torch.rand(SHAPE, dtype=torch.float64), torch.rand(SHAPE, dtype=torch.float64)
     (flat,) = boxed_function(graph, {})([a, b])
     assert torch.equal(flat, torch.cat([(a @ b).flatten(), a.exp().flatten()]))
+
+
+IMAGE, WEIGHT = (2, 3, 5, 5), (4, 3, 3, 3)
+SETTINGS = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
+def _gradients_of_a_convolution(*, sent: bool) -> fx.Graph:
+    graph = fx.Graph()
+    given = [graph.placeholder(name) for name in ("grad", "image", "weight")]
+    input_call, weight_call = (
+        graph.call_function(aten.convolution_backward.default, (*given, *SETTINGS, mask))
+        for mask in ([True, False, False], [False, True, False])
+    )
+    first = graph.call_function(operator.getitem, (input_call, 0))
+    if sent:
+        first = graph.call_function(collectives.ALL_REDUCE, (first, "sum", "0", "native"))
+    graph.output([first, graph.call_function(operator.getitem, (weight_call, 1))])
+    return graph
+
+
+def test_both_gradients_of_a_convolution_are_computed_together() -> None:
+    graph = _gradients_of_a_convolution(sent=False)
+    values = [torch.rand(2, 4, 5, 5), torch.rand(IMAGE), torch.rand(WEIGHT)]
+    plain = boxed_function(_copy(graph), {})(list(values))
+    fuse(graph)
+    assert _targets(graph).count(aten.convolution_backward.default) == 1
+    for one, two in zip(plain, boxed_function(graph, {})(list(values)), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_the_gradient_of_a_weight_is_computed_while_that_of_the_input_travels() -> None:
+    graph = _gradients_of_a_convolution(sent=True)
+    fuse(graph)
+    assert _targets(graph).count(aten.convolution_backward.default) == 2
+
+
+def test_sums_that_are_only_returned_are_made_together() -> None:
+    """Three that nobody reads, of which one is a scalar; one that is read, and one that is a maximum."""
+    graph = fx.Graph()
+    a, b, c = (graph.placeholder(name) for name in "abc")
+
+    def summed(value: fx.Node, shape: tuple[int, ...], op: str = "sum") -> fx.Node:
+        start = graph.call_function(collectives.ALL_REDUCE, (value, op, "0", "native"), {"label": value.name})
+        wait = graph.call_function(collectives.WAIT, (start,))
+        wait.meta.update(local_shape=shape, dtype=torch.float64)
+        return wait
+
+    doubled, read = graph.call_function(aten.mul.Tensor, (a, 2)), summed(b, SHAPE)
+    first, second = summed(graph.call_function(aten.clone.default, (doubled,)), SHAPE), summed(c, ())
+    third = summed(graph.call_function(aten.exp.default, (read,)), SHAPE)
+    graph.output([first, second, third, summed(doubled, SHAPE, "max")])
+    join_returned(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    assert _targets(graph).count(collectives.ALL_REDUCE) == 3
+    joined = next(n for n in graph.nodes if n.target is collectives.ALL_REDUCE and "together" in n.kwargs["label"])
+    assert joined.kwargs["label"] == "clone_default to exp_default, 3 together"
+    for node in list(graph.nodes):  # on one rank, a sum is its only term
+        if node.target in (collectives.ALL_REDUCE, collectives.WAIT):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    one, two, three = torch.rand(SHAPE), torch.rand(SHAPE), torch.rand(())
+    found = boxed_function(graph, {})([one, two, three])
+    for got, expected in zip(found, (one * 2, three, two.exp(), one * 2), strict=True):
+        torch.testing.assert_close(got, expected)

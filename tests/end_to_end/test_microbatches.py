@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import layout_text
 from meshwright.models import MLP, ResNet, classification_loss
 
 SAMPLES = {"inputs": torch.zeros(8, 6), "label": torch.zeros(8, dtype=torch.int64)}
@@ -59,6 +60,13 @@ def test_batch_norm_over_the_batch_names_the_operator_and_the_option() -> None:
         "computation), or microbatches=1"
     )
     mw.plan(graph, layout=mw.Layout(microbatches=4, batch_statistics="microbatch"))
+
+
+def test_statistics_of_each_rank_are_of_its_part_of_a_micro_batch() -> None:
+    graph = mw.capture(ResNet(depth=8, width=4, image_channels=1), classification_loss, IMAGES)
+    plan = mw.plan(graph, layout=mw.Layout(dp=2, microbatches=2, batch_statistics="rank"))
+    assert plan.stage.strategy("stem_norm:_native_batch_norm_legit_functional#0") == {"dp": "own", "time": "b"}
+    assert "statistics of each rank" in layout_text(plan.layout)
 
 
 def contrastive(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

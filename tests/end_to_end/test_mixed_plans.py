@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from benchmarks.convolution import ETHERNET, ONE_BOX, captured, costs, ways
+from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.models import AlexNet, GoogLeNet, WideResNet
@@ -88,3 +89,24 @@ def test_elimination_and_the_integer_program_agree() -> None:
     assert other.chosen is not None
     seconds = found.formulated.problem.seconds(core.complete(other.chosen))
     assert found.solution.seconds == pytest.approx(seconds, rel=1e-6)
+
+
+def norms(plan: mw.Plan, graph: Graph) -> set[str]:
+    """What batch norms split over the mixed axis, forward and backward."""
+    return {plan.stage.strategy(one.name).get("m1", "") for one in graph.operators if "batch_norm" in one.target}
+
+
+def test_statistics_of_each_rank_are_another_computation_that_only_the_layout_chooses() -> None:
+    graph, cluster = captured(WideResNet, 64), mw.Cluster.load(ONE_BOX).resized(8)
+    whole = mw.plan(graph, cluster, layout=mw.Layout(mixed=(8,)))
+    own = mw.plan(graph, cluster, layout=mw.Layout(mixed=(8,), batch_statistics="rank"))
+    assert "own" not in norms(whole, graph)
+    assert "own" in norms(own, graph)
+    assert "b" not in norms(own, graph)
+    assert costs(graph, own, cluster).communication_s < costs(graph, whole, cluster).communication_s
+
+
+def test_statistics_of_each_rank_cannot_be_pinned() -> None:
+    graph = captured(WideResNet, 64)
+    with pytest.raises(LayoutError, match="no operator there can split 'own'"):
+        mw.plan(graph, devices=8, layout=mw.Layout(mixed=(8,), pin={"stem_norm": "own@m1"}))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import RuleError
 from meshwright.ir import files
+from meshwright.ir.placement import Partial, Shard, input_placements, output_placements
 from meshwright.ir.rule import Factor, Operand, Pattern, Rule, parse_pattern
 
 MATMUL = Rule(pattern="^b s k, ^^k f -> b s f", sizes={"b": 4, "s": 6, "k": 8, "f": 10})
@@ -62,6 +63,21 @@ def test_a_decomposition_lets_a_fixed_factor_be_split_and_reduces_it_itself() ->
     assert SOFTMAX.splittable("v")
     total = Rule(pattern="b !v -> b", sizes={"b": 4, "v": 8}, decompositions={"v": ("sum b",)})
     assert not total.reduced("v", 0)
+
+
+def test_statistics_of_each_rank_are_its_own_and_other_outputs_terms() -> None:
+    norm = Rule(
+        pattern="!n c, c -> !n c, c, c",
+        sizes={"n": 4, "c": 8, "own": 4},
+        decompositions={"n": ("gather c",), "own": ("own 1",)},
+        joint={"own": ("n",)},
+    )
+    assert norm.splittable("own")
+    assert [norm.owns("own", output) for output in range(3)] == [False, True, False]
+    assert [norm.reduced("own", output) for output in range(3)] == [False, False, True]
+    made = [output_placements(norm, {"dp": "own"}, output, {"dp": 2}) for output in range(3)]
+    assert made == [{"dp": Shard(0)}, {}, {"dp": Partial("sum")}]
+    assert input_placements(norm, {"dp": "own"}, 0, {"dp": 2}) == {"dp": Shard(0)}
 
 
 @pytest.mark.parametrize(

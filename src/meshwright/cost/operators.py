@@ -10,6 +10,7 @@ from meshwright.ir.kind import COMPUTE, kind_of
 from meshwright.ir.layout import TIME
 from meshwright.ir.placement import Placements, input_placements, is_linear, local_shape, output_placements
 from meshwright.ir.plan import Strategy
+from meshwright.ir.rule import OWN
 
 Passes = tuple[tuple[str, float], ...]
 
@@ -118,12 +119,12 @@ class Parts:
         return result
 
     def decomposed(self, operator: Operator, strategy: Strategy) -> list[tuple[str, str]]:
-        """The (axis, factor) pairs for which it runs as its decomposition."""
+        """The (axis, factor) pairs for which it runs as its decomposition (over samples of its own it does not)."""
         rule = operator.rule
         return [
             (axis, choice)
             for axis, choice in strategy.items()
-            if rule is not None and axis != TIME and choice in rule.decompositions
+            if rule is not None and axis != TIME and choice in rule.decompositions and choice != OWN
         ]
 
     def letters_bytes(self, operator: Operator, strategy: Strategy, text: str, item_bytes: int = 4) -> int:

@@ -61,8 +61,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Stages that every pipeline rank holds; more than one asks for schedule ``interleaved``."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass instead of kept: attention, or whole repeated blocks."""
-    batch_statistics: Literal["global", "microbatch"] = "global"
-    """What batch norm averages over where there are micro-batches; only ``microbatch`` is possible then."""
+    batch_statistics: Literal["global", "microbatch", "rank"] = "global"
+    """What batch norm averages over: the whole batch; the micro-batch, which micro-batches ask for; or the samples of a
+    rank (in a micro-batch), as DistributedDataParallel does: nothing is exchanged, and running statistics are the mean
+    of all ranks'."""
     stage_sizes: tuple[dict[str, int], ...] = ()
     """Sizes of dp and tp by pipeline rank, where they differ, all of one product: ``({"dp": 2}, {"tp": 2})``."""
     pin: dict[str, str] = {}
@@ -255,4 +257,6 @@ def layout_text(layout: Layout) -> str:
         words.append("sequence parallel")
     if layout.recompute != "none":
         words.append(f"recompute {layout.recompute}")
+    if layout.batch_statistics == "rank":
+        words.append("statistics of each rank")
     return ", ".join(words)

@@ -133,7 +133,8 @@ def output_placements(rule: Rule, strategy: Mapping[str, str], output: int, size
             if shard is not None:
                 result[axis] = shard
             elif rule.sums(choice):
-                result[axis] = Partial(rule.reduction)
+                if not rule.owns(choice, output):
+                    result[axis] = Partial(rule.reduction)
             elif axis == TIME and rule.decompositions[choice][0].startswith("sum"):
                 # Micro-batches exchange nothing: what the decomposition would sum over them stays a term of the sum.
                 result[axis] = Partial("sum")

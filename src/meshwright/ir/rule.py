@@ -9,6 +9,9 @@ import msgspec
 from meshwright.errors import RuleError
 from meshwright.ir.halo import WORD as HALO
 
+OWN = "own"
+"""The factor of samples each part of which has statistics of its own, and how the words of what it does begin."""
+
 _TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+")
 
 
@@ -101,7 +104,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     that are several letters at once, each operand split by the first of them that it has: ``{"te": ("t", "e")}``
     divides tokens and experts over the same ranks, ``{"yy": ("y", "y1")}`` the rows that a stride of 2 reads and those
     that it makes; only a decomposition can bring them together. ``equal`` names factors whose parts cannot differ in
-    size; those of others may, by one unit.
+    size; those of others may, by one unit. The factor ``own`` (of batch norm's samples) is another computation than the
+    whole, for who asks for it: ``{"own": ("own 1 2",)}`` takes statistics of each part, so that outputs number 1 and 2
+    are each rank's own, and others without it terms of a sum.
     """
 
     pattern: str
@@ -128,12 +133,18 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def sums(self, name: str) -> bool:
         """Whether outputs without factor ``name`` are terms of a sum where it is split."""
-        return all(text.startswith(HALO) for text in self.decompositions.get(name, ()))
+        return all(text.startswith((HALO, OWN)) for text in self.decompositions.get(name, ()))
+
+    def owns(self, name: str, output: int) -> bool:
+        """Whether splitting ``name`` leaves on each rank an output number ``output`` of its own."""
+        return any(text.split()[0] == OWN and str(output) in text.split()[1:]
+                   for text in self.decompositions.get(name, ()))  # fmt: skip
 
     def reduced(self, name: str, output: int) -> bool:
         """Whether splitting ``name`` leaves output number ``output`` Partial."""
         operand = self.parsed.outputs[output]
-        return self.sums(name) and all(operand.find(member) is None for member in self.members(name))
+        whole = all(operand.find(member) is None for member in self.members(name))
+        return whole and self.sums(name) and not self.owns(name, output)
 
 
 @lru_cache(maxsize=8192)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import getitem
 from typing import Any
 
 import torch
@@ -91,12 +92,9 @@ def finish(
     emit: Emit, started: fx.Node, bucket: Bucket, groups: Mapping[str, AxisGroup], shapes: Sequence[tuple[int, ...]]
 ) -> list[fx.Node]:
     """Wait for a bucket, sum it over the other axes, and take the gradients, of these shapes, out of it."""
-    flat, offset, result = emit(collectives.WAIT, started), 0, []
+    flat = emit(collectives.WAIT, started)
     for group in (groups[axis] for axis in bucket.across):
         started = emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm, label=label_of(bucket))
         flat = emit(collectives.WAIT, started)
-    for shape in shapes:
-        part = emit(aten.slice.Tensor, flat, 0, offset, offset + prod(shape))
-        result.append(emit(aten.view.default, part, list(shape)))
-        offset += prod(shape)
-    return result
+    parts = emit(aten.split_with_sizes.default, flat, [prod(shape) for shape in shapes])
+    return [emit(aten.view.default, emit(getitem, parts, index), list(shape)) for index, shape in enumerate(shapes)]

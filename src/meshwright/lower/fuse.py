@@ -42,13 +42,17 @@ _ALIASES = VIEWS | {
 
 
 def fuse(graph: fx.Graph) -> None:
-    """mm + add of a bias -> addmm, where both run on the same rank without a collective between them; t(t(x)) -> x;
-    reshape(reshape(x)) -> reshape(x). What is known by its name (``meta["returned"]``) keeps its node."""
+    """mm + add of a bias -> addmm, where both run on the same rank without a collective between them; both gradients of
+    a convolution in one call; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x). What is known by its name
+    (``meta["returned"]``) keeps its node."""
+    gradients: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if node.target is aten.add.Tensor:
             _fuse_addmm(graph, node)
+        elif node.target is aten.convolution_backward.default:
+            _fuse_gradients(node, gradients)
         elif node.target is aten.t.default:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.target is aten.t.default and not node.meta.get("returned"):
@@ -75,6 +79,27 @@ def _fuse_addmm(graph: fx.Graph, node: fx.Node) -> None:
         return
     node.target, node.args = aten.addmm.default, (bias, *product.args)
     graph.erase_node(product)
+
+
+def _fuse_gradients(node: fx.Node, before: dict[tuple[object, ...], fx.Node]) -> None:
+    """Let the gradients of a convolution's input and weight be computed together: they read the same. But where other
+    ranks wait for the first, the second is computed while it travels."""
+    key = (*map(str, node.args[:-1]), node.meta.get("phase"))
+    first = before.setdefault(key, node)
+    if first is node or _is_sent(first) or any(one.meta.get("returned") for one in (first, node)):
+        return
+    mask = [one or other for one, other in zip(first.args[-1], node.args[-1], strict=True)]  # type: ignore[arg-type]
+    first.args = (*first.args[:-1], mask)
+    node.replace_all_uses_with(first)
+
+
+def _is_sent(node: fx.Node) -> bool:
+    """Whether a collective starts with the node's result."""
+    for user in node.users:
+        again = user.target in (operator.getitem, aten.clone.default, aten.reshape.default, aten.contiguous.default)
+        if user.target in collectives.STARTS or (again and _is_sent(user)):
+            return True
+    return False
 
 
 def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) -> None:
@@ -135,7 +160,7 @@ def write_into_buckets(graph: fx.Graph) -> None:
         g0 = mm(a, b)                            flat = empty(n)
         g1 = layer_norm_backward(...)            g0 = mm(a, b, out=flat[:k])
         flat = cat(g0, g1)            becomes    g1 = layer_norm_backward(...)
-        all_reduce_start(flat)                   flat[k:].copy_(g1)
+        all_reduce_start(flat)                   cat(g1, out=flat[k:])
                                                  all_reduce_start(flat)
 
     Needs :func:`propagate`. The pass looks at what is concatenated for a collective.
@@ -158,17 +183,29 @@ def _write_into(graph: fx.Graph, joined: fx.Node) -> None:
         flat = graph.call_function(
             aten.empty.memory_format, ([value.numel()],), {"dtype": value.dtype, "device": joined.meta["device"]}
         )
-    offset = 0
+    offset, between = 0, list[Any]()
+
+    def copy(until: int) -> None:
+        """Parts that lie side by side, in one call."""
+        if between:
+            begin = until - sum(part.meta["val"].numel() for part in between)
+            with graph.inserting_before(joined):
+                view = graph.call_function(aten.slice.Tensor, (flat, 0, begin, until))
+                graph.call_function(aten.cat.out, (list(between),), {"out": view})
+        between.clear()
+
     for part, writer, size in zip(joined.args[0], parts, sizes, strict=True):  # type: ignore[arg-type]
-        with graph.inserting_before(writer if writer is not None else joined):
-            view = graph.call_function(aten.slice.Tensor, (flat, 0, offset, offset + size))
-            if writer is None:
-                graph.call_function(aten.copy_.default, (view, part))
-            else:
+        if writer is None:
+            between.append(part)
+        else:
+            copy(offset)
+            with graph.inserting_before(writer):
+                view = graph.call_function(aten.slice.Tensor, (flat, 0, offset, offset + size))
                 view = graph.call_function(aten.view.default, (view, list(writer.meta["val"].shape)))
                 writer.target, keyword = _INTO[writer.target]
                 writer.kwargs = {**writer.kwargs, keyword: view}
         offset += size
+    copy(offset)
     joined.replace_all_uses_with(flat)
     graph.erase_node(joined)
 

@@ -1,8 +1,17 @@
-"""When collectives start and are waited for: parameters are gathered one bucket ahead, halos waited for when read."""
+"""When collectives start and are waited for: parameters are gathered one bucket ahead, halos waited for when read,
+sums that a step returns made together.
+"""
 
+import operator
+from collections import defaultdict
+from math import prod
+
+import torch
 from torch import fx
 
 from meshwright.ops import collectives
+
+aten = torch.ops.aten
 
 
 def prefetch(graph: fx.Graph) -> None:
@@ -40,3 +49,58 @@ def sink_waits(graph: fx.Graph) -> None:
             first = min(wait.users, key=place.__getitem__, default=None)
             if first is not None:
                 first.prepend(wait)
+
+
+def join_returned(graph: fx.Graph) -> None:
+    """Sums that nobody reads before the step returns them (the loss, running statistics) are made together, when the
+    last of their terms is there.
+
+    s = all_reduce_start(a)                           flat = cat(a, b)
+    t = all_reduce_start(b)               becomes     s = all_reduce_start(flat)
+    return wait(s), wait(t)                           x, y = split(wait(s), [len(a), len(b)])
+                                                      return x, y
+    """
+    alike: dict[tuple[object, ...], list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is collectives.ALL_REDUCE and len(node.users) == 1:
+            (wait,) = node.users
+            if wait.users and all(user.op == "output" for user in wait.users):
+                alike[*node.args[1:], wait.meta["dtype"]].append((node, wait))
+    for pairs in alike.values():
+        if len(pairs) > 1:
+            _join(graph, pairs)
+
+
+def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]) -> None:
+    last, end = pairs[-1][0], next(iter(graph.find_nodes(op="output")))
+    shapes = [list(wait.meta["local_shape"]) for _, wait in pairs]
+    labels = [str(start.kwargs["label"]) for start, _ in pairs]
+    with graph.inserting_before(last):
+        terms = [_own(start) for start, _ in pairs]
+        for index, shape in enumerate(shapes):
+            if len(shape) != 1:
+                terms[index] = graph.call_function(aten.reshape.default, (terms[index], [-1]))
+        flat = graph.call_function(aten.cat.default, (terms,))
+        label = f"{labels[0]} to {labels[-1]}, {len(pairs)} together"
+        joined = graph.call_function(collectives.ALL_REDUCE, (flat, *last.args[1:]), {"label": label})
+    with graph.inserting_before(end):
+        sums = graph.call_function(collectives.WAIT, (joined,))
+        parts = graph.call_function(aten.split_with_sizes_copy.default, (sums, [prod(shape) for shape in shapes]))
+        for index, ((start, wait), shape) in enumerate(zip(pairs, shapes, strict=True)):
+            part = graph.call_function(operator.getitem, (parts, index))
+            if len(shape) != 1:
+                part = graph.call_function(aten.view.default, (part, shape))
+            wait.replace_all_uses_with(part)
+            graph.erase_node(wait)
+            graph.erase_node(start)
+    for node in (flat, joined):
+        node.meta.update(last.meta)
+
+
+def _own(start: fx.Node) -> fx.Node:
+    """What is summed: of a copy that was made to be summed in place, what it is of."""
+    value = start.args[0]
+    assert isinstance(value, fx.Node)
+    copied = value.args[0] if value.target is aten.clone.default and len(value.users) == 1 else value
+    assert isinstance(copied, fx.Node)
+    return copied

@@ -19,7 +19,7 @@ from meshwright.lower.buckets import Gathers, Value
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, separate, write_into_buckets
 from meshwright.lower.halo import Exchanged
 from meshwright.lower.local import LocalCall
-from meshwright.lower.prefetch import prefetch, sink_waits
+from meshwright.lower.prefetch import join_returned, prefetch, sink_waits
 from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.lower.stage import BoxedFunction, boxed_function
@@ -349,6 +349,7 @@ class Lowering:
         loss = self._want(self.ir.loss, {})
         metrics = [self._want(name, {}) for name in self.ir.metrics.values()]
         self.graph.output([loss, *metrics, *gradients, *buffers])
+        join_returned(self.graph)
         fuse(self.graph)
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         shapes: list[Any] = [(node.meta["local_shape"], node.meta["dtype"]) for node in placeholders[:-1]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.ir.rule import Rule
+from meshwright.ir.rule import OWN, Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule, narrowed, widened
 from meshwright.ops.halo import SPACE
 
@@ -236,14 +236,28 @@ def native_batch_norm(
     )
 
 
+def native_batch_norm_backward(
+    grad: Tensor, input: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: list[bool],
+) -> Any:  # fmt: skip
+    """Canonical gradient of batch norm: in training it does not take the running statistics, which it does not read."""
+    if not train or running_mean is None:
+        return NotImplemented
+    return aten.native_batch_norm_backward.default(
+        grad, input, weight, None, None, save_mean, save_invstd, train, eps, output_mask
+    )
+
+
 def batch_norm_rule(call: Call) -> Rule:
-    """``!n c !y !x, c... -> !n c !y !x, c...``; split over samples or space it merges means and variances."""
+    """``!n c !y !x, c... -> !n c !y !x, c...``; split over samples or space it merges means and variances. Over ``own``
+    samples it does not: mean and scale are each part's own, running statistics the mean of all parts'."""
     space, names = _space(call.args[0], "!")
     image = f"!n c{space}"
     vectors = ", c" * (len(call.tensors) - 1)
     outputs = ", c" * (len(call.outputs) - 1)
-    decompositions = dict.fromkeys(["n", *names], ("gather 2 c",))
-    return make_rule(call, f"{image}{vectors} -> {image}{outputs}", decompositions=decompositions)
+    decompositions = dict.fromkeys(["n", *names], ("gather 2 c",)) | {OWN: (f"{OWN} 1 2",)}
+    pattern = f"{image}{vectors} -> {image}{outputs}"
+    return make_rule(call, pattern, decompositions=decompositions, joint={OWN: ("n",)})
 
 
 _BATCH = "nzyx"
@@ -251,6 +265,17 @@ _BATCH = "nzyx"
 
 
 def batch_norm_local(local: Local) -> Any:
+    result = _batch_norm(local)
+    if not local.is_split(OWN) or local.target is not aten._native_batch_norm_legit_functional.default:
+        return result
+    image, mean, scale, *running = (
+        result if isinstance(result, tuple) else (local.call(operator.getitem, result, index) for index in range(5))
+    )
+    parts = local.coordinate(OWN)[1]
+    return image, mean, scale, *(local.call(aten.mul.Tensor, one, 1 / parts) for one in running)
+
+
+def _batch_norm(local: Local) -> Any:
     if not split_factors(local, _BATCH):
         return local.call(local.target, *local.args, **local.kwargs)
     stats = local.target is aten._native_batch_norm_legit_functional.default
@@ -271,9 +296,10 @@ def batch_norm_local(local: Local) -> Any:
 
 
 def _count(local: Local) -> int:
-    """How many values there are of each channel, on all ranks."""
+    """How many values there are of each channel, on all ranks that have them in common."""
     rank = len(local.input_shape(0)) - 2
-    return local.size("n") * prod(local.size(name) for name in (SPACE[rank] if rank else ""))
+    samples = local.input_shape(0)[0] if local.is_split(OWN) else local.size("n")
+    return samples * prod(local.size(name) for name in (SPACE[rank] if rank else ""))
 
 
 def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
@@ -324,11 +350,11 @@ def batch_norm_backward_rule(call: Call) -> Rule:
     image = f"{mark}n c{space}"
     # without batch statistics, the saved ones are empty
     vectors = "".join(", c" if len(value) else ", !e" for value in call.args[2:7] if value is not None)
-    return make_rule(
-        call,
-        f"^{image}, {image}{vectors} -> {_wanted(mask, image, 'c')}",
-        decompositions=dict.fromkeys(["n", *names], ("sum 2 c",)) if train else {},
-    )
+    pattern = f"^{image}, {image}{vectors} -> {_wanted(mask, image, 'c')}"
+    if not train:
+        return make_rule(call, pattern)
+    decompositions = dict.fromkeys(["n", *names], ("sum 2 c",)) | {OWN: (OWN,)}
+    return make_rule(call, pattern, decompositions=decompositions, joint={OWN: ("n",)})
 
 
 def batch_norm_backward_local(local: Local) -> Any:
@@ -377,4 +403,7 @@ RULES = {
     aten.native_batch_norm_backward.default: OperatorRule(batch_norm_backward_rule, batch_norm_backward_local, _flops),
 }
 
-CANONICAL = {aten.native_batch_norm.default: native_batch_norm}
+CANONICAL = {
+    aten.native_batch_norm.default: native_batch_norm,
+    aten.native_batch_norm_backward.default: native_batch_norm_backward,
+}

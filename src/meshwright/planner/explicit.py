@@ -40,6 +40,7 @@ from meshwright.planner.pins import read_pins
 from meshwright.planner.precision import check_precision
 from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
 from meshwright.planner.spatial_rule import SpatialRule
+from meshwright.planner.statistics import check_owned, owned
 from meshwright.planner.tensor_rule import TensorRule
 from meshwright.planner.zero import in_parts, zero_storage
 from meshwright.schedules.pipeline import build
@@ -194,6 +195,10 @@ class _Planner:
             TensorRule(self.factors, self.notes, self.cluster).split("tp")
         if TIME in self.sizes:
             self._split_batch(TIME)
+        if self.layout.batch_statistics == "rank":
+            for operator in self.graph.operators:
+                self.strategies[operator.name] = owned(operator, self.strategies[operator.name])
+            check_owned(self.graph, self.strategies)
         firsts = self._firsts()
         divided = cut(self.graph, firsts)
         settled = [axis for axis in self.sizes if axis != TIME] if self.solved is not None else []
@@ -237,13 +242,14 @@ class _Planner:
     def _solve(self, pins: dict[str, Strategy]) -> None:
         """The factors of all axes but time, by the integer program."""
         key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
-               self.ask.memory_bytes, self.ask.whole)  # fmt: skip
+               self.ask.memory_bytes, self.ask.whole, self.layout.batch_statistics)  # fmt: skip
         if key not in self.ask.known:
             self.ask.known[key] = assign(
                 self.graph,
                 self.mesh,
                 self.cluster or load_cluster("cpu-local"),
                 microbatches=self.layout.microbatches,
+                own_statistics=self.layout.batch_statistics == "rank",
                 pins=pins,
                 uses_axes=True,
                 optimizer=self.ask.optimizer,

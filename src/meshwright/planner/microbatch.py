@@ -19,7 +19,7 @@ def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dic
     for operator in graph.operators:
         rule, strategy = operator.rule, strategies[operator.name]
         statistics = rule is not None and strategy.get(TIME) in rule.decompositions
-        if statistics and not (_BATCH_NORM in operator.target and layout.batch_statistics == "microbatch"):
+        if statistics and not (_BATCH_NORM in operator.target and layout.batch_statistics != "global"):
             raise _refused(operator, sizes[TIME], "its statistics are over the whole batch")
         for position, name in enumerate(operator.inputs):
             have = placements.get(name, REPLICATE)

@@ -7,6 +7,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Strategy
+from meshwright.ir.rule import OWN
 from meshwright.planner.factors import Factors
 from meshwright.planner.words import SAME, STATIONARY, WORDS, factors_of
 
@@ -94,7 +95,7 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_cla
             return letter
     joint = operator.rule.joint if operator.rule is not None else {}
     meant = factors_of(operator, factor) if factor in WORDS else []
-    meant += [name for name, members in joint.items() if factor in (name, *members)]
+    meant += [name for name, members in joint.items() if factor in (name, *members) and name != OWN]
     return next((one for one in meant if factors.fits(operator, one, axis)), "")
 
 

@@ -38,6 +38,7 @@ def assign(
     cluster: Cluster,
     *,
     microbatches: int = 1,
+    own_statistics: bool = False,
     pins: Pins | None = None,
     uses_axes: bool = False,
     optimizer: OptimizerCost = ADAMW,
@@ -52,6 +53,7 @@ def assign(
 
     Args:
         microbatches: in how many parts, one after the other, the batch is worked through.
+        own_statistics: whether batch norm takes them of each rank's samples.
         uses_axes: whether it pays or not, operators divide their batch over ``dp``, products their weights over
             ``tp`` and anything over mixed axes, where they can.
         memory_bytes: what parameters, gradients, optimizer state and activations of a rank may hold together.
@@ -95,7 +97,7 @@ def assign(
     marks = {name: tuple(sorted(one.items())) for name, one in asked.items()}
     stages = mesh.size("pp") if "pp" in mesh.names else 1
     moments = Moments(graph, prices, memory_bytes, stages) if memory_bytes is not None else None
-    formulated = formulate(graph, prices, allows, limited, merit, marks, optimizer, moments, whole)
+    formulated = formulate(graph, prices, allows, limited, merit, marks, optimizer, moments, whole, own_statistics)
     try:
         solution = solve(formulated.problem, time_limit_s)
     except TimeoutError as error:

@@ -18,6 +18,7 @@ from meshwright.planner.intra_op.moments import Moments, copies
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.problem import Costs, Node, Places, Problem, Tensor
+from meshwright.planner.statistics import owned
 
 Keeps = Callable[[Operator, Strategy], bool]
 """Whether an operator may have a strategy."""
@@ -66,7 +67,7 @@ class _Read:
 class _Formulation:
     def __init__(
         self, graph: Graph, prices: Prices, allows: Allows, keeps: Keeps, merit: Merit, marks: Mapping[str, object],
-        optimizer: OptimizerCost, moments: Moments | None, uncut: Collection[str],
+        optimizer: OptimizerCost, moments: Moments | None, uncut: Collection[str], own_statistics: bool,
     ) -> None:  # fmt: skip
         self.uncut = uncut
         self.graph, self.prices, self.optimizer, self.moments = graph, prices, optimizer, moments
@@ -79,7 +80,8 @@ class _Formulation:
             if not kept:
                 raise _contradiction(decision)
             merits = [sum(map(merit, decision.members, one)) for one in kept]
-            self.choices.append([one for one, met in zip(kept, merits, strict=True) if met == max(merits)])
+            best = [one for one, met in zip(kept, merits, strict=True) if met == max(merits)]
+            self.choices.append([tuple(map(owned, decision.members, one)) for one in best] if own_statistics else best)
         self.consumers = graph.consumers()
         self.producers = graph.producers()
         self.nodes: list[Node] = []
@@ -348,7 +350,7 @@ def _contradiction(decision: Decision) -> LayoutError:
 def formulate(
     graph: Graph, prices: Prices, allows: Allows, keeps: Keeps = anything, merit: Merit = nothing,
     marks: Mapping[str, object] | None = None, optimizer: OptimizerCost = ADAMW, moments: Moments | None = None,
-    uncut: Collection[str] = (),
+    uncut: Collection[str] = (), own_statistics: bool = False,
 ) -> Formulated:  # fmt: skip
     """The problem of a graph.
 
@@ -358,8 +360,11 @@ def formulate(
         marks: by operator what is asked of it in particular (see ``decisions_of``).
         moments: at which memory is limited.
         uncut: parameters that are stored whole.
+        own_statistics: batch norm takes them of each rank's samples.
 
     Raises:
         LayoutError: an operator may have no strategy.
     """
-    return _Formulation(graph, prices, allows, keeps, merit, marks or {}, optimizer, moments, uncut).formulate()
+    return _Formulation(
+        graph, prices, allows, keeps, merit, marks or {}, optimizer, moments, uncut, own_statistics
+    ).formulate()

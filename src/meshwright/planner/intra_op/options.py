@@ -18,6 +18,7 @@ from meshwright.ir.placement import (
     output_placements,
 )
 from meshwright.ir.plan import Strategy
+from meshwright.ir.rule import OWN
 from meshwright.planner.intra_op.decisions import Decision
 
 Choice = tuple[Strategy, ...]
@@ -191,7 +192,8 @@ def numbered(operator: Operator) -> dict[tuple[str, int], str]:
     counts: Counter[str] = Counter()
     found = {}
     rule = operator.rule
-    rows = [name for name in (rule.joint if rule is not None else ()) if rule is not None and rule.sums(name)]
+    joint = rule.joint if rule is not None else ()
+    rows = [name for name in joint if rule is not None and rule.sums(name) and name != OWN]
     for letter in (*operator.classes, *rows):
         name = JOINED.join(sorted(classes_of(operator, letter)))
         found[name, counts[name]] = letter

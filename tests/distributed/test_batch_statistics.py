@@ -1,0 +1,127 @@
+"""Batch norm with statistics of each rank's samples: equal to the same done by hand in one process, and to DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import meshwright as mw
+from meshwright.models import ResNet, classification_loss
+from tests.distributed.oracle import TOLERANCE, Batch, largest_error, shards
+from tests.distributed.pool import Ranks
+
+STEPS = 3
+OWN: dict[str, Any] = {"batch_statistics": "rank"}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def network() -> ResNet:
+    torch.manual_seed(0)
+    return ResNet(depth=8, width=4).double()
+
+
+def batches(samples: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "image": torch.randn(samples, 3, 8, 8, generator=generator, dtype=torch.float64),
+            "label": torch.randint(10, (samples,), generator=generator),
+        }
+        for _ in range(STEPS)
+    ]
+
+
+def loss_of(model: torch.nn.Module, batch: Batch) -> Tensor:
+    return classification_loss(model, batch)[0]
+
+
+def by_hand(samples: int, parts: int, microbatches: int) -> dict[str, Tensor]:
+    """Every part through the model as it was before, running statistics averaged; micro-batch after micro-batch."""
+    model = network()
+    optimizer = sgd(model.parameters())
+    for batch in batches(samples):
+        optimizer.zero_grad()
+        of_ranks = [list(shards(part, microbatches)) for part in shards(batch, parts)]
+        for mine in zip(*of_ranks, strict=True):
+            before, after = buffers(model), []
+            for part in mine:
+                model.load_state_dict(before, strict=False)
+                (loss_of(model, part) * (len(part["label"]) / samples)).backward()
+                after.append(buffers(model))
+            means = {name: torch.stack([one[name] for one in after]).double().mean(0) for name in before}
+            model.load_state_dict(means, strict=False)
+        optimizer.step()
+    return model.state_dict()
+
+
+def buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def train(layout: mw.Layout, samples: int) -> dict[str, Tensor]:
+    given = batches(samples)
+    trainer = mw.parallelize(network(), loss_of, given[0], plan=layout, optimizer=sgd)
+    for batch in given:
+        trainer.step(batch)
+    return trainer.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("layout", "samples", "parts"),
+    [
+        pytest.param(mw.Layout(dp=2, **OWN), 8, 2, id="dp2"),
+        pytest.param(mw.Layout(dp=2, **OWN), 7, 2, id="dp2, a rank has one sample more"),
+        pytest.param(mw.Layout(dp=2, zero=3, **OWN), 8, 2, id="dp2, zero3"),
+        pytest.param(mw.Layout(dp=2, microbatches=2, **OWN), 8, 2, id="dp2, 2 micro-batches"),
+        pytest.param(mw.Layout(dp=2, spatial=(2,), **OWN), 8, 2, id="dp2 x spatial2"),
+        pytest.param(mw.Layout(dp=2, tp=2, **OWN), 8, 2, id="dp2 x tp2"),
+        pytest.param(mw.Layout(mixed=(4,), pin={"*": "sample@m1"}, **OWN), 8, 4, id="mixed4"),
+    ],
+)
+def test_statistics_are_of_each_ranks_samples(ranks: Ranks, layout: mw.Layout, samples: int, parts: int) -> None:
+    expected = by_hand(samples, parts, layout.microbatches)
+    found = ranks(layout.num_ranks, train, layout, samples)[0]
+    assert largest_error(found, expected) <= TOLERANCE
+    whole = by_hand(samples, 1, 1)
+    assert largest_error(whole, expected) > 1e-3, "statistics of the whole batch are others"
+
+
+def distributed_data_parallel() -> dict[str, Tensor]:
+    model = DistributedDataParallel(network(), forward_sync_buffers=False)
+    optimizer = sgd(model.parameters())
+    for batch in batches(8):
+        optimizer.zero_grad()
+        loss_of(model, list(shards(batch, 2))[torch.distributed.get_rank()]).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+
+def test_training_equals_distributed_data_parallel(ranks: Ranks) -> None:
+    first, second = ranks(2, distributed_data_parallel)
+    expected = {name: ((first[name] + second[name]) / 2).to(first[name].dtype) for name in first}
+    found = ranks(2, train, mw.Layout(dp=2, **OWN), 8)[0]
+    assert largest_error(found, expected) <= TOLERANCE
+
+
+def test_an_evaluation_uses_the_mean_of_all_ranks(ranks: Ranks) -> None:
+    expected = network()
+    expected.load_state_dict(by_hand(8, 2, 1))
+    expected.eval()
+    loss = float(loss_of(expected, batches(8)[0]).detach())
+    for found in ranks(2, evaluated):
+        assert abs(found - loss) <= TOLERANCE
+
+
+def evaluated() -> float:
+    given = batches(8)
+    trainer = mw.parallelize(network(), loss_of, given[0], plan=mw.Layout(dp=2, **OWN), optimizer=sgd)
+    for batch in given:
+        trainer.step(batch)
+    return float(trainer.evaluate(given[0]))
