@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.capture import refusals
+from meshwright.capture.outputs import Outputs
 from meshwright.capture.recorder import Recorder
 from meshwright.capture.tracer import Traced
 from meshwright.ops.loss import SUM
@@ -31,9 +32,14 @@ def functionalized(traced: Traced) -> Traced:
         pairs = zip(traced.parameters, traced.placeholders, strict=False)
         refusals.changed_parameters([name for name, node in pairs if node in copied])
     _simplify(traced.graph)
-    with traced.mode:
+    outputs = Outputs()
+
+    def without_gradient(value: Any) -> Any:
+        return outputs(aten.detach.default, (value,), {}) if isinstance(value, Tensor) and value.requires_grad else value
+
+    with traced.mode, torch.no_grad():
         for node in traced.graph.nodes:
-            node.meta["val"] = fx.node.map_aggregate(node.meta.get("val"), _without_gradient)
+            node.meta["val"] = fx.node.map_aggregate(node.meta.get("val"), without_gradient)
     return traced
 
 
@@ -119,6 +125,3 @@ def is_getitem(node: fx.Node) -> bool:
     """Whether the node takes one output of an operator with several."""
     return node.op == "call_function" and node.target is operator.getitem
 
-
-def _without_gradient(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value

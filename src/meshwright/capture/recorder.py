@@ -10,6 +10,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.capture.outputs import Outputs
+
 _DEVICE = torch.ops.prim.device.default
 Place = Callable[[], dict[str, Any]]
 """Where the code that runs now comes from; becomes ``meta["custom"]`` of each node."""
@@ -30,6 +32,7 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[str, Tensor] = {}
         self.mutates = False
         self._place, self._rewrites = place, rewrites
+        self._outputs = Outputs()
         self._nodes: dict[int, fx.Node] = {}
         self._seen: list[Tensor] = []  # kept alive, so that no other tensor takes one's id
         for index, value in enumerate(inputs):
@@ -47,7 +50,7 @@ class Recorder(TorchDispatchMode):
                 result = (rewrite or function.decompose)(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = function(*args, **kwargs)
+        result = self._outputs(function, args, kwargs)
         several = isinstance(result, (tuple, list))
         if not several and not isinstance(result, Tensor):
             return result  # a number, known from a constant
