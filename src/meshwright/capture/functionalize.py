@@ -35,7 +35,9 @@ def functionalized(traced: Traced) -> Traced:
     outputs = Outputs()
 
     def without_gradient(value: Any) -> Any:
-        return outputs(aten.detach.default, (value,), {}) if isinstance(value, Tensor) and value.requires_grad else value
+        if isinstance(value, Tensor) and value.requires_grad:
+            return outputs(aten.detach.default, (value,), {})
+        return value
 
     with traced.mode, torch.no_grad():
         for node in traced.graph.nodes:
@@ -124,4 +126,3 @@ def _is_identity(node: fx.Node) -> bool:
 def is_getitem(node: fx.Node) -> bool:
     """Whether the node takes one output of an operator with several."""
     return node.op == "call_function" and node.target is operator.getitem
-

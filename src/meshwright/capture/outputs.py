@@ -1,14 +1,16 @@
 """What operators return on fake tensors, once for all calls that are alike: a model repeats its blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 _META = torch.device("meta")
+_as_subclass: Any = Tensor._make_subclass
 _PLAIN = frozenset({
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
 })  # fmt: skip
@@ -18,29 +20,37 @@ _VALUES_MATTER = frozenset({
 """Operators whose results follow from more than how their inputs are laid out."""
 
 
-class _Unlike(Exception):
+class _UnlikeError(Exception):
     """A call with an argument that tells nothing about other calls."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How a fake tensor is laid out. ``alias``: which tensor of the call has the same storage; None: it has its own."""
+    """How a fake tensor is laid out, and the attributes that PyTorch has given it. ``alias``: which tensor of the call
+    has the same storage; None: it has its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    device: torch.device
-    mode: FakeTensorMode
+    attributes: Mapping[str, Any]
     alias: int | None
 
     def made(self, tensors: Sequence[Tensor]) -> FakeTensor:
-        """Another tensor of this form."""
+        """Another tensor of this form: ``FakeTensor(mode, value, device)`` without its checks, four fifths of it."""
         with torch._C._DisableTorchDispatch():
             value = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
             if self.alias is not None:
                 value.set_(tensors[self.alias].untyped_storage(), self.offset, self.shape, self.stride)
-        return FakeTensor(self.mode, value, self.device)
+        fake: FakeTensor = _as_subclass(
+            FakeTensor, value, False, dispatch_device=True, device_for_backend_keys=self.attributes["_fake_device"]
+        )
+        if self.attributes["fake_mode"]._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self.attributes)
+        return fake
 
 
 class Outputs:
@@ -59,17 +69,15 @@ class Outputs:
         tensors: list[FakeTensor] = []
         try:
             key = (function, torch.get_default_dtype(), _described(args, tensors), _described(kwargs, tensors))
-        except _Unlike:
+        except _UnlikeError:
             return function(*args, **kwargs)
         known = self._known.get(key)
         if known is not None:
             return _tree(lambda form: form.made(tensors), known)
         result = function(*args, **kwargs)
         if tensors and _follows(function) and not torch.is_inference_mode_enabled():
-            try:
+            with suppress(_UnlikeError):
                 self._known[key] = _tree(lambda value: _form(value, tensors), result)
-            except _Unlike:
-                pass
         return result
 
 
@@ -89,7 +97,7 @@ def _described(value: Any, tensors: list[FakeTensor]) -> Any:
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None:
-            raise _Unlike
+            raise _UnlikeError
         tensors.append(value)
         return (
             kind, value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad,
@@ -101,18 +109,18 @@ def _described(value: Any, tensors: list[FakeTensor]) -> Any:
         return (kind, *[_described(item, tensors) for item in value])
     if kind is dict:
         return (kind, *[(name, _described(item, tensors)) for name, item in value.items()])
-    raise _Unlike
+    raise _UnlikeError
 
 
 def _form(value: Any, tensors: list[FakeTensor]) -> _Form:
     if type(value) is not FakeTensor or value.constant is not None or value.requires_grad:
-        raise _Unlike
+        raise _UnlikeError
     storage = value.untyped_storage()._cdata
     aliases = [index for index, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage]
     if len(aliases) > 1 or any(value is tensor for tensor in tensors):
-        raise _Unlike
+        raise _UnlikeError
     form = _Form(
-        tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.fake_device, value.fake_mode,
+        tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, dict(value.__dict__),
         aliases[0] if aliases else None,
     )  # fmt: skip
     like = form.made(tensors)
@@ -121,5 +129,5 @@ def _form(value: Any, tensors: list[FakeTensor]) -> _Form:
         or like.untyped_storage().nbytes() != value.untyped_storage().nbytes()
         or like.storage_offset() != value.storage_offset()
     ):
-        raise _Unlike
+        raise _UnlikeError
     return form

@@ -4,6 +4,7 @@ import bisect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -17,7 +18,13 @@ _NOT_USERS = (str(PurePath(torch.__file__).parent), str(_PACKAGE / "capture"), s
 
 def user_line(filename: str, line: int | None) -> str | None:
     """``model.py:12`` with up to two folders before it, or None where the file is PyTorch's or ours."""
-    return None if filename.startswith(_NOT_USERS) else f"{'/'.join(PurePath(filename).parts[-3:])}:{line}"
+    name = _user_file(filename)
+    return None if name is None else f"{name}:{line}"
+
+
+@lru_cache(maxsize=1024)
+def _user_file(filename: str) -> str | None:
+    return None if filename.startswith(_NOT_USERS) else "/".join(PurePath(filename).parts[-3:])
 
 
 class Provenance:

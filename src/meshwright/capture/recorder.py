@@ -40,6 +40,10 @@ class Recorder(TorchDispatchMode):
             node.meta["val"] = value
             self._is(value, node)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled meanwhile, and keeping torch.compile off takes longer than what is done here
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for several times by every operator
@@ -55,12 +59,12 @@ class Recorder(TorchDispatchMode):
         if not several and not isinstance(result, Tensor):
             return result  # a number, known from a constant
         self.mutates |= function._schema.is_mutable
-        node = self.graph.call_function(function, self._argument(tuple(args)), self._argument(kwargs))
+        node = self._call(function, tuple(args), kwargs)
         node.meta["val"], node.meta["custom"] = result, self._place()
         if several:
             for index, item in enumerate(result):
                 if isinstance(item, Tensor):
-                    part = self.graph.call_function(operator.getitem, (node, index))
+                    part = self._call(operator.getitem, (node, index), {})
                     part.meta["val"], part.meta["custom"] = item, node.meta["custom"]
                     self._is(item, part)
         else:
@@ -70,6 +74,14 @@ class Recorder(TorchDispatchMode):
     def returns(self, values: Sequence[Tensor | None]) -> None:
         """End the graph."""
         self.graph.output([None if value is None else self._node(value) for value in values])
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        given, named = self._argument(args), self._argument(kwargs)  # constants become nodes before this one
+        node = self.graph.call_function(function)  # arguments that this is given, it searches for symbols first
+        node.args = given
+        if named:
+            node.kwargs = named
+        return node
 
     def _is(self, value: Tensor, node: fx.Node) -> None:
         self._nodes[id(value)] = node
