@@ -12,16 +12,17 @@ from torch import Tensor, fx, nn
 
 from meshwright.capture import refusals
 from meshwright.capture.batch import take_apart
-from meshwright.capture.factors import Atom, BoundRule, bind, dim_atoms, leaves, rendered, unify
+from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify
 from meshwright.capture.functionalize import functionalized, is_getitem
 from meshwright.capture.recorder import Rewrites
+from meshwright.capture.rules import Found, Rules
 from meshwright.capture.tracer import LossFunction, Traced, trace
 from meshwright.ir import graph as ir
 from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 from meshwright.ops.random import RULES as RANDOM
-from meshwright.ops.table import CANONICAL, VISIBLE, operator_rule, rule_of
+from meshwright.ops.table import CANONICAL, VISIBLE
 from meshwright.ops.view import VIEWS
 
 ours = torch.ops.meshwright
@@ -44,11 +45,11 @@ class Capture:
 class _Operation:
     node: fx.Node
     call: Call
+    found: Found
     inputs: list[fx.Node]
     outputs: list[fx.Node | None]
     name: str = ""
     bound: BoundRule | None = None
-    reason: str = ""
 
 
 def capture(
@@ -98,6 +99,7 @@ class _Builder:
     ) -> None:  # fmt: skip
         self.model, self.traced, self.pair, self.size, self.own = model, traced, pair, size, own
         self.precision = precision
+        self.rules, self.rendered = Rules(own), Rendered()
         self.atoms: dict[fx.Node, list[list[Atom]]] = {}
         self.names: dict[fx.Node, str] = {}
         self.batched: set[int] = set()
@@ -150,7 +152,7 @@ class _Builder:
                 values, outputs = [value[index] for index in present], [taken.get(index) for index in present]
             fake = torch.fx.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
             call = Call(node.target, tuple(fake[0]), dict(fake[1]), tuple(values))
-            operation = _Operation(node, call, list(_tensor_nodes(node)), outputs)
+            operation = _Operation(node, call, self.rules.of(call), _tensor_nodes(node), outputs)
             module = node.meta.get("custom", {}).get("module", "")
             stem = f"{module}:{_short(node.target)}" if module else _short(node.target)
             operation.name = f"{stem}#{counts[stem]}"
@@ -159,19 +161,17 @@ class _Builder:
         return result
 
     def _join(self, operation: _Operation) -> None:
-        found = rule_of(operation.call, self.own)
+        found = operation.found.rule
         single = len(operation.outputs) == 1
         for index, output in enumerate(operation.outputs):
             if output is not None:
                 self.names[output] = operation.name if single else f"{operation.name}.{index}"
         if isinstance(found, Unsplit):
-            operation.reason = found.reason
             for output, value in zip(operation.outputs, operation.call.outputs, strict=True):
                 if output is not None:
                     self.atoms[output] = [[Atom(int(size))] for size in value.shape]
             return
-        own = operator_rule(operation.call.target, self.own)
-        bound = bind(found, own.contiguous if own else frozenset())
+        bound = bind(found, operation.found.contiguous)
         operation.bound = bound
         pattern = found.parsed
         for index, (operand, node) in enumerate(zip(pattern.inputs, operation.inputs, strict=True)):
@@ -231,13 +231,10 @@ class _Builder:
             rule: Rule | None = None
             members: dict[str, str] = {}
             if operation.bound is not None:
-                rule, members, letters[operation.name] = rendered(operation.bound, names)
+                rule, members, letters[operation.name] = self.rendered(operation.bound, names)
             custom = operation.node.meta.get("custom", {})
             module = custom.get("module", "")
-            own = operator_rule(operation.call.target, self.own)
-            original = operation.bound.rule if operation.bound is not None else None
-            touched = (*operation.call.tensors, *operation.call.outputs)
-            num_bytes = sum(value.numel() * value.element_size() for value in touched)
+            found = operation.found
             result.append(
                 ir.Operator(
                     name=operation.name,
@@ -246,9 +243,9 @@ class _Builder:
                     outputs=tuple(self._output_name(operation, index) for index in range(len(operation.outputs))),
                     rule=rule,
                     classes=members,
-                    reason=operation.reason,
-                    flops=own.flops(operation.call, original) if own else 0.0,
-                    bytes=0 if operation.call.target in VIEWS else num_bytes,
+                    reason=found.rule.reason if isinstance(found.rule, Unsplit) else "",
+                    flops=found.flops,
+                    bytes=found.num_bytes,
                     module=module,
                     source=custom.get("source") or lines.get(custom.get("sequence", -1), ""),
                     backward=bool(custom.get("backward")),

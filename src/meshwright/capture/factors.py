@@ -12,6 +12,7 @@ refines the projection's single factor to ``(3 h d)``, so that splitting heads s
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwright.ir.rule import Dim, Factor, Operand, Pattern, Rule
 
@@ -212,6 +213,31 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
         pattern=str(text), sizes=sizes, reduction=bound.rule.reduction, decompositions=kept, joint=joint, equal=equal
     )
     return rule, classes, became
+
+
+class Rendered:
+    """``rendered``, once for all operators of one rule whose letters were refined alike: the blocks of a model."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Rule, Rule, dict[str, int], dict[str, tuple[str, ...]]]] = {}
+
+    def __call__(
+        self, bound: BoundRule, names: dict[int, str]
+    ) -> tuple[Rule, dict[str, str], dict[str, tuple[str, ...]]]:
+        """What ``rendered`` returns."""
+        seen: dict[int, int] = {}
+        letters = tuple(
+            tuple((seen.setdefault(id(atom), len(seen)), atom.hint[:1], atom.size) for atom in leaves(atoms))
+            for atoms in bound.letters.values()
+        )
+        literals = tuple(tuple(atom.size for atom in leaves([one])) for one in bound.literals.values())
+        key = (id(bound.rule), bound.contiguous, letters, literals)
+        classes = [names[one] for one in seen]
+        if key not in self._known:  # rendered with the atoms' numbers in place of names; the rule is kept, with its id
+            rule, numbers, became = rendered(bound, {one: str(number) for one, number in seen.items()})
+            self._known[key] = (bound.rule, rule, {letter: int(one) for letter, one in numbers.items()}, became)
+        _, rule, of, became = self._known[key]
+        return rule, {letter: classes[number] for letter, number in of.items()}, dict(became)
 
 
 def _renamed(texts: tuple[str, ...], became: dict[str, tuple[str, ...]]) -> tuple[str, ...]:

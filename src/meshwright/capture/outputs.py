@@ -20,7 +20,7 @@ _VALUES_MATTER = frozenset({
 """Operators whose results follow from more than how their inputs are laid out."""
 
 
-class _UnlikeError(Exception):
+class UnlikeError(Exception):
     """A call with an argument that tells nothing about other calls."""
 
 
@@ -68,15 +68,15 @@ class Outputs:
         """``function(*args, **kwargs)``."""
         tensors: list[FakeTensor] = []
         try:
-            key = (function, torch.get_default_dtype(), _described(args, tensors), _described(kwargs, tensors))
-        except _UnlikeError:
+            key = (function, torch.get_default_dtype(), described(args, tensors), described(kwargs, tensors))
+        except UnlikeError:
             return function(*args, **kwargs)
         known = self._known.get(key)
         if known is not None:
             return _tree(lambda form: form.made(tensors), known)
         result = function(*args, **kwargs)
         if tensors and _follows(function) and not torch.is_inference_mode_enabled():
-            with suppress(_UnlikeError):
+            with suppress(UnlikeError):
                 self._known[key] = _tree(lambda value: _form(value, tensors), result)
         return result
 
@@ -92,12 +92,16 @@ def _follows(function: Any) -> bool:
     return not function._schema.is_mutable and _VALUES_MATTER.isdisjoint(function.tags)
 
 
-def _described(value: Any, tensors: list[FakeTensor]) -> Any:
-    """An argument as a part of a key; its tensors are added to the list, in order."""
+def described(value: Any, tensors: list[FakeTensor]) -> Any:
+    """An argument as a part of a key; its tensors are added to the list, in order.
+
+    Raises:
+        UnlikeError: it holds another thing than numbers, names and fake tensors.
+    """
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None:
-            raise _UnlikeError
+            raise UnlikeError
         tensors.append(value)
         return (
             kind, value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad,
@@ -106,19 +110,19 @@ def _described(value: Any, tensors: list[FakeTensor]) -> Any:
     if kind in _PLAIN:
         return kind, value
     if kind is tuple or kind is list:
-        return (kind, *[_described(item, tensors) for item in value])
+        return (kind, *[described(item, tensors) for item in value])
     if kind is dict:
-        return (kind, *[(name, _described(item, tensors)) for name, item in value.items()])
-    raise _UnlikeError
+        return (kind, *[(name, described(item, tensors)) for name, item in value.items()])
+    raise UnlikeError
 
 
 def _form(value: Any, tensors: list[FakeTensor]) -> _Form:
     if type(value) is not FakeTensor or value.constant is not None or value.requires_grad:
-        raise _UnlikeError
+        raise UnlikeError
     storage = value.untyped_storage()._cdata
     aliases = [index for index, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage]
     if len(aliases) > 1 or any(value is tensor for tensor in tensors):
-        raise _UnlikeError
+        raise UnlikeError
     form = _Form(
         tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, dict(value.__dict__),
         aliases[0] if aliases else None,
@@ -129,5 +133,5 @@ def _form(value: Any, tensors: list[FakeTensor]) -> _Form:
         or like.untyped_storage().nbytes() != value.untyped_storage().nbytes()
         or like.storage_offset() != value.storage_offset()
     ):
-        raise _UnlikeError
+        raise UnlikeError
     return form

@@ -1,0 +1,53 @@
+"""The rule of a call and what it counts, found once for all calls that are alike."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.capture.outputs import UnlikeError, described
+from meshwright.ir.rule import Rule
+from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
+from meshwright.ops.table import operator_rule, rule_of
+from meshwright.ops.view import VIEWS
+
+
+@dataclass(frozen=True)
+class Found:
+    """A call's rule, or why it has none; its operations, and the bytes that it reads and writes (none, of a view)."""
+
+    rule: Rule | Unsplit
+    contiguous: frozenset[str]
+    flops: float
+    num_bytes: int
+
+
+class Rules:
+    """Rules by calls; ``own`` come before those of ``ops``."""
+
+    def __init__(self, own: Mapping[Target, OperatorRule]) -> None:
+        self._own = own
+        self._known: dict[Any, Found] = {}
+
+    def of(self, call: Call) -> Found:
+        """What is known of a call.
+
+        Raises:
+            RuleError: the rule's pattern does not fit the call, or the call draws random numbers without a key.
+        """
+        try:
+            key = (call.target, described((call.args, dict(call.kwargs), call.outputs), []))
+        except UnlikeError:
+            return self._found(call)
+        if key not in self._known:
+            self._known[key] = self._found(call)
+        return self._known[key]
+
+    def _found(self, call: Call) -> Found:
+        rule, operator = rule_of(call, self._own), operator_rule(call.target, self._own)
+        touched = () if call.target in VIEWS else (*call.tensors, *call.outputs)
+        return Found(
+            rule,
+            operator.contiguous if operator else frozenset(),
+            operator.flops(call, None if isinstance(rule, Unsplit) else rule) if operator else 0.0,
+            sum(value.numel() * value.element_size() for value in touched),
+        )
