@@ -14,6 +14,7 @@ from meshwright.capture import refusals
 from meshwright.capture.batch import take_apart
 from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify
 from meshwright.capture.functionalize import functionalized, is_getitem
+from meshwright.capture.garbage import nothing_collected
 from meshwright.capture.recorder import Rewrites
 from meshwright.capture.rules import Found, Rules
 from meshwright.capture.tracer import LossFunction, Traced, trace
@@ -52,6 +53,7 @@ class _Operation:
     bound: BoundRule | None = None
 
 
+@nothing_collected()
 def capture(
     model: nn.Module,
     loss_fn: LossFunction,

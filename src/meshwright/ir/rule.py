@@ -127,9 +127,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def splittable(self, name: str) -> bool:
         """Whether factor ``name`` may be split, by the pattern or by a decomposition."""
-        parsed = self.parsed
-        marked = parsed.fixed_names() | parsed.stencil_names()
-        return name in self.sizes and (name in self.decompositions or name not in marked)
+        return name in self.sizes and (name in self.decompositions or name not in _marked(self.pattern))
 
     def sums(self, name: str) -> bool:
         """Whether outputs without factor ``name`` are terms of a sum where it is split."""
@@ -142,8 +140,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def reduced(self, name: str, output: int) -> bool:
         """Whether splitting ``name`` leaves output number ``output`` Partial."""
-        operand = self.parsed.outputs[output]
-        whole = all(operand.find(member) is None for member in self.members(name))
+        whole = _written(self.pattern)[output].isdisjoint(self.members(name))
         return whole and self.sums(name) and not self.owns(name, output)
 
 
@@ -161,6 +158,18 @@ def parse_pattern(text: str) -> Pattern:
     inputs = tuple(_operand(part, text) for part in left.split(",")) if left.strip() else ()
     outputs = tuple(_operand(part, text) for part in right.split(",")) if right.strip() else ()
     return Pattern(inputs, outputs)
+
+
+@lru_cache(maxsize=8192)
+def _marked(text: str) -> frozenset[str]:
+    pattern = parse_pattern(text)
+    return pattern.fixed_names() | pattern.stencil_names()
+
+
+@lru_cache(maxsize=8192)
+def _written(text: str) -> tuple[frozenset[str], ...]:
+    """The letters of each output."""
+    return tuple(frozenset(one.name for dim in operand.dims for one in dim) for operand in parse_pattern(text).outputs)
 
 
 def _operand(part: str, text: str) -> Operand:

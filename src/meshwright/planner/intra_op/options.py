@@ -166,12 +166,14 @@ class Options:
                 if operand.linear and name in found
             )  # fmt: skip
             passes = any(arriving[group] == count for group, count in linear.items())
+            if passes:
+                found.update(one.outputs)
+                continue
             for index, name in enumerate(one.outputs):
-                sums = one.rule.reduction == "sum" and any(
+                if one.rule.reduction == "sum" and any(
                     one.rule.reduced(letter, index) and self._splits(one, letter, axis)
                     for letter in self._letters(one).values()
-                )
-                if passes or sums:
+                ):
                     found.add(name)
         return found
 
