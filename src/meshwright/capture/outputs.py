@@ -109,9 +109,9 @@ def described(value: Any, tensors: list[FakeTensor]) -> Any:
         )  # fmt: skip
     if kind in _PLAIN:
         return kind, value
-    if kind is tuple or kind is list:
-        return (kind, *[described(item, tensors) for item in value])
-    if kind is dict:
+    if isinstance(value, (tuple, list)):
+        return (kind, *[(type(one), one) if type(one) in _PLAIN else described(one, tensors) for one in value])
+    if isinstance(value, dict):
         return (kind, *[(name, described(item, tensors)) for name, item in value.items()])
     raise UnlikeError
 
