@@ -59,7 +59,7 @@ def slowed() -> tuple[list[Switch], list[str], str]:
     rank, usual, slow = dist.get_rank(), Collectives.all_reduce, False
     group = axis_groups(Mesh.of(dp=4), rank, {"dp": "ring"})["dp"]
     ranks = groups.process_group(group.name)
-    assert groups.watch_of(ranks) is None, "one box"
+    assert groups.member(ranks).watch is None, "one box"
 
     def all_reduce(self: Collectives, value: Any, op: str, algorithm: str, label: str) -> Any:
         if slow and algorithm == "ring":
@@ -72,7 +72,7 @@ def slowed() -> tuple[list[Switch], list[str], str]:
 
     with pytest.MonkeyPatch.context() as patch:
         looks = watch.Watch(ranks, ((0, 1), (2, 3)), lambda *given: groups.started(ranks, *given))
-        patch.setitem(groups._WATCHES, ranks, looks)
+        patch.setattr(groups.member(ranks), "watch", looks)
         patch.setattr(Collectives, "all_reduce", all_reduce)
         found, told = run(group, 1000, 20, patch, change)
         return found, told, looks.algorithm("ring", "all_reduce", 4000)

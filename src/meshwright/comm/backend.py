@@ -8,15 +8,17 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.library import Library
+from torch.library import Library, fallthrough_kernel
 
 from meshwright.comm import halo
-from meshwright.comm.groups import axis_of, carrier, collectives, count, process_group, watch_of
+from meshwright.comm.collectives import Collectives
+from meshwright.comm.groups import Member, carrier, collectives, member, process_group
 from meshwright.comm.record import blocking, current, place
 from meshwright.comm.transport.base import OWN_ERROR, Work
+from meshwright.comm.transport.mpi import Mpi
 from meshwright.errors import LostRankError
 from meshwright.ir.placement import flat_shape
-from meshwright.schedules.collectives.choice import NATIVE, chosen
+from meshwright.schedules.collectives.choice import MPI, NATIVE
 
 LIBRARY = Library("meshwright_comm", "IMPL")
 
@@ -25,13 +27,33 @@ _WORK = "_meshwright_work"
 """The attribute of a tensor in flight that holds what to wait for, and what is noted of it."""
 
 
+class _Ranks(NamedTuple):
+    """The ranks of a group, what this one keeps of it, and when a collective of it began."""
+
+    name: str
+    group: dist.ProcessGroup
+    mine: Member
+    begun: float
+
+    def carrier(self, algorithm: str) -> Collectives | Mpi:
+        """Who runs an algorithm that is not torch.distributed's own."""
+        ours = self.mine.collectives
+        return carrier(self.group, algorithm) if ours is None or algorithm == MPI else ours
+
+    def in_flight(self, value: Tensor, work: Work | None, what: str, label: str = "", num_bytes: int = -1) -> Tensor:
+        """``num_bytes``: of the whole vector, where that is not ``value``."""
+        mine, num_bytes = self.mine, value.nbytes if num_bytes < 0 else num_bytes
+        mine.begun = number = mine.begun + 1
+        setattr(value, _WORK, _Flight(work, what, self, time.perf_counter(), label, place(), number, num_bytes))
+        return value
+
+
 class _Flight(NamedTuple):
     """What is waited for, and what is noted, or told, of it."""
 
     work: Work | None
     what: str
-    group: str
-    begun: float
+    ranks: _Ranks
     started: float
     label: str
     place: object
@@ -39,128 +61,111 @@ class _Flight(NamedTuple):
     num_bytes: int
 
 
-def _in_flight(
-    value: Tensor, work: Work | None, what: str, group: str, begun: float, label: str = "", num_bytes: int = -1
-) -> Tensor:
-    """``num_bytes``: of the whole vector, where that is not ``value``."""
-    number, num_bytes = count(process_group(group)), value.nbytes if num_bytes < 0 else num_bytes
-    flight = _Flight(work, what, group, begun, time.perf_counter(), label, place(), number, num_bytes)
-    setattr(value, _WORK, flight)
-    return value
-
-
-def _chosen(ranks: dist.ProcessGroup, text: str, operation: str, num_bytes: int) -> str:
-    """The algorithm of a collective over a vector of so many bytes."""
-    found = watch_of(ranks)
-    return chosen(text, operation, num_bytes) if found is None else found.algorithm(text, operation, num_bytes)
-
-
-def _told(group: str, label: str, where: object) -> str:
-    """What a collective is of: axis, tensor, stage, micro-batch."""
-    return ", ".join(part for part in (axis_of(group), label, str(where or "")) if part)
+def _ranks(name: str) -> _Ranks:
+    """The group of that name, where a collective begins now."""
+    begun, group = time.perf_counter(), process_group(name)
+    return _Ranks(name, group, member(group), begun)
 
 
 def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str, label: str = "") -> Tensor:
     """Start to reduce ``value`` in place over ``group`` (in a copy, where it is not contiguous)."""
     if not value.is_contiguous():
         value = value.contiguous()
-    ranks, begun = process_group(group), time.perf_counter()
-    name = _chosen(ranks, algorithm, "all_reduce", value.nbytes)
+    ranks = _ranks(group)
+    name = ranks.mine.algorithm(algorithm, "all_reduce", value.nbytes)
     if name != NATIVE:
-        work = carrier(ranks, name).all_reduce(value, op, name, _told(group, label, place()))
+        work = ranks.carrier(name).all_reduce(value, op, name, ranks.mine.told(label, place()))
     else:
-        work = dist.all_reduce(value, _OPS[op], ranks, async_op=True)
-    return _in_flight(value, work, "all_reduce", group, begun, label)
+        work = dist.all_reduce(value, _OPS[op], ranks.group, async_op=True)
+    return ranks.in_flight(value, work, "all_reduce", label)
 
 
 def all_gather_start(value: Tensor, group: str, size: int, algorithm: str, label: str = "") -> Tensor:
     """Start to gather ``[...]`` of every rank as ``[size, ...]``."""
-    begun = time.perf_counter()
+    ranks = _ranks(group)
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
-    ranks = process_group(group)
-    name = _chosen(ranks, algorithm, "all_gather", result.nbytes)
+    name = ranks.mine.algorithm(algorithm, "all_gather", result.nbytes)
     if name != NATIVE:
-        work = carrier(ranks, name).all_gather(value, result, name, _told(group, label, place()))
+        work = ranks.carrier(name).all_gather(value, result, name, ranks.mine.told(label, place()))
     else:
         flat = result.view(size * value.numel())
-        work = dist.all_gather_single(flat, value.view(-1), ranks, async_op=True)
-    return _in_flight(result, work, "all_gather", group, begun, label)
+        work = dist.all_gather_single(flat, value.view(-1), ranks.group, async_op=True)
+    return ranks.in_flight(result, work, "all_gather", label)
 
 
 def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorithm: str, label: str = "") -> Tensor:
     """Start to reduce ``[size, ...]`` and keep this rank's ``[...]``."""
-    begun = time.perf_counter()
+    ranks = _ranks(group)
     value = value.contiguous()
     result = value.new_empty(value.shape[1:])
-    ranks = process_group(group)
-    name = _chosen(ranks, algorithm, "reduce_scatter", value.nbytes)
+    name = ranks.mine.algorithm(algorithm, "reduce_scatter", value.nbytes)
     work: Work | None
     if name != NATIVE:
-        work = carrier(ranks, name).reduce_scatter(value, result, op, name, _told(group, label, place()))
+        work = ranks.carrier(name).reduce_scatter(value, result, op, name, ranks.mine.told(label, place()))
     else:
-        work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks, async_op=True)
-    return _in_flight(result, work, "reduce_scatter", group, begun, label, value.nbytes)
+        work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks.group, async_op=True)
+    return ranks.in_flight(result, work, "reduce_scatter", label, value.nbytes)
 
 
 def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "") -> Tensor:
     """Start to send ``value[rank]`` of ``[size, ...]`` to each rank; what they send comes in the same shape."""
-    begun, ranks = time.perf_counter(), process_group(group)
+    ranks = _ranks(group)
     value = value.contiguous()
     result = torch.empty_like(value)
-    name = _chosen(ranks, algorithm, "all_to_all", value.nbytes)
+    name = ranks.mine.algorithm(algorithm, "all_to_all", value.nbytes)
     work: Work | None
     if name != NATIVE:
         counts = [[value.numel() // len(value)] * len(value)] * len(value)
-        told = _told(group, label, place())
-        work = collectives(ranks).all_to_all(value.view(-1), result.view(-1), counts, name, told)
+        told = ranks.mine.told(label, place())
+        work = collectives(ranks.group).all_to_all(value.view(-1), result.view(-1), counts, name, told)
     else:
-        work = dist.all_to_all_single(result, value, group=ranks, async_op=True)
-    return _in_flight(result, _Then(work, lambda: None, value), "all_to_all", group, begun, label)
+        work = dist.all_to_all_single(result, value, group=ranks.group, async_op=True)
+    return ranks.in_flight(result, _Then(work, lambda: None, value), "all_to_all", label)
 
 
 def gather_parts_start(parts: list[Tensor], group: str, size: int, algorithm: str, label: str = "") -> Tensor:
     """Start to gather the Flat parts of many tensors: the tensors one after the other, each with its padding."""
-    begun, ranks = time.perf_counter(), process_group(group)
+    ranks = _ranks(group)
     flat = [part.reshape(-1) for part in parts]
     counts = [part.numel() for part in flat]
     result = flat[0].new_empty(size * sum(counts))
     places = [one.view(size, -1) for one in result.split([size * count for count in counts])]
-    name = _chosen(ranks, algorithm, "all_gather", result.nbytes)
+    name = ranks.mine.algorithm(algorithm, "all_gather", result.nbytes)
     if name != NATIVE:
         work: Work | None = None
-        told = _told(group, label, place())
+        told = ranks.mine.told(label, place())
         for part, into in zip(flat, places, strict=True):  # who waits for the last waits for those before
-            work = carrier(ranks, name).all_gather(part, into, name, told)
-        return _in_flight(result, work, "all_gather", group, begun, label)
+            work = ranks.carrier(name).all_gather(part, into, name, told)
+        return ranks.in_flight(result, work, "all_gather", label)
     joined = torch.cat(flat)
     rows = joined.new_empty(size, joined.numel())
-    under_way = dist.all_gather_single(rows.view(-1), joined, ranks, async_op=True)
+    under_way = dist.all_gather_single(rows.view(-1), joined, ranks.group, async_op=True)
 
     def spread() -> None:
         for into, part in zip(places, rows.split(counts, 1), strict=True):
             into.copy_(part)
 
-    return _in_flight(result, _Then(under_way, spread, joined), "all_gather", group, begun, label)
+    return ranks.in_flight(result, _Then(under_way, spread, joined), "all_gather", label)
 
 
 def reduce_to_parts_start(values: list[Tensor], group: str, size: int, algorithm: str, label: str = "") -> Tensor:
     """Start to sum many tensors over the group, and keep this rank's Flat part of each: one after the other."""
-    begun, ranks = time.perf_counter(), process_group(group)
+    ranks = _ranks(group)
     rows = [_in_rows(value, size) for value in values]
     counts = [row.shape[1] for row in rows]
     result = values[0].new_empty(sum(counts))
     num_bytes = sum(row.nbytes for row in rows)
-    name = _chosen(ranks, algorithm, "reduce_scatter", num_bytes)
+    name = ranks.mine.algorithm(algorithm, "reduce_scatter", num_bytes)
     if name != NATIVE:
         work: Work | None = None
-        told = _told(group, label, place())
+        told = ranks.mine.told(label, place())
         for row, into in zip(rows, result.split(counts), strict=True):
-            work = carrier(ranks, name).reduce_scatter(row, into, "sum", name, told)
-        return _in_flight(result, work, "reduce_scatter", group, begun, label, num_bytes)
+            work = ranks.carrier(name).reduce_scatter(row, into, "sum", name, told)
+        return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
     joined = torch.cat(rows, 1)
-    under_way = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks, async_op=True)
-    return _in_flight(result, _Then(under_way, lambda: None, joined), "reduce_scatter", group, begun, label, num_bytes)
+    under_way = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks.group, async_op=True)
+    return ranks.in_flight(result, _Then(under_way, lambda: None, joined), "reduce_scatter", label, num_bytes)
 
 
 def _in_rows(value: Tensor, size: int) -> Tensor:
@@ -198,16 +203,16 @@ def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[
 def shift(value: Tensor, group: str, size: int) -> Tensor:
     """Start to send to the next rank of a group, and to receive as much from the one before: both at once, for where
     each is a kernel of its own (NCCL), ranks that send first would wait for each other around the ring."""
-    begun, ranks = time.perf_counter(), process_group(group)
+    ranks = _ranks(group)
     value = value.contiguous()
-    result, me = torch.empty_like(value), ranks.rank()
+    result, me = torch.empty_like(value), ranks.group.rank()
     mine, theirs = (one.view(torch.uint8) if one.dtype == torch.bool else one for one in (value, result))
     both = [
-        dist.P2POp(dist.isend, mine, group=ranks, group_peer=(me + 1) % size),
-        dist.P2POp(dist.irecv, theirs, group=ranks, group_peer=(me - 1) % size),
+        dist.P2POp(dist.isend, mine, group=ranks.group, group_peer=(me + 1) % size),
+        dist.P2POp(dist.irecv, theirs, group=ranks.group, group_peer=(me - 1) % size),
     ]
     works = halo.Transfers(dist.batch_isend_irecv(both), value.nbytes, lambda: None)
-    return _in_flight(result, _Then(works, lambda: None, value), "shift", group, begun)
+    return ranks.in_flight(result, _Then(works, lambda: None, value), "shift")
 
 
 def halo_exchange_start(
@@ -222,10 +227,10 @@ def halo_exchange_start(
     label: str = "",
 ) -> Tensor:
     """Start to get the rows of a dim that this part reads and others have."""
-    begun = time.perf_counter()
+    ranks = _ranks(group)
     ranges = tuple(zip(lows, highs, strict=True))
-    result, work = halo.exchange(value, dim, ranges, edges, fill, process_group(group), index)
-    return _in_flight(result, work, "halo", group, begun, label)
+    result, work = halo.exchange(value, dim, ranges, edges, fill, ranks.group, index)
+    return ranks.in_flight(result, work, "halo", label)
 
 
 def halo_reduce_start(
@@ -239,10 +244,10 @@ def halo_reduce_start(
     label: str = "",
 ) -> Tensor:
     """Start to add up, at their owners, the rows that the parts have of each other."""
-    begun = time.perf_counter()
+    ranks = _ranks(group)
     ranges = tuple(zip(lows, highs, strict=True))
-    result, work = halo.reduce(value, dim, ranges, edges, process_group(group), index)
-    return _in_flight(result, work, "halo", group, begun, label)
+    result, work = halo.reduce(value, dim, ranges, edges, ranks.group, index)
+    return ranks.in_flight(result, work, "halo", label)
 
 
 def halo_return_start(
@@ -256,10 +261,10 @@ def halo_return_start(
     label: str = "",
 ) -> Tensor:
     """Start to give rows back to the parts that own them, and to get what is one's own."""
-    begun = time.perf_counter()
+    ranks = _ranks(group)
     ranges = tuple(zip(lows, highs, strict=True))
-    result, work = halo.give_back(strips, dim, ranges, edges, process_group(group), index)
-    return _in_flight(result, work, "halo", group, begun, label)
+    result, work = halo.give_back(strips, dim, ranges, edges, ranks.group, index)
+    return ranks.in_flight(result, work, "halo", label)
 
 
 def add_rows(value: Tensor, rows: Tensor, dim: int, start: int) -> Tensor:
@@ -283,21 +288,22 @@ def wait(value: Tensor) -> Tensor:
             except RuntimeError as error:
                 raise _lost(found, value, error) from error
         done = time.perf_counter()
-        if (looks := watch_of(process_group(found.group))) is not None:
-            looks.note(found.what, found.num_bytes, done - waiting + found.started - found.begun)
+        ranks = found.ranks
+        if ranks.mine.watch is not None:
+            ranks.mine.watch.note(found.what, found.num_bytes, done - waiting + found.started - ranks.begun)
         if (recorder := current()) is not None:
             num_bytes = found.work.num_bytes if isinstance(found.work, halo.Transfers) else value.nbytes
-            recorder.collective(found.what, found.group, (found.begun, found.started, waiting, done), num_bytes)
+            recorder.collective(found.what, ranks.name, (ranks.begun, found.started, waiting, done), num_bytes)
     return value
 
 
 def _lost(found: _Flight, value: Tensor, error: RuntimeError) -> LostRankError:
     """What torch.distributed says, with what was waited for."""
-    told = _told(found.group, found.label, found.place)
+    told = found.ranks.mine.told(found.label, found.place)
     what = f"{found.what} of {value.numel()} x {str(value.dtype).removeprefix('torch.')}" + f" ({told})" * bool(told)
     return LostRankError(
         f"{str(error).strip().splitlines()[0]}\n     rank {dist.get_rank()} is in #{found.number} {what}, native",
-        where=axis_of(found.group) or f"group {found.group}",
+        where=found.ranks.mine.axis or f"group {found.ranks.name}",
         remedy=OWN_ERROR,
     )
 
@@ -319,3 +325,4 @@ for _name, _function in (
 ):
     LIBRARY.impl(_name, _function, "CPU")
     LIBRARY.impl(_name, _function, "CUDA")
+    LIBRARY.impl(_name, fallthrough_kernel, "Autograd")  # graphs have their own backward; to ask takes microseconds

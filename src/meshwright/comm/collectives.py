@@ -3,14 +3,13 @@
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from meshwright.comm.compiled import ADD, COPY, EXPECT, PUT, Compiled, Step, compiled
+from meshwright.comm.compiled import ADD, EXPECT, KEEP, PUT, compiled
 from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Lane, Work
 from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
 from meshwright.errors import LostRankError, MeshwrightError, RankError
@@ -23,6 +22,8 @@ HEAR_S = 1.0
 """How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
 SLOTS = 8
 """Messages of a lane that may not have been taken."""
+LABELS = 4096
+"""Labels of which a kind of collective keeps what is said."""
 
 
 class Collectives:
@@ -34,13 +35,13 @@ class Collectives:
 
     def __init__(self, rank: int, num_ranks: int, lanes: Mapping[int, Lane], name: str = "") -> None:
         self.rank, self.num_ranks, self._lanes, self._name = rank, num_ranks, lanes, name or f"rank {rank}"
-        self._expects = any(lane.expects for lane in lanes.values())
-        self._said: tuple[object, str] = ("", "")
+        self._each = tuple(lanes.values())
+        self._expects = any(lane.expects for lane in self._each)
         for lane in lanes.values():
             if isinstance(lane, SharedMemory):
                 lane.look = self._look
         self._open: deque[_Run] = deque()
-        self._known: dict[tuple[object, ...], Compiled] = {}
+        self._kinds: dict[tuple[object, ...], _Kind] = {}
         self._number = 0
         self._failed: MeshwrightError | None = None
 
@@ -48,7 +49,7 @@ class Collectives:
 
     def all_reduce(self, value: Tensor, op: str = "sum", algorithm: str = "butterfly", label: str = "") -> Work:
         """Reduce a contiguous tensor in place."""
-        flat, length = value.view(-1), value.numel()
+        flat, length = value if value.dim() == 1 else value.view(-1), value.numel()
         if algorithm not in operations.IN_TURN:
             return self._start("all_reduce", algorithm, length, flat, op, label)
         memory = flat.new_empty(2 * length)
@@ -61,8 +62,7 @@ class Collectives:
         """Reduce a contiguous ``[size, ...]`` and lay this rank's ``[...]`` of it into ``into``; ``value`` stays."""
         part, mine = into.view(-1), value[self.rank].view(-1)
         begin = self.rank * part.numel()
-        key = ("reduce_scatter", algorithm, value.numel(), value.element_size())
-        own = self._compiled(key, self._equal).writes
+        own = self._kind("reduce_scatter", algorithm, value.numel(), value.dtype, op).writes
         if all(begin <= first and last <= begin + part.numel() for first, last in own):
             # Only the own part is written: it is added up where it is wanted, and nothing else is copied.
             part.copy_(mine)
@@ -124,16 +124,27 @@ class Collectives:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def _equal(self, operation: str, algorithm: str, length: int) -> Steps:
-        return build(operation, algorithm, self.num_ranks, length)
-
-    def _compiled(self, key: tuple[Any, ...], make: Callable[[str, str, int], Steps]) -> Compiled:
-        """What this rank does; ``key`` begins with operation, algorithm, length and bytes of an element."""
-        found = self._known.get(key)
+    def _kind(
+        self,
+        operation: str,
+        algorithm: str,
+        length: int,
+        dtype: torch.dtype,
+        op: str,
+        root: int = 0,
+        counts: tuple[tuple[int, ...], ...] | None = None,
+    ) -> "_Kind":
+        """What all collectives of that kind have in common."""
+        key = (operation, algorithm, length, dtype, op, root, counts)
+        found = self._kinds.get(key)
         if found is None:
-            steps = make(*key[:3])
-            found = compiled(programs(steps)[self.rank], MESSAGE_BYTES // key[3], SLOTS, expects=self._expects)
-            self._known[key] = found
+            if counts is not None:
+                steps = operations.all_to_all(algorithm, counts)
+            elif root:
+                steps = _rooted(operation, algorithm, self.num_ranks, length, root)
+            else:
+                steps = build(operation, algorithm, self.num_ranks, length)
+            found = self._kinds[key] = _Kind(self.rank, steps, dtype, op, root, expects=self._expects)
         return found
 
     def _start(
@@ -150,39 +161,35 @@ class Collectives:
     ) -> Work:
         if self._failed is not None:
             raise self._failed
-        if counts is not None:
-            key: tuple[Any, ...] = (operation, algorithm, length, memory.element_size(), counts)
-            found = self._compiled(key, lambda *_: operations.all_to_all(algorithm, counts))
-        elif root:
-            key = (operation, algorithm, length, memory.element_size(), root)
-            found = self._compiled(key, lambda *_: _rooted(operation, algorithm, self.num_ranks, length, root))
-        else:
-            key = (operation, algorithm, length, memory.element_size())
-            found = self._known.get(key) or self._compiled(key, self._equal)
-        self._number += 1
-        what = _what(operation, algorithm, op, length, memory.dtype, root)
-        run = _Run(self, found, memory, REDUCE[op], self._number, what, label, finish)
-        if self._said != (what, label):
-            self._said = (what, label)
-            words = run.text().encode()
-            for lane in self._lanes.values():
-                lane.tell(words)
-        if all(one.has_sent for one in self._open):
-            self._tried(run, run.begin)
+        kind = self._kind(operation, algorithm, length, memory.dtype, op, root, counts)
+        self._number = number = self._number + 1
+        run = _Run(self, kind, memory, number, label, finish)
+        words = kind.said.get(label) or kind.say(label)
+        for lane in self._each:
+            lane.tell(number, words)
+        if not self._open or all(one.has_sent for one in self._open):
+            try:
+                run.begin(self._lanes)
+            except MeshwrightError as error:
+                self._fail(error, run)
         self._open.append(run)
         return run
 
     def _finish(self, run: "_Run") -> None:
         while not run.done:
-            self._tried(self._open[0], self._open[0].go_on)
+            first = self._open[0]
+            try:
+                first.go_on(self._lanes)
+            except MeshwrightError as error:
+                self._fail(error, first)
+            for lane in self._each:
+                lane.finished(first.number)
             self._open.popleft()
 
-    def _tried(self, run: "_Run", call: Callable[[Mapping[int, Lane]], None]) -> None:
-        try:
-            call(self._lanes)
-        except MeshwrightError as error:
-            self._failed = self._report(error, run)
-            raise self._failed from error
+    def _fail(self, error: MeshwrightError, run: "_Run") -> NoReturn:
+        """For good: nobody knows what is still on its way."""
+        self._failed = self._report(error, run)
+        raise self._failed from error
 
     def _look(self) -> None:
         """Whether somebody keeps the first collective from an end, be it one that this rank waits for or not."""
@@ -193,9 +200,9 @@ class Collectives:
 
     def _report(self, error: MeshwrightError, run: "_Run") -> MeshwrightError:
         """The error, with what this rank was in and what the others say of themselves; and they hear of it."""
-        words = f"{run.text()}, and has given up: {error.where}: {error.problem}".encode()
-        for lane in self._lanes.values():
-            lane.give_up(words, error.where)
+        words = run.kind.say(run.label) + f", and has given up: {error.where}: {error.problem}".encode()
+        for lane in self._each:
+            lane.give_up(run.number, words, error.where)
         lines = [error.problem, f"{self._name} is in {run.text()}", *self._heard()]
         kind = type(error) if isinstance(error, RankError) else RankError
         return kind("\n     ".join(lines), where=error.where, remedy=error.remedy)
@@ -210,42 +217,66 @@ class Collectives:
             time.sleep(HEAR_S / 50)
 
 
+class _Kind:
+    """What collectives of one kind have in common: the steps of this rank, and what they are called.
+
+    ``first`` are the steps that may be done before all others, ``whole`` says that each is of the whole vector.
+    """
+
+    def __init__(self, rank: int, steps: Steps, dtype: torch.dtype, op: str, root: int, *, expects: bool) -> None:
+        found = compiled(programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, SLOTS, expects=expects)
+        self.steps, self.rest, self.writes = found.steps, found.rest, found.writes
+        self.first = tuple(found.steps[index] for index in found.ahead)
+        self.ahead, self.rest_puts = found.ahead, found.rest_puts
+        self.reduce, self.expects = REDUCE[op], expects
+        self.whole = all((one.begin, one.end, one.into) == (0, steps.length, 0) for one in found.steps)
+        text = f"{steps.operation} of {steps.length} x {str(dtype).removeprefix('torch.')}, {op}, {steps.algorithm}"
+        self._text = text + (f", root {root}" if root else "")
+        self.code = zlib.crc32(self._text.encode())
+        self.said: dict[str, bytes] = {}
+
+    def say(self, label: str) -> bytes:
+        """What such a collective is, in words; ``said`` keeps them."""
+        if len(self.said) >= LABELS:
+            self.said.clear()
+        self.said[label] = words = (self._text + (f" ({label})" if label else "")).encode()
+        return words
+
+
 class _Run:
     """A collective under way."""
+
+    __slots__ = ("_early", "_finish", "_memory", "_owner", "done", "kind", "label", "number", "tag")
 
     def __init__(
         self,
         owner: Collectives,
-        found: Compiled,
+        kind: _Kind,
         memory: "Tensor | _Written",
-        reduce: Callable[..., Tensor],
         number: int,
-        what: tuple[str, int],
         label: str,
         finish: Callable[[], object] | None,
     ) -> None:
-        self._owner, self._found, self._memory = owner, found, memory
-        self._reduce, self.number, self._what, self._label, self._finish = reduce, number, what, label, finish
-        self._early, self._length = 0, memory.numel() if isinstance(memory, Tensor) else -1
-        self.tag = (number << 32) | what[1]
+        self._owner, self.kind, self._memory, self.number = owner, kind, memory, number
+        self.label, self._finish = label, finish
+        self.tag = (number << 32) | kind.code
+        self._early = 0
         self.done = False
 
     @property
     def has_sent(self) -> bool:
         """Whether nothing is left to send, so that what the next one sends comes behind it."""
-        return self.done or (self._early == len(self._found.ahead) and not self._found.rest_puts)
+        return self.done or (self._early == len(self.kind.first) and not self.kind.rest_puts)
 
     def text(self) -> str:
-        label = f" ({self._label})" if self._label else ""
-        return f"#{self.number} {self._what[0]}{label}"
+        return f"#{self.number} {self.kind.say(self.label).decode()}"
 
     def begin(self, lanes: Mapping[int, Lane]) -> None:
         """Send ahead, as far as there is room."""
-        for index in self._found.ahead:
-            kind, peer, begin, end, _ = self._found.steps[index]
-            if kind == PUT and not lanes[peer].room():
+        for step in self.kind.first:
+            if step[0] == PUT and not lanes[step[1]].room():
                 return
-            self._do(lanes, kind, peer, begin, end)
+            self._do(lanes, *step)
             self._early += 1
 
     def wait(self) -> None:
@@ -254,45 +285,41 @@ class _Run:
 
     def go_on(self, lanes: Mapping[int, Lane]) -> None:
         """Do all that is left."""
-        found = self._found
-        if self._early == len(found.ahead):
-            left: Iterable[Step] = found.rest
-        else:
-            early = set(found.ahead[: self._early])
-            left = [one for index, one in enumerate(found.steps) if index not in early]
-        for kind, peer, begin, end, into in left:
-            if kind == COPY:
-                self._memory[into : into + end - begin].copy_(self._memory[begin:end])
-            else:
-                self._do(lanes, kind, peer, begin, end)
-        for lane in lanes.values():
-            lane.settle()
-            lane.finished(self.number)
+        left = self.kind.rest
+        if self._early < len(self.kind.first):
+            early = set(self.kind.ahead[: self._early])
+            left = tuple(one for index, one in enumerate(self.kind.steps) if index not in early)
+        for step in left:
+            self._do(lanes, *step)
+        if self.kind.expects:
+            for lane in lanes.values():
+                lane.settle()
         if self._finish is not None:
             self._finish()
         self.done = True
         self._memory = self._finish = None  # type: ignore[assignment]
 
-    def _part(self, begin: int, end: int) -> Tensor:
-        memory = self._memory
-        if begin == 0 and end == self._length and isinstance(memory, Tensor):
-            return memory  # a view of it would take longer than to send a short one
-        return memory[begin:end]
-
-    def _do(self, lanes: Mapping[int, Lane], kind: int, peer: int, begin: int, end: int) -> None:
-        lane, memory = lanes[peer], self._memory
-        if kind == PUT:
-            lane.put(self._part(begin, end), self.tag)
-        elif kind == EXPECT:
-            lane.expect(end - begin, memory.like if isinstance(memory, _Written) else memory)
-        else:
+    def _do(self, lanes: Mapping[int, Lane], kind: int, peer: int, begin: int, end: int, into: int) -> None:
+        memory: Any = self._memory
+        if kind == PUT:  # to make a view takes longer than to send a short one
+            lanes[peer].put(memory if self.kind.whole else memory[begin:end], self.tag)
+        elif kind in (ADD, KEEP):
+            lane = lanes[peer]
             theirs = lane.take(end - begin, memory.dtype, self.tag)
-            mine = memory.into(begin, end) if isinstance(memory, _Written) else self._part(begin, end)
+            mine = memory if self.kind.whole else self._into(begin, end)
             if kind == ADD:
-                self._reduce(mine, theirs, out=mine)
+                self.kind.reduce(mine, theirs, out=mine)
             else:
                 mine.copy_(theirs)
             lane.release()
+        elif kind == EXPECT:
+            lanes[peer].expect(end - begin, memory.like if isinstance(memory, _Written) else memory)
+        else:
+            memory[into : into + end - begin].copy_(memory[begin:end])
+
+    def _into(self, begin: int, end: int) -> Tensor:
+        memory = self._memory
+        return memory.into(begin, end) if isinstance(memory, _Written) else memory[begin:end]
 
 
 class _Written:
@@ -319,11 +346,3 @@ def _rooted(operation: str, algorithm: str, num_ranks: int, length: int, root: i
         return operations.reduce(algorithm, num_ranks, length, root)
     counts = [length // num_ranks] * num_ranks
     return (operations.gather if operation == "gather" else operations.scatter)(algorithm, counts, root)
-
-
-@lru_cache(maxsize=4096)
-def _what(operation: str, algorithm: str, op: str, length: int, dtype: torch.dtype, root: int) -> tuple[str, int]:
-    """A collective in words, and as a number that tells it from others."""
-    text = f"{operation} of {length} x {str(dtype).removeprefix('torch.')}, {op}, {algorithm}"
-    text += f", root {root}" if root else ""
-    return text, zlib.crc32(text.encode())

@@ -25,17 +25,55 @@ from meshwright.comm.watch import Switch, Watch
 from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.mesh import AxisGroup, Mesh, members, sizes_of
 from meshwright.ir.placement import Placements, Shard, axis_cut, flat_axis, local_shape, unflattened
-from meshwright.schedules.collectives.choice import MPI, NATIVE, names
+from meshwright.schedules.collectives.choice import MPI, NATIVE, chosen, names
 
 T = TypeVar("T")
 
-_COLLECTIVES: WeakKeyDictionary[dist.ProcessGroup, Collectives] = WeakKeyDictionary()
-_AXES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-_WATCHES: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
-_BEGUN: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_BY_MPI: WeakKeyDictionary[dist.ProcessGroup, Mpi] = WeakKeyDictionary()
-_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
-"""What torch.distributed's own table of groups by name has no room for; an entry ends with its group."""
+TOLD = 4096
+"""What collectives are of, in words, of which so many are kept."""
+
+
+class Member:
+    """What this rank keeps of a group, for which torch.distributed's own table of groups by name has no room.
+
+    ``axis``: of which it was made (``axis dp``); nothing for others. ``watch``: who looks at what its collectives take,
+    where that may change. ``begun``: how many collectives have.
+    """
+
+    def __init__(self) -> None:
+        self.axis, self.begun = "", 0
+        self.watch: Watch | None = None
+        self.collectives: Collectives | None = None
+        self.by_mpi: Mpi | None = None
+        self.channels: dict[int, Channel] = {}
+        self._told: dict[tuple[str, object], str] = {}
+
+    def algorithm(self, text: str, operation: str, num_bytes: int) -> str:
+        """The algorithm of a collective over a vector of so many bytes."""
+        watch = self.watch
+        return chosen(text, operation, num_bytes) if watch is None else watch.algorithm(text, operation, num_bytes)
+
+    def told(self, label: str, where: object) -> str:
+        """What a collective is of: axis, tensor, stage, micro-batch."""
+        found = self._told.get((label, where))
+        if found is None:
+            if len(self._told) >= TOLD:
+                self._told.clear()
+            found = ", ".join(part for part in (self.axis, label, str(where or "")) if part)
+            self._told[label, where] = found
+        return found
+
+
+_MEMBERS: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
+"""An entry ends with its group."""
+
+
+def member(group: dist.ProcessGroup) -> Member:
+    """What this rank keeps of a group."""
+    found = _MEMBERS.get(group)
+    if found is None:
+        found = _MEMBERS[group] = Member()
+    return found
 
 
 def axis_groups(
@@ -71,8 +109,9 @@ def axis_groups(
             carrier(group, MPI)
         if wanted - {NATIVE, MPI}:
             collectives(group)
-        _AXES[group] = f"axis {name}"
-        if algorithms and name in algorithms and group not in _WATCHES:
+        mine = member(group)
+        mine.axis = f"axis {name}"
+        if algorithms and name in algorithms and mine.watch is None:
             _watch(group)
         index = mesh.group_ranks(name, rank - first_rank).index(rank - first_rank)
         result[name] = AxisGroup(group.group_name, size, index, algorithm)
@@ -82,17 +121,12 @@ def axis_groups(
 def _watch(group: dist.ProcessGroup) -> None:
     """Watch a group of several boxes; inside of one there are no links, and of GPUs NCCL carries all."""
     if dist.get_backend(group) == "gloo" and len(boxes := boxes_of(group)) > 1:
-        _WATCHES[group] = Watch(group, boxes, functools.partial(started, group))
+        member(group).watch = Watch(group, boxes, functools.partial(started, group))
 
 
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
-
-
-def watch_of(group: dist.ProcessGroup) -> Watch | None:
-    """Who looks at what the group's collectives take, where that may change."""
-    return _WATCHES.get(group)
 
 
 def look_at_links(step: int, groups: Iterable[AxisGroup]) -> list[Switch]:
@@ -101,11 +135,11 @@ def look_at_links(step: int, groups: Iterable[AxisGroup]) -> list[Switch]:
     found: list[Switch] = []
     for one in groups if step % watch.EVERY == 0 else ():
         group = process_group(one.name)
-        looks = _WATCHES.get(group)
-        for switch in looks.look(step + 1) if looks is not None else ():
+        mine = member(group)
+        for switch in mine.watch.look(step + 1) if mine.watch is not None else ():
             found.append(switch)
             if group.rank() == 0:
-                watch.log.warning("%s: %s", _AXES.get(group, "collectives"), switch)
+                watch.log.warning("%s: %s", mine.axis or "collectives", switch)
     return found
 
 
@@ -128,17 +162,6 @@ def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: 
     return runs.reduce_scatter(rows, part, "sum", algorithm, "measured again")
 
 
-def count(group: dist.ProcessGroup) -> int:
-    """Note that a collective begins in a group; how many have by then."""
-    _BEGUN[group] = _BEGUN.get(group, 0) + 1
-    return _BEGUN[group]
-
-
-def axis_of(name: str) -> str:
-    """``axis dp``: of which axis the group of that name was made; nothing for others."""
-    return _AXES.get(process_group(name), "")
-
-
 def told_of(axis: str, group: AxisGroup, world_size: int) -> str:
     """An axis in traces, with the ranks of this group where there are several, which communicate at once."""
     if group.size == world_size:
@@ -151,14 +174,15 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
 
     Ranks of one machine share memory, others send and receive.
     """
-    if group not in _COLLECTIVES:
+    mine = member(group)
+    if mine.collectives is None:
         me, called = group.rank(), dist.get_process_group_ranks(group)
         shared = _connected(group, "lane", [one for one in called if one != called[me]], running.SLOTS)
         lanes: dict[int, Lane] = {
             peer: shared[name] or Wire(group, peer) for peer, name in enumerate(called) if peer != me
         }
-        _COLLECTIVES[group] = Collectives(me, group.size(), lanes, f"rank {called[me]}")
-    return _COLLECTIVES[group]
+        mine.collectives = Collectives(me, group.size(), lanes, f"rank {called[me]}")
+    return mine.collectives
 
 
 def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Mpi:
@@ -169,9 +193,10 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Mpi:
     """
     if algorithm != MPI:
         return collectives(group)
-    if group not in _BY_MPI:
-        _BY_MPI[group] = Mpi(group)
-    return _BY_MPI[group]
+    mine = member(group)
+    if mine.by_mpi is None:
+        mine.by_mpi = Mpi(group)
+    return mine.by_mpi
 
 
 def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
@@ -189,7 +214,7 @@ def channels(peers: Iterable[int]) -> dict[int, Channel]:
         return {}
     world = dist.group.WORLD
     assert world is not None
-    known = _CHANNELS.setdefault(world, {})
+    known = member(world).channels
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
         known[peer] = PointToPoint(world, peer) if lane is None else Stream(lane)
     return {peer: known[peer] for peer in wanted}

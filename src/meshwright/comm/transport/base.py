@@ -71,16 +71,17 @@ class Lane(Protocol):
         """Wait until all that was put has left, where it needs this rank for that."""
         ...
 
-    def tell(self, words: bytes) -> None:
-        """Say what this rank begins to do, for the errors of the other."""
+    def tell(self, number: int, words: bytes) -> None:
+        """Say which collective this rank begins, for the errors of the other."""
         ...
 
     def finished(self, number: int) -> None:
         """Say that this rank needs the other no more for the collectives up to that number."""
         ...
 
-    def give_up(self, words: bytes, because_of: str) -> None:
-        """Say that this rank has failed, in what, and because of which one; the other need not wait any longer."""
+    def give_up(self, number: int, words: bytes, because_of: str) -> None:
+        """Say that this rank has failed, in which collective, and because of which one; the other need not wait any
+        longer."""
         ...
 
     def trouble(self, number: int) -> Trouble | None:

@@ -56,13 +56,13 @@ class Loopback:
     def settle(self) -> None:
         """Nothing: what was put is there."""
 
-    def tell(self, words: bytes) -> None:
+    def tell(self, number: int, words: bytes) -> None:
         """Nothing: threads see each other's errors."""
 
     def finished(self, number: int) -> None:
         """Nothing."""
 
-    def give_up(self, words: bytes, because_of: str) -> None:
+    def give_up(self, number: int, words: bytes, because_of: str) -> None:
         """Nothing."""
 
     def trouble(self, number: int) -> Trouble | None:

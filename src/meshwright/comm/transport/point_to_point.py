@@ -130,17 +130,17 @@ class Wire:
 
     # --- what ranks say of themselves --------------------------------------------------------------------------------
 
-    def tell(self, words: bytes) -> None:
+    def tell(self, number: int, words: bytes) -> None:
         """Nothing: to send it would take as long as a collective."""
 
     def finished(self, number: int) -> None:
         """Nothing."""
 
-    def give_up(self, words: bytes, because_of: str) -> None:
+    def give_up(self, number: int, words: bytes, because_of: str) -> None:
         """Leave a note, and close the connections of the group."""
         store = self._group.get_group_store()
         with suppress(RuntimeError):  # who kept the store may be the one that has ended
-            store.set(self._note(self._group.rank()), f"{because_of}\n{words.decode(errors='replace')}")
+            store.set(self._note(self._group.rank()), f"{because_of}\n#{number} {words.decode(errors='replace')}")
         with suppress(RuntimeError):  # a receive that has no time is how torch.distributed lets one do it
             self._group.recv([torch.empty(1)], self._peer, _LAST_TAG).wait(timedelta(milliseconds=1))
 

@@ -8,7 +8,8 @@ however that ends; it has no name in /dev/shm and does not count against the siz
              sleeping:  whether its owner sleeps, so that the peer must wake it
              finished:  the collective up to which its owner needs the peer no more
              failed:    whether its owner has given up
-             told:      what its owner says of itself, for the errors of others
+             begun:     the collective that its owner has begun last, for the errors of others
+             told:      what that is, in words
              because:   of which rank its owner has given up
     slots    per message: its bytes and its tag
     arena    the messages, each in the slot of its number
@@ -46,19 +47,21 @@ NAP_S = 0.001
 """The first sleep: a peer may just have missed that it must wake this rank."""
 FLUSH_S = 0.0005
 """After so long it looks for room, while something waits for it."""
-SPINS, YIELDS = 64, 16
+SPINS, YIELDS = 100, 16
 """Looks before it sleeps, and looks between which others may have the core: less than a sleep costs."""
 ENDED = "it has ended"
 VIEWS = 4096
 """Tensors over slots that are kept."""
 
-_PUBLISHED, _CONSUMED, _SLEEPING, _FINISHED, _FAILED, _TOKEN, _TOLD = 0, 64, 128, 136, 144, 192, 256
+_PUBLISHED, _CONSUMED, _SLEEPING, _FINISHED, _FAILED, _BEGUN, _TOKEN, _TOLD = 0, 64, 128, 136, 144, 152, 192, 256
 _TOLD_BYTES = 1024
 _BECAUSE, _BECAUSE_BYTES = _TOLD + _TOLD_BYTES, 64
 _REFUSED = "refused: "
 _SLOTS_AT = 4096
 _SLOT = struct.Struct("=QQ")
-_WORD = 2**32
+_SLOT_BYTES = _SLOT.size
+_BEHIND = 2**31
+"""The bit of ``word - number`` that is set while a counter of 32 bits has not come to ``number`` (which has more)."""
 _FUTEX = 202  # the system call's number on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
@@ -80,9 +83,10 @@ class _Segment:
         self.sleeping = ctypes.c_uint32.from_buffer(self.memory, _SLEEPING)
         self.finished = ctypes.c_uint64.from_buffer(self.memory, _FINISHED)
         self.failed = ctypes.c_uint32.from_buffer(self.memory, _FAILED)
+        self.begun = ctypes.c_uint64.from_buffer(self.memory, _BEGUN)
         with torch.inference_mode(False):  # else it could not be written to where gradients are wanted
             self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
-        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self.views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def write(self, begin: int, words: bytes) -> None:
         """Lay words there."""
@@ -93,14 +97,12 @@ class _Segment:
         return self.memory[begin : begin + num].split(b"\0")[0].decode(errors="replace")
 
     def view(self, slot: int, num: int, dtype: torch.dtype) -> Tensor:
-        """``num`` elements at the start of a slot."""
-        found = self._views.get((slot, num, dtype))
-        if found is None:
-            if len(self._views) >= VIEWS:
-                self._views.clear()
-            begin = slot * MESSAGE_BYTES
-            found = self._arena[begin : begin + num * dtype.itemsize].view(dtype)
-            self._views[slot, num, dtype] = found
+        """``num`` elements at the start of a slot; ``views`` keeps it."""
+        if len(self.views) >= VIEWS:
+            self.views.clear()
+        begin = slot * MESSAGE_BYTES
+        found = self._arena[begin : begin + num * dtype.itemsize].view(dtype)
+        self.views[slot, num, dtype] = found
         return found
 
 
@@ -122,6 +124,7 @@ class SharedMemory:
         self._long, self._nap, self._short = _timespec(SLEEP_S), _timespec(NAP_S), _timespec(FLUSH_S)
         self._num_put = 0
         self._num_taken = 0
+        self._told: bytes | None = None
 
     @classmethod
     def connect(
@@ -191,25 +194,28 @@ class SharedMemory:
 
     def room(self) -> bool:
         """Whether a slot is free."""
-        return _reached(self._theirs.consumed.value, self._num_put - self._slots + 1)
+        return not (self._theirs.consumed.value - self._num_put + self._slots - 1) & _BEHIND
 
     def wait_for_room(self) -> None:
         """Wait until a slot is free."""
         self._await(self._theirs.consumed, self._num_put - self._slots + 1, "room for a message")
 
+    # A short message takes as long as these lines do: they look again at nothing that does not change.
+
     def put(self, part: Tensor, tag: int) -> None:
         """Copy a message into its slot, and tell the peer."""
-        number, mine = self._num_put, self._mine
-        if not _reached(self._theirs.consumed.value, number - self._slots + 1):
+        number, slots, mine, theirs = self._num_put, self._slots, self._mine, self._theirs
+        if (theirs.consumed.value - number + slots - 1) & _BEHIND:
             self.wait_for_room()
-        slot, num = number % self._slots, part.numel()
+        slot, num, dtype = number % slots, part.numel(), part.dtype
         if num:
-            mine.view(slot, num, part.dtype).copy_(part)
-        _SLOT.pack_into(mine.memory, _SLOTS_AT + slot * _SLOT.size, num * part.dtype.itemsize, tag)
-        self._num_put = number + 1
-        mine.published.value = self._num_put % _WORD
-        if self._theirs.sleeping.value:
-            self._futex(_FUTEX, ctypes.byref(mine.published), _FUTEX_WAKE, 1)
+            into = mine.views.get((slot, num, dtype))
+            (mine.view(slot, num, dtype) if into is None else into).copy_(part)
+        _SLOT.pack_into(mine.memory, _SLOTS_AT + slot * _SLOT_BYTES, num * dtype.itemsize, tag)
+        self._num_put = number = number + 1
+        mine.published.value = number  # of which the word keeps 32 bits
+        if theirs.sleeping.value:
+            self._wake(mine.published)
 
     def expect(self, num: int, like: Tensor) -> None:
         """Nothing: the room is there."""
@@ -217,37 +223,41 @@ class SharedMemory:
     def take(self, num: int, dtype: torch.dtype, tag: int, label: str = "") -> Tensor:
         """The next message, in place."""
         number, theirs = self._num_taken, self._theirs
-        if not _reached(theirs.published.value, number + 1):
-            self._await(theirs.published, number + 1, label or f"message {number + 1}")
+        if (theirs.published.value - number - 1) & _BEHIND:
+            self._await(theirs.published, number + 1, label)
         slot = number % self._slots
-        found, wanted = _SLOT.unpack_from(theirs.memory, _SLOTS_AT + slot * _SLOT.size), (num * dtype.itemsize, tag)
+        found, wanted = _SLOT.unpack_from(theirs.memory, _SLOTS_AT + slot * _SLOT_BYTES), (num * dtype.itemsize, tag)
         if found != wanted:
             check_message(self.peer, found, wanted, label or f"message {number + 1}")
-        return theirs.view(slot, num, dtype)
+        view = theirs.views.get((slot, num, dtype))
+        return theirs.view(slot, num, dtype) if view is None else view
 
     def release(self) -> None:
         """Tell the peer that its message is done with."""
-        self._num_taken += 1
-        self._mine.consumed.value = self._num_taken % _WORD
+        self._num_taken = number = self._num_taken + 1
+        self._mine.consumed.value = number
         if self._theirs.sleeping.value:
-            self._futex(_FUTEX, ctypes.byref(self._mine.consumed), _FUTEX_WAKE, 1)
+            self._wake(self._mine.consumed)
 
     def settle(self) -> None:
         """Nothing: what was put is there."""
 
     # --- what ranks say of themselves --------------------------------------------------------------------------------
 
-    def tell(self, words: bytes) -> None:
+    def tell(self, number: int, words: bytes) -> None:
         """Lay it where the peer finds it, even when this rank has ended."""
-        self._mine.write(_TOLD, words[: _TOLD_BYTES - 1])
+        self._mine.begun.value = number
+        if words is not self._told:
+            self._told = words
+            self._mine.write(_TOLD, words[: _TOLD_BYTES - 1])
 
     def finished(self, number: int) -> None:
         """Lay it where the peer finds it."""
         self._mine.finished.value = number
 
-    def give_up(self, words: bytes, because_of: str) -> None:
+    def give_up(self, number: int, words: bytes, because_of: str) -> None:
         """Lay it where the peer finds it."""
-        self.tell(words)
+        self.tell(number, words)
         self._mine.write(_BECAUSE, because_of.encode()[: _BECAUSE_BYTES - 1])
         self._mine.failed.value = 1
 
@@ -267,9 +277,9 @@ class SharedMemory:
             return f"rank {self.peer} has begun none{ended}"
         put, sent = self._theirs.published.value, ""
         if put:
-            tag = _SLOT.unpack_from(self._theirs.memory, _SLOTS_AT + (put - 1) % self._slots * _SLOT.size)[1]
+            tag = _SLOT.unpack_from(self._theirs.memory, _SLOTS_AT + (put - 1) % self._slots * _SLOT_BYTES)[1]
             sent = f", has last sent to this rank in #{tag >> 32}"
-        return f"rank {self.peer} was in {words}{sent}{ended}"
+        return f"rank {self.peer} was in #{self._theirs.begun.value} {words}{sent}{ended}"
 
     def has_ended(self) -> bool:
         """Whether the peer's process is gone."""
@@ -279,21 +289,25 @@ class SharedMemory:
 
     # --- futexes ---------------------------------------------------------------------------------------------------
 
+    def _wake(self, word: ctypes.c_uint32) -> None:
+        """Wake the peer, which sleeps on this word."""
+        self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAKE, 1)
+
     def _await(self, word: ctypes.c_uint32, number: int, what: str) -> None:
-        """Sleep until the peer's word has reached ``number``."""
+        """Sleep until the peer's word has reached ``number``; ``what``, or the message of that number, is due."""
         for _ in range(SPINS):
-            if _reached(word.value, number):
+            if not (word.value - number) & _BEHIND:
                 return
         for _ in range(YIELDS):
             os.sched_yield()
-            if _reached(word.value, number):
+            if not (word.value - number) & _BEHIND:
                 return
         now = time.monotonic()
         deadline, look, sleep = now + self.timeout_s, now + SLEEP_S, self._nap
         sleeping = self._mine.sleeping
         try:
             sleeping.value = 1
-            while not _reached(seen := word.value, number):
+            while ((seen := word.value) - number) & _BEHIND:
                 if self.while_waiting is not None and self.while_waiting():
                     sleep = self._short
                 self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAIT, seen, ctypes.byref(sleep))
@@ -307,7 +321,8 @@ class SharedMemory:
             sleeping.value = 0
 
     def _check_peer(self, word: ctypes.c_uint32, number: int, deadline: float, what: str) -> None:
-        if self.has_ended() and not _reached(word.value, number):
+        what = what or f"message {number}"
+        if self.has_ended() and (word.value - number) & _BEHIND:
             raise LostRankError(f"{ENDED}, and {what} is due", where=f"rank {self.peer}", remedy=OWN_ERROR)
         if time.monotonic() > deadline:
             raise LostRankError(
@@ -345,13 +360,8 @@ def _network() -> str:
 
 
 def _arena_at(slots: int) -> int:
-    return -(-(_SLOTS_AT + slots * _SLOT.size) // 4096) * 4096
+    return -(-(_SLOTS_AT + slots * _SLOT_BYTES) // 4096) * 4096
 
 
 def _timespec(seconds: float) -> _Timespec:
     return _Timespec(int(seconds), int(seconds % 1 * 1e9))
-
-
-def _reached(word: int, number: int) -> bool:
-    """Whether a counter of 32 bits has come to ``number`` (which has more)."""
-    return (word - number) % _WORD < _WORD // 2
