@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.comm import collectives as running
@@ -302,6 +304,71 @@ def test_several_may_be_under_way(ranks: Ranks, num_ranks: int, seed: int) -> No
     assert all(ranks(num_ranks, overlapping, seed))
 
 
+# --- short ones ------------------------------------------------------------------------------------------------------
+
+Short = tuple[int, torch.dtype, str, str]
+"""Elements, dtype, operation, label."""
+
+
+def short(cases: list[Short]) -> list[bytes]:
+    """All-reduces of one message a round, one after the other; the bits of their results."""
+    ours, size, found = _ours(), _world().size(), []
+    for number, (num, dtype, op, label) in enumerate(cases):
+        values = [(100 * _values(num, one, number)).to(dtype) for one in range(size)]
+        mine = values[ours.rank].clone()
+        ours.all_reduce(mine, op, "butterfly", label).wait()
+        while len(values) > 1:  # a butterfly adds up neighbours, then pairs of them
+            values = [running.REDUCE[op](one, other) for one, other in zip(values[::2], values[1::2], strict=True)]
+        assert torch.equal(mine, values[0])
+        found.append(mine.view(torch.uint8).numpy().tobytes() if num else b"")
+    return found
+
+
+CASES = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1, 2, 63, 64, 1000]) | st.integers(0, 3000),
+        st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]),
+        st.sampled_from(["sum", "max", "min"]),
+        st.sampled_from(["", "gradient of a", "gradient of b"]),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases=CASES)
+def test_short_all_reduces_of_any_kind_have_the_same_bits_everywhere(
+    ranks: Ranks, num_ranks: int, cases: list[Short]
+) -> None:
+    first, *others = ranks(num_ranks, short, cases)
+    assert all(other == first for other in others)
+
+
+def alike(repeats: int) -> str:
+    """Rank 0 waits in vain for one more all-reduce that is like those before."""
+    ours = _ours()
+    for _ in range(repeats):
+        ours.all_reduce(torch.zeros(3), label="loss").wait()
+    message = ""
+    if ours.rank == 0:
+        ours._lanes[1].timeout_s = 0.1  # type: ignore[attr-defined]
+        with pytest.raises(LostRankError) as error:
+            ours.all_reduce(torch.zeros(3), label="loss").wait()
+        message = str(error.value)
+    dist.barrier()
+    return message
+
+
+def test_of_collectives_that_are_alike_the_last_is_named(ranks: Ranks) -> None:
+    told = ranks(2, alike, 20)[0]
+    assert "rank 0 is in #21 all_reduce of 3 x float32, sum, butterfly (loss)" in told
+    assert (
+        "rank 1 was in #20 all_reduce of 3 x float32, sum, butterfly (loss), has last sent to this rank in #20" in told
+    )
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -358,26 +425,30 @@ def test_all_of_three_report_that_one_differs(ranks: Ranks, kind: str, lanes: st
     assert any(f"rank 2 was in #2 {theirs}" in report for report in told[:2]), told
 
 
-def lost(lanes: str, after: int) -> None:
-    """Rank 1 is killed after so many of its steps of an all-reduce that has about a dozen."""
+def lost(lanes: str, after: int, num: int, algorithm: str) -> None:
+    """Rank 1 is killed after so many calls of its lanes in an all-reduce."""
     ours, rank = ours_over(lanes), _world().rank()
     ours.all_reduce(torch.zeros(3), label="first").wait()
     done = 0
 
-    def step(self: Any, *given: Any) -> None:
-        nonlocal done
-        if rank == 1 and done == after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        done += 1
-        usual(self, *given)
+    def step(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            nonlocal done
+            if rank == 1 and done == after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done += 1
+            return usual(*given)
+
+        return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        usual = running._Run._do
-        patch.setattr(running._Run, "_do", step)
+        for kind in {type(lane) for lane in ours._lanes.values()}:
+            for name in ("put", "put_at_once", "take"):
+                patch.setattr(kind, name, step(getattr(kind, name)))
         with pytest.raises(LostRankError) as caught:
-            ours.all_reduce(torch.zeros(500_000), algorithm="ring", label="second").wait()
+            ours.all_reduce(torch.zeros(num), algorithm=algorithm, label="second").wait()
     assert caught.value.where == "rank 1", caught.value
-    assert f"rank {rank} is in #2 all_reduce of 500000 x float32, sum, ring (second)" in str(caught.value)
+    assert f"rank {rank} is in #2 all_reduce of {num} x float32, sum, {algorithm} (second)" in str(caught.value)
     if lanes == "shared memory":
         assert re.search(r"rank 1 was in #2 all_reduce.*has ended", str(caught.value)), caught.value
 
@@ -386,7 +457,15 @@ def lost(lanes: str, after: int) -> None:
 @pytest.mark.parametrize("lanes", ["shared memory", "send and receive"])
 def test_a_rank_that_is_killed_in_the_middle_is_named_by_all_others(ranks: Ranks, lanes: str, after: int) -> None:
     with pytest.raises(RanksFailedError) as error:
-        ranks(3, lost, lanes, after)
+        ranks(3, lost, lanes, after, 500_000, "ring")
+    assert list(error.value.failures) == [1], error.value
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_is_killed_before_a_short_message_is_named_by_all_others(ranks: Ranks, num_ranks: int) -> None:
+    """Also by ranks that wait for one that waits for it."""
+    with pytest.raises(RanksFailedError) as error:
+        ranks(num_ranks, lost, "shared memory", 0, 10, "butterfly")
     assert list(error.value.failures) == [1], error.value
 
 

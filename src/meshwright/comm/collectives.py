@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meshwright.comm.compiled import ADD, EXPECT, KEEP, PUT, compiled
+from meshwright.comm.compiled import ADD, EXPECT, KEEP, PUT, Step, compiled
 from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Lane, Work
 from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
 from meshwright.errors import LostRankError, MeshwrightError, RankError
@@ -42,7 +42,7 @@ class Collectives:
                 lane.look = self._look
         self._open: deque[_Run] = deque()
         self._kinds: dict[tuple[object, ...], _Kind] = {}
-        self._number = 0
+        self._number, self._said = 0, b""
         self._failed: MeshwrightError | None = None
 
     # --- operations --------------------------------------------------------------------------------------------------
@@ -161,12 +161,15 @@ class Collectives:
     ) -> Work:
         if self._failed is not None:
             raise self._failed
-        kind = self._kind(operation, algorithm, length, memory.dtype, op, root, counts)
+        key = (operation, algorithm, length, memory.dtype, op, root, counts)
+        kind = self._kinds.get(key) or self._kind(*key)
         self._number = number = self._number + 1
         run = _Run(self, kind, memory, number, label, finish)
         words = kind.said.get(label) or kind.say(label)
-        for lane in self._each:
-            lane.tell(number, words)
+        if words is not self._said:
+            self._said = words
+            for lane in self._each:
+                lane.tell(number, words)
         if not self._open or all(one.has_sent for one in self._open):
             try:
                 run.begin(self._lanes)
@@ -273,10 +276,13 @@ class _Run:
 
     def begin(self, lanes: Mapping[int, Lane]) -> None:
         """Send ahead, as far as there is room."""
+        memory: Any = self._memory
         for step in self.kind.first:
-            if step[0] == PUT and not lanes[step[1]].room():
+            kind, peer, begin, end, _ = step
+            if kind != PUT:
+                self._do(lanes, (step,))
+            elif not lanes[peer].put_at_once(memory if self.kind.whole else memory[begin:end], self.tag):
                 return
-            self._do(lanes, *step)
             self._early += 1
 
     def wait(self) -> None:
@@ -289,8 +295,7 @@ class _Run:
         if self._early < len(self.kind.first):
             early = set(self.kind.ahead[: self._early])
             left = tuple(one for index, one in enumerate(self.kind.steps) if index not in early)
-        for step in left:
-            self._do(lanes, *step)
+        self._do(lanes, left)
         if self.kind.expects:
             for lane in lanes.values():
                 lane.settle()
@@ -299,23 +304,24 @@ class _Run:
         self.done = True
         self._memory = self._finish = None  # type: ignore[assignment]
 
-    def _do(self, lanes: Mapping[int, Lane], kind: int, peer: int, begin: int, end: int, into: int) -> None:
+    def _do(self, lanes: Mapping[int, Lane], steps: tuple[Step, ...]) -> None:
         memory: Any = self._memory
-        if kind == PUT:  # to make a view takes longer than to send a short one
-            lanes[peer].put(memory if self.kind.whole else memory[begin:end], self.tag)
-        elif kind in (ADD, KEEP):
-            lane = lanes[peer]
-            theirs = lane.take(end - begin, memory.dtype, self.tag)
-            mine = memory if self.kind.whole else self._into(begin, end)
-            if kind == ADD:
-                self.kind.reduce(mine, theirs, out=mine)
+        whole, tag = self.kind.whole, self.tag  # whole: to make a view takes longer than to send a short one
+        for kind, peer, begin, end, into in steps:
+            if kind == PUT:
+                lanes[peer].put(memory if whole else memory[begin:end], tag)
+            elif kind == ADD:
+                lane, mine = lanes[peer], memory if whole else self._into(begin, end)
+                self.kind.reduce(mine, lane.take(end - begin, memory.dtype, tag), out=mine)
+                lane.release()
+            elif kind == KEEP:
+                lane, mine = lanes[peer], memory if whole else self._into(begin, end)
+                mine.copy_(lane.take(end - begin, memory.dtype, tag))
+                lane.release()
+            elif kind == EXPECT:
+                lanes[peer].expect(end - begin, memory.like if isinstance(memory, _Written) else memory)
             else:
-                mine.copy_(theirs)
-            lane.release()
-        elif kind == EXPECT:
-            lanes[peer].expect(end - begin, memory.like if isinstance(memory, _Written) else memory)
-        else:
-            memory[into : into + end - begin].copy_(memory[begin:end])
+                memory[into : into + end - begin].copy_(memory[begin:end])
 
     def _into(self, begin: int, end: int) -> Tensor:
         memory = self._memory

@@ -41,12 +41,12 @@ class Lane(Protocol):
         """Whether messages must be expected before they are taken."""
         ...
 
-    def room(self) -> bool:
-        """Whether a message would be put without waiting."""
-        ...
-
     def put(self, part: Tensor, tag: int) -> None:
         """Lay a flat, contiguous tensor where the peer finds it; then it may be overwritten. Waits for room."""
+        ...
+
+    def put_at_once(self, part: Tensor, tag: int) -> bool:
+        """The same without waiting: false, and nothing done, where there is no room."""
         ...
 
     def expect(self, num: int, like: Tensor) -> None:

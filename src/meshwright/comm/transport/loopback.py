@@ -26,16 +26,19 @@ class Loopback:
         there, back = queue.Queue[tuple[Tensor, int]](slots), queue.Queue[tuple[Tensor, int]](slots)
         return Loopback(there, back, other), Loopback(back, there, one)
 
-    def room(self) -> bool:
-        """Whether the queue has room."""
-        return not self._out.full()
-
     def put(self, part: Tensor, tag: int) -> None:
         """Lay a copy into the queue."""
         try:
             self._out.put((part.clone(), tag), timeout=self.timeout_s)
         except queue.Full:
             raise LostRankError("it takes nothing", where=f"rank {self.peer}") from None
+
+    def put_at_once(self, part: Tensor, tag: int) -> bool:
+        """Where the queue has room."""
+        if self._out.full():
+            return False
+        self.put(part, tag)
+        return True
 
     def expect(self, num: int, like: Tensor) -> None:
         """Nothing: a queue takes what comes."""

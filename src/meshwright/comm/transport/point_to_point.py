@@ -76,13 +76,9 @@ class Wire:
         self._free: list[_Room] = []
         self._num_taken = 0
 
-    def room(self) -> bool:
-        """Whether few enough are on their way."""
-        return len(self._leaving) < self.AHEAD
-
     def put(self, part: Tensor, tag: int) -> None:
         """Send a copy."""
-        if not self.room():
+        if len(self._leaving) >= self.AHEAD:
             self._depart()
         room, num_bytes = self._room(), part.nbytes
         _HEADER.pack_into(room.memory, 0, num_bytes, tag)
@@ -90,6 +86,13 @@ class Wire:
             room.message(part.numel(), part.dtype).copy_(part)
         out = [room.whole[: _HEADER.size + num_bytes]]
         self._leaving.append((room, self._tried(lambda: self._group.send(out, self._peer, _TAG), "it takes nothing")))
+
+    def put_at_once(self, part: Tensor, tag: int) -> bool:
+        """Where few enough are on their way."""
+        if len(self._leaving) >= self.AHEAD:
+            return False
+        self.put(part, tag)
+        return True
 
     def expect(self, num: int, like: Tensor) -> None:
         """Start to receive: a message that finds nobody waiting takes another way round."""

@@ -5,8 +5,8 @@ however that ends; it has no name in /dev/shm and does not count against the siz
 
     page 0   published: how many messages its owner has put in   (a futex, on which the peer sleeps)
              consumed:  how many of the peer's it has done with  (another)
-             sleeping:  whether its owner sleeps, so that the peer must wake it
              finished:  the collective up to which its owner needs the peer no more
+             sleeping:  whether its owner sleeps, so that the peer must wake it
              failed:    whether its owner has given up
              begun:     the collective that its owner has begun last, for the errors of others
              told:      what that is, in words
@@ -53,7 +53,8 @@ ENDED = "it has ended"
 VIEWS = 4096
 """Tensors over slots that are kept."""
 
-_PUBLISHED, _CONSUMED, _SLEEPING, _FINISHED, _FAILED, _BEGUN, _TOKEN, _TOLD = 0, 64, 128, 136, 144, 152, 192, 256
+_PUBLISHED, _CONSUMED, _FINISHED, _SLEEPING, _FAILED, _TOKEN, _BEGUN, _TOLD = 0, 64, 72, 128, 136, 192, 248, 256
+"""A line of the cache for what changes with every message, another for what seldom does: who looks finds it at hand."""
 _TOLD_BYTES = 1024
 _BECAUSE, _BECAUSE_BYTES = _TOLD + _TOLD_BYTES, 64
 _REFUSED = "refused: "
@@ -124,7 +125,6 @@ class SharedMemory:
         self._long, self._nap, self._short = _timespec(SLEEP_S), _timespec(NAP_S), _timespec(FLUSH_S)
         self._num_put = 0
         self._num_taken = 0
-        self._told: bytes | None = None
 
     @classmethod
     def connect(
@@ -192,21 +192,23 @@ class SharedMemory:
 
     # --- messages --------------------------------------------------------------------------------------------------
 
-    def room(self) -> bool:
-        """Whether a slot is free."""
-        return not (self._theirs.consumed.value - self._num_put + self._slots - 1) & _BEHIND
-
     def wait_for_room(self) -> None:
         """Wait until a slot is free."""
         self._await(self._theirs.consumed, self._num_put - self._slots + 1, "room for a message")
 
-    # A short message takes as long as these lines do: they look again at nothing that does not change.
-
     def put(self, part: Tensor, tag: int) -> None:
         """Copy a message into its slot, and tell the peer."""
+        if not self.put_at_once(part, tag):
+            self.wait_for_room()
+            self.put_at_once(part, tag)
+
+    # A short message takes as long as these lines do: what does not change is looked up once.
+
+    def put_at_once(self, part: Tensor, tag: int) -> bool:
+        """Where a slot is free."""
         number, slots, mine, theirs = self._num_put, self._slots, self._mine, self._theirs
         if (theirs.consumed.value - number + slots - 1) & _BEHIND:
-            self.wait_for_room()
+            return False
         slot, num, dtype = number % slots, part.numel(), part.dtype
         if num:
             into = mine.views.get((slot, num, dtype))
@@ -216,6 +218,7 @@ class SharedMemory:
         mine.published.value = number  # of which the word keeps 32 bits
         if theirs.sleeping.value:
             self._wake(mine.published)
+        return True
 
     def expect(self, num: int, like: Tensor) -> None:
         """Nothing: the room is there."""
@@ -247,9 +250,7 @@ class SharedMemory:
     def tell(self, number: int, words: bytes) -> None:
         """Lay it where the peer finds it, even when this rank has ended."""
         self._mine.begun.value = number
-        if words is not self._told:
-            self._told = words
-            self._mine.write(_TOLD, words[: _TOLD_BYTES - 1])
+        self._mine.write(_TOLD, words[: _TOLD_BYTES - 1])
 
     def finished(self, number: int) -> None:
         """Lay it where the peer finds it."""
@@ -270,16 +271,21 @@ class SharedMemory:
         return None
 
     def told(self) -> str:
-        """What the peer said last, and in which collective it has last sent something."""
+        """What the peer said last, and in which collective it has last sent something.
+
+        Of collectives that are alike it tells only the first: what it has sent and finished since says how many more.
+        """
         words = self._theirs.read(_TOLD, _TOLD_BYTES)
         ended = ", and has ended" if self.has_ended() else ""
         if not words:
             return f"rank {self.peer} has begun none{ended}"
-        put, sent = self._theirs.published.value, ""
+        number, put, sent = self._theirs.begun.value, self._theirs.published.value, ""
         if put:
             tag = _SLOT.unpack_from(self._theirs.memory, _SLOTS_AT + (put - 1) % self._slots * _SLOT_BYTES)[1]
             sent = f", has last sent to this rank in #{tag >> 32}"
-        return f"rank {self.peer} was in #{self._theirs.begun.value} {words}{sent}{ended}"
+            if not self._theirs.failed.value:
+                number = max(number, tag >> 32, self._theirs.finished.value)
+        return f"rank {self.peer} was in #{number} {words}{sent}{ended}"
 
     def has_ended(self) -> bool:
         """Whether the peer's process is gone."""

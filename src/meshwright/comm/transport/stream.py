@@ -58,8 +58,8 @@ class Stream:
 
     def _flush(self) -> bool:
         """Put what waits, while there is room; whether some is left."""
-        while self._queue and self._lane.room():
-            self._lane.put(self._queue.popleft(), 0)
+        while self._queue and self._lane.put_at_once(self._queue[0], 0):
+            self._queue.popleft()
             self._num_put += 1
         return bool(self._queue)
 
