@@ -1,7 +1,7 @@
 """The kernels of the collective operators: torch.distributed's own, or ours, started without waiting."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -19,8 +19,6 @@ from meshwright.comm.transport.mpi import Mpi
 from meshwright.errors import LostRankError
 from meshwright.ir.placement import flat_shape
 from meshwright.schedules.collectives.choice import MPI, NATIVE
-
-LIBRARY = Library("meshwright_comm", "IMPL")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _WORK = "_meshwright_work"
@@ -308,21 +306,23 @@ def _lost(found: _Flight, value: Tensor, error: RuntimeError) -> LostRankError:
     )
 
 
-for _name, _function in (
-    ("all_reduce_start", all_reduce_start),
-    ("all_gather_start", all_gather_start),
-    ("reduce_scatter_start", reduce_scatter_start),
-    ("all_to_all_start", all_to_all_start),
-    ("gather_parts_start", gather_parts_start),
-    ("reduce_to_parts_start", reduce_to_parts_start),
-    ("exchange_rows", exchange_rows),
-    ("shift", shift),
-    ("halo_exchange_start", halo_exchange_start),
-    ("halo_reduce_start", halo_reduce_start),
-    ("halo_return_start", halo_return_start),
-    ("add_rows", add_rows),
-    ("wait", wait),
-):
-    LIBRARY.impl(_name, _function, "CPU")
-    LIBRARY.impl(_name, _function, "CUDA")
+KERNELS: Mapping[str, Callable[..., object]] = {
+    "all_reduce_start": all_reduce_start,
+    "all_gather_start": all_gather_start,
+    "reduce_scatter_start": reduce_scatter_start,
+    "all_to_all_start": all_to_all_start,
+    "gather_parts_start": gather_parts_start,
+    "reduce_to_parts_start": reduce_to_parts_start,
+    "exchange_rows": exchange_rows,
+    "shift": shift,
+    "halo_exchange_start": halo_exchange_start,
+    "halo_reduce_start": halo_reduce_start,
+    "halo_return_start": halo_return_start,
+    "add_rows": add_rows,
+    "wait": wait,
+}
+LIBRARY = Library("meshwright_comm", "IMPL")
+for _name, _function in KERNELS.items():
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _function, _key)
     LIBRARY.impl(_name, fallthrough_kernel, "Autograd")  # graphs have their own backward; to ask takes microseconds

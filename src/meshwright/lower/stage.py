@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from meshwright.ops import collectives
+
 BoxedFunction = Callable[[list[Any]], list[Any]]
 
 
@@ -19,11 +21,19 @@ class _Boxed(fx.graph.CodeGen):
 
 
 def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> BoxedFunction:
-    """Compile a graph whose placeholders are taken from one list; the list is emptied."""
+    """Compile a graph whose placeholders are taken from one list; the list is emptied.
+
+    Collectives are called without PyTorch's dispatcher, which takes longer than a short one.
+    """
     root = nn.Module()
     for name, value in constants.items():
         root.register_buffer(name, value, persistent=False)
-    graph.set_codegen(_Boxed())
-    module = fx.GraphModule(root, graph)
+    direct = fx.Graph()
+    direct.output(direct.graph_copy(graph, {}))
+    for node in direct.nodes:
+        if node.op == "call_function":
+            node.target = collectives.kernel(node.target)
+    direct.set_codegen(_Boxed())
+    module = fx.GraphModule(root, direct)
     function: BoxedFunction = module.forward
     return function

@@ -22,9 +22,12 @@ after a part, and for its last, as many as it has before. ``add_rows`` adds some
 """
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
 from meshwright.ir.halo import outside, owned
@@ -130,20 +133,28 @@ register_fake(
 register_fake(f"{NAMESPACE}::add_rows", lambda value, rows, dim, start: value, lib=LIBRARY)
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)
 
-_OPERATORS = torch.ops.meshwright_comm
-ALL_REDUCE = _OPERATORS.all_reduce_start.default
-ALL_GATHER = _OPERATORS.all_gather_start.default
-REDUCE_SCATTER = _OPERATORS.reduce_scatter_start.default
-ALL_TO_ALL = _OPERATORS.all_to_all_start.default
-GATHER_PARTS = _OPERATORS.gather_parts_start.default
-REDUCE_TO_PARTS = _OPERATORS.reduce_to_parts_start.default
-EXCHANGE_ROWS = _OPERATORS.exchange_rows.default
-SHIFT = _OPERATORS.shift.default
-HALO_EXCHANGE = _OPERATORS.halo_exchange_start.default
-HALO_REDUCE = _OPERATORS.halo_reduce_start.default
-HALO_RETURN = _OPERATORS.halo_return_start.default
-ADD_ROWS = _OPERATORS.add_rows.default
-WAIT = _OPERATORS.wait.default
+
+def kernel(target: Any) -> Any:
+    """What runs a collective that has been given a kernel (``runtime/kernels.py``); of others, the operator itself."""
+    if isinstance(target, OpOverload) and target.namespace == NAMESPACE:
+        return target.py_kernels.get(DispatchKey.CPU, target)
+    return target
+
+
+OPERATORS = torch.ops.meshwright_comm
+ALL_REDUCE = OPERATORS.all_reduce_start.default
+ALL_GATHER = OPERATORS.all_gather_start.default
+REDUCE_SCATTER = OPERATORS.reduce_scatter_start.default
+ALL_TO_ALL = OPERATORS.all_to_all_start.default
+GATHER_PARTS = OPERATORS.gather_parts_start.default
+REDUCE_TO_PARTS = OPERATORS.reduce_to_parts_start.default
+EXCHANGE_ROWS = OPERATORS.exchange_rows.default
+SHIFT = OPERATORS.shift.default
+HALO_EXCHANGE = OPERATORS.halo_exchange_start.default
+HALO_REDUCE = OPERATORS.halo_reduce_start.default
+HALO_RETURN = OPERATORS.halo_return_start.default
+ADD_ROWS = OPERATORS.add_rows.default
+WAIT = OPERATORS.wait.default
 STARTS = frozenset({
     ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER_PARTS, REDUCE_TO_PARTS, HALO_EXCHANGE, HALO_REDUCE,
     HALO_RETURN,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
+import meshwright.runtime.kernels  # noqa: F401 - gives the collective operators their kernels
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.builder import Capture, capture
 from meshwright.capture.precision import LOW
@@ -260,7 +260,7 @@ class Trainer(Resumable):
             if local and not self.plan.uneven:
                 rest = {axis: one for axis, one in placements.items() if axis not in DATA_AXES}
                 placements = {} if self._parts.is_cut(name, value) else rest
-            inputs[name] = local_part(value, placements, self.groups).to(self.device, non_blocking=True)
+            inputs[name] = local_part(value.detach(), placements, self.groups).to(self.device, non_blocking=True)
         if training and self.loss_scale is not None:
             inputs |= self.loss_scale.inputs
         self._note("data", begun)
