@@ -1,0 +1,51 @@
+"""Lowered graphs call the kernels of collectives, not PyTorch's dispatcher; what they are made of stays as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshwright.runtime.kernels  # noqa: F401 - gives the collective operators their kernels
+from meshwright.lower.stage import boxed_function
+from meshwright.ops import collectives
+from tests.distributed.pool import Ranks
+
+
+class Seen(TorchDispatchMode):
+    """The operators that were dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def run(algorithm: str) -> tuple[list[float], bool, list[object]]:
+    """The result, whether a collective was dispatched, and the targets of the graph afterwards."""
+    assert dist.group.WORLD is not None
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    twice = graph.call_function(torch.ops.aten.mul.Tensor, (value, 2))
+    name = dist.group.WORLD.group_name
+    started = graph.call_function(collectives.ALL_REDUCE, (twice, "sum", name, algorithm), {"label": "twice"})
+    graph.output([graph.call_function(collectives.WAIT, (started,))])
+    function = boxed_function(graph, {})
+    with Seen() as seen:
+        (result,) = function([torch.arange(3.0) + dist.get_rank()])
+    assert "aten.mul.Tensor" in seen.names
+    dispatched = any(collectives.NAMESPACE in one for one in seen.names)
+    return result.tolist(), dispatched, [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("algorithm", ["native", "exchange"])
+def test_collectives_of_a_lowered_graph_are_not_dispatched(ranks: Ranks, algorithm: str) -> None:
+    for result, dispatched, targets in ranks(2, run, algorithm):
+        assert result == [2.0, 6.0, 10.0]
+        assert not dispatched
+        assert targets == ["aten.mul.Tensor", str(collectives.ALL_REDUCE), str(collectives.WAIT)]
