@@ -32,7 +32,7 @@ def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Boxed
     direct.output(direct.graph_copy(graph, {}))
     for node in direct.nodes:
         if node.op == "call_function":
-            node.target = collectives.kernel(node.target)
+            node.target = collectives.KERNELS.get(node.target, node.target)
     direct.set_codegen(_Boxed())
     module = fx.GraphModule(root, direct)
     function: BoxedFunction = module.forward

@@ -21,13 +21,12 @@ where they are added up; the result has the part's own rows. ``halo_return`` giv
 after a part, and for its last, as many as it has before. ``add_rows`` adds some rows in place, on this rank alone.
 """
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
 from meshwright.ir.halo import outside, owned
@@ -134,12 +133,8 @@ register_fake(f"{NAMESPACE}::add_rows", lambda value, rows, dim, start: value, l
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)
 
 
-def kernel(target: Any) -> Any:
-    """What runs a collective that has been given a kernel (``runtime/kernels.py``); of others, the operator itself."""
-    if isinstance(target, OpOverload) and target.namespace == NAMESPACE:
-        return target.py_kernels.get(DispatchKey.CPU, target)
-    return target
-
+KERNELS: dict[Any, Callable[..., Any]] = {}
+"""What runs an operator, for graphs that go without PyTorch's dispatcher; ``runtime/kernels.py`` fills it."""
 
 OPERATORS = torch.ops.meshwright_comm
 ALL_REDUCE = OPERATORS.all_reduce_start.default
