@@ -209,7 +209,7 @@ def test_sums_that_are_only_returned_are_made_together() -> None:
     first, second = summed(graph.call_function(aten.clone.default, (doubled,)), SHAPE), summed(c, ())
     third = summed(graph.call_function(aten.exp.default, (read,)), SHAPE)
     graph.output([first, second, third, summed(doubled, SHAPE, "max")])
-    join_returned(graph)
+    join_returned(graph, torch.device("cpu"))
     graph.eliminate_dead_code()
     graph.lint()
     assert _targets(graph).count(collectives.ALL_REDUCE) == 3

@@ -51,7 +51,7 @@ def sink_waits(graph: fx.Graph) -> None:
                 first.prepend(wait)
 
 
-def join_returned(graph: fx.Graph) -> None:
+def join_returned(graph: fx.Graph, device: torch.device) -> None:
     """Sums that nobody reads before the step returns them (the loss, running statistics) are made together, when the
     last of their terms is there.
 
@@ -68,10 +68,11 @@ def join_returned(graph: fx.Graph) -> None:
                 alike[*node.args[1:], wait.meta["dtype"]].append((node, wait))
     for pairs in alike.values():
         if len(pairs) > 1:
-            _join(graph, pairs)
+            _join(graph, pairs).meta["device"] = device
 
 
-def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]) -> None:
+def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]) -> fx.Node:
+    """Where the terms lie one after the other."""
     last, end = pairs[-1][0], next(iter(graph.find_nodes(op="output")))
     shapes = [list(wait.meta["local_shape"]) for _, wait in pairs]
     labels = [str(start.kwargs["label"]) for start, _ in pairs]
@@ -95,6 +96,7 @@ def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]) -> None:
             graph.erase_node(start)
     for node in (flat, joined):
         node.meta.update(last.meta)
+    return flat
 
 
 def _own(start: fx.Node) -> fx.Node:
