@@ -291,8 +291,9 @@ def fits(model: str, layout: str) -> bool:
 
 
 def tolerance(model: str) -> float:
-    """Of errors; fifty batch norms, one after the other, round more over five steps."""
-    return 1e-8 if model == "MobileNet 2" else oracle.TOLERANCE
+    """Of errors. In one process, MobileNet 2's weights of which each is changed by 1e-16 of itself end 1e-8 elsewhere:
+    its gradients come through fifty batch norms, and AdamW divides by their size, which can be next to nothing."""
+    return 1e-7 if model == "MobileNet 2" else oracle.TOLERANCE
 
 
 def num_ranks(layout: str) -> int:
