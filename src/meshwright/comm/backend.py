@@ -122,12 +122,14 @@ def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "")
     return ranks.in_flight(result, _Then(work, lambda: None, value), "all_to_all", label)
 
 
-def gather_parts_start(parts: list[Tensor], group: str, size: int, algorithm: str, label: str = "") -> Tensor:
+def gather_parts_start(
+    parts: list[Tensor], group: str, size: int, algorithm: str, label: str = "", again: bool = False
+) -> Tensor:
     """Start to gather the Flat parts of many tensors: the tensors one after the other, each with its padding."""
     ranks = _ranks(group)
     flat = [part.reshape(-1) for part in parts]
     counts = [part.numel() for part in flat]
-    result = flat[0].new_empty(size * sum(counts))
+    result = _empty(flat[0], size * sum(counts), ranks, again)
     places = [one.view(size, -1) for one in result.split([size * count for count in counts])]
     name = ranks.mine.algorithm(algorithm, "all_gather", result.nbytes)
     if name != NATIVE:
@@ -147,12 +149,14 @@ def gather_parts_start(parts: list[Tensor], group: str, size: int, algorithm: st
     return ranks.in_flight(result, _Then(under_way, spread, joined), "all_gather", label)
 
 
-def reduce_to_parts_start(values: list[Tensor], group: str, size: int, algorithm: str, label: str = "") -> Tensor:
+def reduce_to_parts_start(
+    values: list[Tensor], group: str, size: int, algorithm: str, label: str = "", again: bool = False
+) -> Tensor:
     """Start to sum many tensors over the group, and keep this rank's Flat part of each: one after the other."""
     ranks = _ranks(group)
     rows = [_in_rows(value, size) for value in values]
     counts = [row.shape[1] for row in rows]
-    result = values[0].new_empty(sum(counts))
+    result = _empty(values[0], sum(counts), ranks, again)
     num_bytes = sum(row.nbytes for row in rows)
     name = ranks.mine.algorithm(algorithm, "reduce_scatter", num_bytes)
     if name != NATIVE:
@@ -164,6 +168,12 @@ def reduce_to_parts_start(values: list[Tensor], group: str, size: int, algorithm
     joined = torch.cat(rows, 1)
     under_way = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks.group, async_op=True)
     return ranks.in_flight(result, _Then(under_way, lambda: None, joined), "reduce_scatter", label, num_bytes)
+
+
+def _empty(like: Tensor, count: int, ranks: _Ranks, again: bool) -> Tensor:
+    """Memory for a result: on a CPU, of one that comes ``again``, a block of the group's."""
+    ours = again and like.device.type == "cpu"
+    return ranks.mine.blocks.empty(count, like.dtype) if ours else like.new_empty(count)
 
 
 def _in_rows(value: Tensor, size: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.comm import collectives as running
 from meshwright.comm import watch
+from meshwright.comm.blocks import Blocks
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.record import blocking
 from meshwright.comm.transport import shared_memory, stream
@@ -37,7 +38,7 @@ class Member:
     """What this rank keeps of a group, for which torch.distributed's own table of groups by name has no room.
 
     ``axis``: of which it was made (``axis dp``); nothing for others. ``watch``: who looks at what its collectives take,
-    where that may change. ``begun``: how many collectives have.
+    where that may change. ``begun``: how many collectives have. ``blocks``: memory that results take turns in.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Member:
         self.watch: Watch | None = None
         self.collectives: Collectives | None = None
         self.by_mpi: Mpi | None = None
+        self.blocks = Blocks()
         self.channels: dict[int, Channel] = {}
         self._told: dict[tuple[str, object], str] = {}
 

@@ -156,7 +156,7 @@ class GradientLowering(Lowering):
         """Reduce a bucket in every micro-batch, and sum up the parts."""
         with self._in(BACKWARD):
             nodes = [self._term(self.divided.terms[one.parameter][self.stage][0]) for one in totals]
-            started = buckets.start_cut(self.emit, nodes, bucket, self.groups)
+            started = buckets.start_cut(self.emit, nodes, bucket, self.groups, again=True)
             parts = buckets.finish(self.emit, started, bucket, self.groups, [one.shape for one in totals])
             for total, part in zip(totals, parts, strict=True):
                 self._add(total, part)

@@ -51,7 +51,10 @@ class Gathers:
             group, names = self._groups[bucket.axis], [one for one in bucket.parameters if one in stored]
             nodes = [stored[one].node for one in names]
             label = _span(bucket.parameters)
-            started = self._emit(collectives.GATHER_PARTS, nodes, group.name, group.size, bucket.algorithm, label=label)
+            released = not self._released.isdisjoint(names)
+            started = self._emit(
+                collectives.GATHER_PARTS, nodes, group.name, group.size, bucket.algorithm, label=label, again=released
+            )
             made, offset = [started, self._emit(collectives.WAIT, started)], 0
             for one, node in zip(names, nodes, strict=True):
                 placements = unflattened(stored[one].placements)
@@ -62,7 +65,7 @@ class Gathers:
                 self._found[one] = Value(made[-1], placements, phase=phase)
                 offset += group.size * prod(node.meta["local_shape"])
             for node in made:
-                node.meta.update(operator="gathers", backward=False, released=not self._released.isdisjoint(names))
+                node.meta.update(operator="gathers", backward=False, released=released)
         return self._found[name]
 
 
@@ -80,11 +83,19 @@ def is_cut(plan: Plan, bucket: Bucket) -> bool:
     return isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
 
 
-def start_cut(emit: Emit, nodes: Sequence[fx.Node], bucket: Bucket, groups: Mapping[str, AxisGroup]) -> fx.Node:
-    """Start to reduce gradients to their parts."""
+def start_cut(
+    emit: Emit, nodes: Sequence[fx.Node], bucket: Bucket, groups: Mapping[str, AxisGroup], *, again: bool = False
+) -> fx.Node:
+    """Start to reduce gradients to their parts; ``again``: these are added up, and go."""
     group = groups[bucket.axis]
     return emit(
-        collectives.REDUCE_TO_PARTS, list(nodes), group.name, group.size, bucket.algorithm, label=label_of(bucket)
+        collectives.REDUCE_TO_PARTS,
+        list(nodes),
+        group.name,
+        group.size,
+        bucket.algorithm,
+        label=label_of(bucket),
+        again=again,
     )
 
 

@@ -12,6 +12,8 @@ that were gathered lie one after the other, each with its padding; so do the par
     parts a [2], b [1] on each of 2 ranks    ->    a0 a0 a1 a1 b0 b1           a0: rank 0's
     tensors a [4], b [2]                     ->    a0 a0 b0 on rank 0, a1 a1 b1 on rank 1
 
+``again``: the result goes soon, and others like it follow; on a CPU they take turns in the same memory.
+
 Halos (``ir.halo``): part ``index`` of a dim has the rows from ``edges[index]`` up to ``edges[index + 1]``, and reads
 those from ``lows[index]`` up to ``highs[index]``.
 ``halo_exchange`` gives those of them that are not its own, the rows before its part first; rows that no part has are
@@ -39,8 +41,14 @@ for _schema in (
     "all_gather_start(Tensor value, str group, int size, str algorithm, str label='') -> Tensor",
     "reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm, str label='') -> Tensor",
     "all_to_all_start(Tensor value, str group, str algorithm, str label='') -> Tensor",
-    "gather_parts_start(Tensor[] parts, str group, int size, str algorithm, str label='') -> Tensor",
-    "reduce_to_parts_start(Tensor[] values, str group, int size, str algorithm, str label='') -> Tensor",
+    (
+        "gather_parts_start(Tensor[] parts, str group, int size, str algorithm, str label='', bool again=False) "
+        "-> Tensor"
+    ),
+    (
+        "reduce_to_parts_start(Tensor[] values, str group, int size, str algorithm, str label='', bool again=False) "
+        "-> Tensor"
+    ),
     "exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)",
     "shift(Tensor value, str group, SymInt size) -> Tensor",
     (
@@ -83,12 +91,14 @@ register_fake(
 )
 register_fake(
     f"{NAMESPACE}::gather_parts_start",
-    lambda parts, group, size, algorithm, label="": parts[0].new_empty(size * sum(part.numel() for part in parts)),
+    lambda parts, group, size, algorithm, label="", again=False: parts[0].new_empty(
+        size * sum(part.numel() for part in parts)
+    ),
     lib=LIBRARY,
 )
 register_fake(
     f"{NAMESPACE}::reduce_to_parts_start",
-    lambda values, group, size, algorithm, label="": values[0].new_empty(
+    lambda values, group, size, algorithm, label="", again=False: values[0].new_empty(
         sum(_part_size(value, size) for value in values)
     ),
     lib=LIBRARY,

@@ -1,0 +1,50 @@
+"""Memory that collectives on a CPU write into again and again: what nobody holds any more is given to the next."""
+
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+LEAST_BYTES = 2**20
+"""Smaller tensors are left to torch's allocator."""
+
+
+class Blocks:
+    """Gives memory from the system, and gives it again when the tensor and every view of it are gone.
+
+    Gathered parameters are the largest tensors of a step that come and go, two buckets at a time. In the heap, their
+    places are soon split by what is smaller and stays, and the next bucket takes new ones: the heap of a large GPT under
+    ZeRO-3 grew by a fifth of all it needs (docs/decisions/0025-gathered-parameters-have-blocks.md). Here they come to
+    lie where those before them lay.
+
+    Attributes:
+        num_bytes: of all blocks, lent or free.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self.num_bytes = 0
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A vector of ``count`` elements on the CPU, with any values.
+
+        It takes the smallest free block that holds it and is at most twice as large; a new one takes the place of the
+        largest free one that is smaller. So blocks come to be about as many as are ever lent at once.
+        """
+        size = count * dtype.itemsize
+        if size < LEAST_BYTES:
+            return torch.empty(count, dtype=dtype)
+        block = min((one for one in self._free if size <= len(one) <= 2 * size), key=len, default=None)
+        if block is not None:
+            self._free.remove(block)
+        else:
+            smaller = max((one for one in self._free if len(one) < size), key=len, default=None)
+            if smaller is not None:
+                self._free.remove(smaller)
+                self.num_bytes -= len(smaller)
+            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.num_bytes += size
+        lent = memoryview(block)[:size]  # the tensor's storage keeps it, and nothing else does
+        weakref.finalize(lent, self._free.append, block).atexit = False
+        return torch.frombuffer(lent, dtype=dtype)
