@@ -22,6 +22,7 @@ from meshwright.lower.program import StageProgram
 from meshwright.lower.spmd import lower
 from meshwright.models import MLP, classification_loss
 from meshwright.ops.collectives import GATHER_PARTS, REDUCE_TO_PARTS, WAIT
+from meshwright.ops.view import VIEWS
 
 GROUPS = {"dp": AxisGroup("dp", 2, 0)}
 LAYERS = 4
@@ -98,6 +99,35 @@ def test_stage_3_keeps_no_parameter_between_forward_and_backward(microbatches: i
                 break
             node = node.args[0]
         assert node.target not in (GATHER_PARTS, WAIT)
+
+
+def most_alive(graph: fx.Graph) -> int:
+    """How many gathered buckets have memory at once: from the start of one to the last use of what lies in it."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+
+    def last(node: fx.Node) -> int:
+        within = [user for user in node.users if user.target is WAIT or user.target in VIEWS]
+        return max([*map(place.__getitem__, node.users), *map(last, within)])
+
+    spans = [(place[node], last(node)) for node in graph.nodes if node.target is GATHER_PARTS]
+    return max(sum(first <= one <= end for first, end in spans) for one in place.values())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_stage_3_holds_two_gathered_buckets_at_most(microbatches: int) -> None:
+    phases = program(planned(3, microbatches=microbatches)).phases
+    assert {name: most_alive(phases[name].graph) for name in ("forward", "backward")} == {"forward": 2, "backward": 2}
+
+
+def test_what_is_gathered_or_reduced_again_and_again_takes_turns_in_the_same_memory() -> None:
+    """What stays for the step, or for the optimizer, does not: it would stay between steps, too."""
+    for zero, gathers, reductions in ((1, False, False), (2, False, True), (3, True, True)):
+        found = {GATHER_PARTS: set[bool](), REDUCE_TO_PARTS: set[bool]()}
+        for phase in program(planned(zero, microbatches=2)).phases.values():
+            for node in phase.graph.nodes:
+                if node.target in found:
+                    found[node.target].add(bool(node.kwargs.get("again")))
+        assert found == {GATHER_PARTS: {gathers}, REDUCE_TO_PARTS: {reductions}}
 
 
 def test_several_microbatches_share_what_stages_1_and_2_gather() -> None:

@@ -29,13 +29,14 @@ class Blocks:
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """A vector of ``count`` elements on the CPU, with any values.
 
-        It takes the smallest free block that holds it and is at most twice as large; a new one takes the place of the
-        largest free one that is smaller. So blocks come to be about as many as are ever lent at once.
+        It takes the smallest free block that holds it and is at most half as large again, of equal ones the latest
+        used; a new one takes the place of the largest free one that is smaller. So there come to be about as many
+        blocks as are ever lent at once, and the sum of a bucket, which is a part, does not take the place of a whole.
         """
         size = count * dtype.itemsize
         if size < LEAST_BYTES:
             return torch.empty(count, dtype=dtype)
-        block = min((one for one in self._free if size <= len(one) <= 2 * size), key=len, default=None)
+        block = min((one for one in reversed(self._free) if size <= len(one) <= 1.5 * size), key=len, default=None)
         if block is not None:
             self._free.remove(block)
         else:
