@@ -13,10 +13,10 @@ LEAST_BYTES = 2**20
 class Blocks:
     """Gives memory from the system, and gives it again when the tensor and every view of it are gone.
 
-    Gathered parameters are the largest tensors of a step that come and go, two buckets at a time. In the heap, their
-    places are soon split by what is smaller and stays, and the next bucket takes new ones: the heap of a large GPT under
-    ZeRO-3 grew by a fifth of all it needs (docs/decisions/0025-gathered-parameters-have-blocks.md). Here they come to
-    lie where those before them lay.
+    Gathered parameters are the largest tensors of a step that come and go, two buckets at a time. In the heap their
+    places are soon split by what is smaller and stays, and the next bucket takes new ones: the peak of a large GPT
+    under ZeRO-3 was an eighth higher (docs/decisions/0025-gathered-parameters-have-blocks.md). Here a bucket comes to
+    lie where one before it lay.
 
     Attributes:
         num_bytes: of all blocks, lent or free.
