@@ -68,7 +68,7 @@ def bytes_by_step() -> list[int]:
     found = []
     for _ in range(3):
         trainer.step(batch)
-        found.append(groups.blocks(group).num_bytes)
+        found.append(groups.member(group).blocks.num_bytes)
     return found
 
 

@@ -15,7 +15,7 @@ class Blocks:
 
     Gathered parameters are the largest tensors of a step that come and go, two buckets at a time. In the heap their
     places are soon split by what is smaller and stays, and the next bucket takes new ones: the peak of a large GPT
-    under ZeRO-3 was an eighth higher (docs/decisions/0025-gathered-parameters-have-blocks.md). Here a bucket comes to
+    under ZeRO-3 was an eighth higher (docs/decisions/0026-gathered-parameters-have-blocks.md). Here a bucket comes to
     lie where one before it lay.
 
     Attributes:
