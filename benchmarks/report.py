@@ -139,5 +139,5 @@ def alone(findings: Sequence[Finding]) -> int:
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds for people."""
-    return f"{seconds * 1e3:.1f} ms"
+    """Milliseconds, or microseconds, for people."""
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
