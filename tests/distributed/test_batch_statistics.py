@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
+from meshwright.errors import LayoutError, PlanError
 from meshwright.models import ResNet, classification_loss
 from tests.distributed.oracle import TOLERANCE, Batch, largest_error, shards
 from tests.distributed.pool import Ranks
@@ -47,18 +50,24 @@ def by_hand(samples: int, parts: int, microbatches: int) -> dict[str, Tensor]:
     model = network()
     optimizer = sgd(model.parameters())
     for batch in batches(samples):
-        optimizer.zero_grad()
-        of_ranks = [list(shards(part, microbatches)) for part in shards(batch, parts)]
-        for mine in zip(*of_ranks, strict=True):
-            before, after = buffers(model), []
-            for part in mine:
-                model.load_state_dict(before, strict=False)
-                (loss_of(model, part) * (len(part["label"]) / samples)).backward()
-                after.append(buffers(model))
-            means = {name: torch.stack([one[name] for one in after]).double().mean(0) for name in before}
-            model.load_state_dict(means, strict=False)
-        optimizer.step()
+        update(model, optimizer, batch, parts, microbatches)
     return model.state_dict()
+
+
+def update(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, parts: int, microbatches: int
+) -> None:
+    optimizer.zero_grad()
+    of_ranks = [list(shards(part, microbatches)) for part in shards(batch, parts)]
+    for mine in zip(*of_ranks, strict=True):
+        before, after = buffers(model), []
+        for part in mine:
+            model.load_state_dict(before, strict=False)
+            (loss_of(model, part) * (len(part["label"]) / len(batch["label"]))).backward()
+            after.append(buffers(model))
+        means = {name: torch.stack([one[name] for one in after]).double().mean(0) for name in before}
+        model.load_state_dict(means, strict=False)
+    optimizer.step()
 
 
 def buffers(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -110,6 +119,21 @@ def test_training_equals_distributed_data_parallel(ranks: Ranks) -> None:
     assert largest_error(found, expected) <= TOLERANCE
 
 
+def train_with_a_ragged_last_batch() -> dict[str, Tensor]:
+    trainer = mw.parallelize(network(), loss_of, batches(8)[0], plan=mw.Layout(dp=2, **OWN), optimizer=sgd)
+    for samples in (8, 7):
+        trainer.step(batches(samples)[0])
+    return trainer.full_state_dict()
+
+
+def test_other_batches_have_statistics_of_each_rank_too(ranks: Ranks) -> None:
+    model = network()
+    optimizer = sgd(model.parameters())
+    for samples in (8, 7):
+        update(model, optimizer, batches(samples)[0], parts=2, microbatches=1)
+    assert largest_error(ranks(2, train_with_a_ragged_last_batch)[0], model.state_dict()) <= TOLERANCE
+
+
 def test_an_evaluation_uses_the_mean_of_all_ranks(ranks: Ranks) -> None:
     expected = network()
     expected.load_state_dict(by_hand(8, 2, 1))
@@ -125,3 +149,35 @@ def evaluated() -> float:
     for batch in given:
         trainer.step(batch)
     return float(trainer.evaluate(given[0]))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def normalized(samples: int) -> mw.Graph:
+    batch = {"inputs": torch.zeros(samples, 6), "label": torch.zeros(samples, dtype=torch.int64)}
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+    return mw.capture(model, lambda m, b: F.cross_entropy(m(b["inputs"]), b["label"]), batch)
+
+
+def test_a_single_value_of_a_channel_has_no_statistics() -> None:
+    with pytest.raises(PlanError, match="a rank would have 1 value of a channel, and statistics need 2") as caught:
+        mw.plan(normalized(2), layout=mw.Layout(dp=2, **OWN))
+    assert "batch_statistics='global'" in caught.value.remedy
+    mw.plan(normalized(4), layout=mw.Layout(dp=2, **OWN))
+
+
+def test_a_gradient_must_go_on_with_the_statistics_of_its_forward() -> None:
+    graph = normalized(8)
+    plan = mw.plan(graph, layout=mw.Layout(dp=2, **OWN))
+    name = next(one.name for one in graph.operators if "native_batch_norm_backward" in one.target)
+    edited = {**plan.stage.strategies, name: {"dp": "b"}}
+    stage = msgspec.structs.replace(plan.stage, strategies=edited)
+    with pytest.raises(PlanError, match="own samples are split over dp, those of its gradient over nothing"):
+        msgspec.structs.replace(plan, stages=(stage,)).check(graph)
+
+
+def test_what_one_process_does_not_compute_is_not_verified() -> None:
+    with pytest.raises(LayoutError, match="another computation than that of one process") as caught:
+        mw.verify(network(), loss_of, batches(8)[0], mw.Layout(microbatches=2, batch_statistics="microbatch"))
+    assert caught.value.remedy == "verify with batch_statistics='global'"

@@ -3,6 +3,7 @@ over shared memory, over send and receive, and between threads; ranks that diffe
 
 import functools
 import gc
+import itertools
 import os
 import random
 import re
@@ -83,8 +84,9 @@ def run_all(ours: Collectives, seed: int = 0) -> int:
             mine = parts[rank].clone()
             ours.scatter(mine, root, name).wait()
             assert torch.equal(mine[rank], parts[root][rank])
-        counts = [[draw.randrange(num + 1) for _ in range(size)] for _ in range(size)]
-        for name in ALGORITHMS["all_to_all"]:
+        some = [[draw.randrange(num + 1) for _ in range(size)] for _ in range(size)]
+        alone = [[num * (i == 0 and j == size - 1) for j in range(size)] for i in range(size)]
+        for name, counts in itertools.product(ALGORITHMS["all_to_all"], (some, alone)):
             sent = [torch.cat([_values(n, 7 * i + j, seed) for j, n in enumerate(row)]) for i, row in enumerate(counts)]
             came = [sent[i].split(row)[rank] for i, row in enumerate(counts)]
             into = torch.empty(sum(map(len, came)), dtype=torch.float64)

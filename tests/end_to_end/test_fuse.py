@@ -195,7 +195,7 @@ def test_the_gradient_of_a_weight_is_computed_while_that_of_the_input_travels() 
 
 
 def test_sums_that_are_only_returned_are_made_together() -> None:
-    """Three that nobody reads, of which one is a scalar; one that is read, and one that is a maximum."""
+    """Three that nobody reads, of which one is a scalar; not one that is read, a maximum, or a gradient."""
     graph = fx.Graph()
     a, b, c = (graph.placeholder(name) for name in "abc")
 
@@ -208,11 +208,12 @@ def test_sums_that_are_only_returned_are_made_together() -> None:
     doubled, read = graph.call_function(aten.mul.Tensor, (a, 2)), summed(b, SHAPE)
     first, second = summed(graph.call_function(aten.clone.default, (doubled,)), SHAPE), summed(c, ())
     third = summed(graph.call_function(aten.exp.default, (read,)), SHAPE)
-    graph.output([first, second, third, summed(doubled, SHAPE, "max")])
-    join_returned(graph, torch.device("cpu"))
+    gradient = summed(graph.call_function(aten.neg.default, (a,)), SHAPE)
+    graph.output([first, second, third, summed(doubled, SHAPE, "max"), gradient])
+    join_returned(graph, [first, second, third], torch.device("cpu"))
     graph.eliminate_dead_code()
     graph.lint()
-    assert _targets(graph).count(collectives.ALL_REDUCE) == 3
+    assert _targets(graph).count(collectives.ALL_REDUCE) == 4
     joined = next(n for n in graph.nodes if n.target is collectives.ALL_REDUCE and "together" in n.kwargs["label"])
     assert joined.kwargs["label"] == "clone_default to exp_default, 3 together"
     for node in list(graph.nodes):  # on one rank, a sum is its only term
@@ -221,5 +222,5 @@ def test_sums_that_are_only_returned_are_made_together() -> None:
             graph.erase_node(node)
     one, two, three = torch.rand(SHAPE), torch.rand(SHAPE), torch.rand(())
     found = boxed_function(graph, {})([one, two, three])
-    for got, expected in zip(found, (one * 2, three, two.exp(), one * 2), strict=True):
+    for got, expected in zip(found, (one * 2, three, two.exp(), one * 2, -one), strict=True):
         torch.testing.assert_close(got, expected)

@@ -14,7 +14,7 @@ from meshwright.api.plans import Rules, capture, check_plan, choose, loaded, pre
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import from_every_rank, from_rank_0
-from meshwright.errors import RankError
+from meshwright.errors import LayoutError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -146,7 +146,8 @@ def verify(
 
     Raises:
         CaptureError: the step cannot be traced, or draws random numbers.
-        LayoutError, PlanError, FileFormatError, OptimizerError, RankError: as ``parallelize``.
+        LayoutError, PlanError, FileFormatError, OptimizerError, RankError: as ``parallelize``; LayoutError also where
+            batch norm takes statistics of parts of the batch.
     """
     progress = progress or Silent()
     check_plan(plan)
@@ -169,6 +170,7 @@ def verify(
         mine, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device="cpu",
         rules=rules, strict=strict,
     )  # fmt: skip
+    _check_comparable(trainer)
     progress.begin("parallel steps", steps)
     found = parallel_steps(trainer, doubled, steps, progress)
 
@@ -180,6 +182,18 @@ def verify(
     rows = from_rank_0(against_eager)
     progress.end()
     return rows
+
+
+def _check_comparable(trainer: Trainer) -> None:
+    """That one process computes the same."""
+    statistics = trainer.plan.layout.batch_statistics
+    norm = next((one for one in trainer.graph.operators if "batch_norm" in one.target), None)
+    if statistics != "global" and norm is not None:
+        raise LayoutError(
+            f"batch_statistics={statistics!r} is another computation than that of one process, which is compared",
+            where=norm.name,
+            remedy="verify with batch_statistics='global'",
+        )
 
 
 def _in_float64(plan: Any, graph: Graph, doubled: Graph) -> Plan:

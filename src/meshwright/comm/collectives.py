@@ -232,7 +232,8 @@ class _Kind:
         self.first = tuple(found.steps[index] for index in found.ahead)
         self.ahead, self.rest_puts = found.ahead, found.rest_puts
         self.reduce, self.expects = REDUCE[op], expects
-        self.whole = all((one.begin, one.end, one.into) == (0, steps.length, 0) for one in found.steps)
+        whole = (0, steps.space, 0)
+        self.whole = all((one.begin, one.end, one.into) == whole for one in found.steps)
         text = f"{steps.operation} of {steps.length} x {str(dtype).removeprefix('torch.')}, {op}, {steps.algorithm}"
         self._text = text + (f", root {root}" if root else "")
         self.code = zlib.crc32(self._text.encode())

@@ -67,7 +67,7 @@ class Member:
 
 
 _MEMBERS: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
-"""An entry ends with its group."""
+"""An entry ends with its group, or where what it keeps holds that (wires, MPI, a watch) with the process."""
 
 
 def member(group: dist.ProcessGroup) -> Member:

@@ -10,6 +10,7 @@ from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.own_samples import check_owned
 from meshwright.ir.placement import (
     Flat,
     Partial,
@@ -268,6 +269,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                     )  # fmt: skip
             if operator.rule is not None and (found := misfit(operator.rule, strategy, sizes)) is not None:
                 raise _uncut(operator.rule, strategy, *found, f"{where}: strategies[{operator.name!r}]")
+            check_owned(graph, operator, strategies, sizes, where)
         check_buckets(self, graph, self._check_partials(graph, strategies, where), where)
 
     def _check_precision(self, graph: Graph, where: str) -> None:

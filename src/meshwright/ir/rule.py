@@ -131,7 +131,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def sums(self, name: str) -> bool:
         """Whether outputs without factor ``name`` are terms of a sum where it is split."""
-        return all(text.startswith((HALO, OWN)) for text in self.decompositions.get(name, ()))
+        return all(text.split()[0] == OWN or text.startswith(HALO) for text in self.decompositions.get(name, ()))
 
     def owns(self, name: str, output: int) -> bool:
         """Whether splitting ``name`` leaves on each rank an output number ``output`` of its own."""

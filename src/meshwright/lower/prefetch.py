@@ -4,6 +4,7 @@ sums that a step returns made together.
 
 import operator
 from collections import defaultdict
+from collections.abc import Collection
 from math import prod
 
 import torch
@@ -51,9 +52,9 @@ def sink_waits(graph: fx.Graph) -> None:
                 first.prepend(wait)
 
 
-def join_returned(graph: fx.Graph, device: torch.device) -> None:
-    """Sums that nobody reads before the step returns them (the loss, running statistics) are made together, when the
-    last of their terms is there.
+def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.device) -> None:
+    """Those sums that a step returns (loss, metrics, running statistics) and that nobody reads before are made
+    together, when the last of their terms is there.
 
     s = all_reduce_start(a)                           flat = cat(a, b)
     t = all_reduce_start(b)               becomes     s = all_reduce_start(flat)
@@ -64,7 +65,7 @@ def join_returned(graph: fx.Graph, device: torch.device) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is collectives.ALL_REDUCE and len(node.users) == 1:
             (wait,) = node.users
-            if wait.users and all(user.op == "output" for user in wait.users):
+            if wait in returned and all(user.op == "output" for user in wait.users):
                 alike[*node.args[1:], wait.meta["dtype"]].append((node, wait))
     for pairs in alike.values():
         if len(pairs) > 1:

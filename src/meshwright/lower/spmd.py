@@ -349,7 +349,7 @@ class Lowering:
         loss = self._want(self.ir.loss, {})
         metrics = [self._want(name, {}) for name in self.ir.metrics.values()]
         self.graph.output([loss, *metrics, *gradients, *buffers])
-        join_returned(self.graph, self.device)
+        join_returned(self.graph, {loss, *metrics, *buffers}, self.device)
         fuse(self.graph)
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         shapes: list[Any] = [(node.meta["local_shape"], node.meta["dtype"]) for node in placeholders[:-1]]

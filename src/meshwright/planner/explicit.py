@@ -15,6 +15,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.own_samples import check_owned, owned
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.resharding import Mover
@@ -40,7 +41,6 @@ from meshwright.planner.pins import read_pins
 from meshwright.planner.precision import check_precision
 from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
 from meshwright.planner.spatial_rule import SpatialRule
-from meshwright.planner.statistics import check_owned, owned
 from meshwright.planner.tensor_rule import TensorRule
 from meshwright.planner.zero import in_parts, zero_storage
 from meshwright.schedules.pipeline import build
@@ -198,7 +198,8 @@ class _Planner:
         if self.layout.batch_statistics == "rank":
             for operator in self.graph.operators:
                 self.strategies[operator.name] = owned(operator, self.strategies[operator.name])
-            check_owned(self.graph, self.strategies)
+            for operator in self.graph.operators:
+                check_owned(self.graph, operator, self.strategies, self.sizes, "layout")
         firsts = self._firsts()
         divided = cut(self.graph, firsts)
         settled = [axis for axis in self.sizes if axis != TIME] if self.solved is not None else []

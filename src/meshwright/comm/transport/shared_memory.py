@@ -198,9 +198,8 @@ class SharedMemory:
 
     def put(self, part: Tensor, tag: int) -> None:
         """Copy a message into its slot, and tell the peer."""
-        if not self.put_at_once(part, tag):
+        while not self.put_at_once(part, tag):
             self.wait_for_room()
-            self.put_at_once(part, tag)
 
     # A short message takes as long as these lines do: what does not change is looked up once.
 

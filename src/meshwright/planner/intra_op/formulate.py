@@ -10,6 +10,7 @@ import numpy as np
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.own_samples import owned
 from meshwright.ir.placement import Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ir.stages import given_batch
@@ -18,7 +19,6 @@ from meshwright.planner.intra_op.moments import Moments, copies
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.problem import Costs, Node, Places, Problem, Tensor
-from meshwright.planner.statistics import owned
 
 Keeps = Callable[[Operator, Strategy], bool]
 """Whether an operator may have a strategy."""

@@ -1,0 +1,65 @@
+"""Batch norm with statistics of each rank's samples: where it splits samples, it splits them as its ``own``."""
+
+from collections.abc import Mapping
+from math import prod
+
+from meshwright.errors import PlanError
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.layout import TIME
+from meshwright.ir.placement import parts_of
+from meshwright.ir.rule import OWN
+
+Chosen = Mapping[str, str]
+"""A strategy: by axis the factor that is split."""
+
+
+def owned(operator: Operator, strategy: Chosen) -> dict[str, str]:
+    """The strategy with samples as the operator's own, on all axes but time."""
+    joint = operator.rule.joint if operator.rule is not None else {}
+    own = joint.get(OWN, ())
+    return {axis: OWN if axis != TIME and choice in own else choice for axis, choice in strategy.items()}
+
+
+def check_owned(
+    graph: Graph, operator: Operator, strategies: Mapping[str, Chosen], sizes: Mapping[str, int], where: str
+) -> None:
+    """That each rank has values to take statistics of, and that backward splits its own samples as forward did, with
+    whose statistics it goes on.
+
+    Raises:
+        PlanError: names the operator of which that is not so.
+    """
+    if operator.backward or operator.rule is None or OWN not in operator.rule.joint:
+        return
+    axes = _axes(strategies[operator.name])
+    place = f"{where}: strategies[{operator.name!r}]"
+    for reader in [one.name for one in graph.operators if not {*operator.outputs[1:3]}.isdisjoint(one.inputs)]:
+        if _axes(strategies[reader]) != axes:
+            raise PlanError(
+                f"its own samples are split over {_said(axes)}, those of its gradient over "
+                f"{_said(_axes(strategies[reader]))}",
+                where=place,
+                remedy=f"split both alike, {operator.name!r} and {reader!r}",
+            )
+    if axes and (least := _least(graph, operator, strategies[operator.name], sizes)) < 2:
+        raise PlanError(
+            f"a rank would have {least} value of a channel, and statistics need 2",
+            where=place,
+            remedy="use a larger batch, fewer ranks, or batch_statistics='global'",
+        )
+
+
+def _least(graph: Graph, operator: Operator, strategy: Chosen, sizes: Mapping[str, int]) -> int:
+    """The values of a channel on the rank that has fewest, with those of ranks that cut the same samples by space."""
+    assert operator.rule is not None
+    (letter,) = operator.rule.joint[OWN]
+    samples = operator.rule.sizes[letter] // parts_of(operator.rule, strategy, letter, sizes)
+    return samples * prod(graph.tensors[operator.inputs[0]].shape[2:])
+
+
+def _axes(strategy: Chosen) -> set[str]:
+    return {axis for axis, choice in strategy.items() if choice == OWN}
+
+
+def _said(axes: set[str]) -> str:
+    return ", ".join(sorted(axes)) or "nothing"
