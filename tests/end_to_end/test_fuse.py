@@ -69,6 +69,22 @@ def test_a_dead_input_is_written_into() -> None:
     assert _targets(_traced(build)) == [aten.neg.default, aten.exp.out]
 
 
+def test_relu_writes_into_an_input_that_nobody_reads_again() -> None:
+    graph = fx.Graph()
+    a = graph.placeholder("a")
+    product = graph.call_function(aten.mm.default, (a, a))
+    read = graph.call_function(aten.relu.default, (product,))
+    graph.output([graph.call_function(aten.relu.default, (graph.call_function(aten.neg.default, (product,)),)), read])
+    fuse(graph)
+    propagate(graph, [(SHAPE, torch.float64)], {})
+    reuse_memory(graph)
+    assert _targets(graph) == [aten.mm.default, aten.clamp_min.default, aten.neg.out, aten.clamp_min.out]
+    value = torch.randn(SHAPE, dtype=torch.float64)
+    first, second = boxed_function(graph, {})([value.clone()])
+    assert torch.equal(first, (-(value @ value)).relu())
+    assert torch.equal(second, (value @ value).relu())
+
+
 def test_memory_that_a_collective_still_reads_is_left_alone() -> None:
     def build(graph: fx.Graph, a: fx.Node) -> list[fx.Node]:
         fresh = graph.call_function(aten.neg.default, (a,))

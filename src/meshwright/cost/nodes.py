@@ -28,7 +28,7 @@ from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, STEP, Cut,
 _IN_PLACE = frozenset({
     "aten.add", "aten.sub", "aten.mul", "aten.div", "aten.exp", "aten.neg", "aten.gelu_backward", "aten.tanh_backward",
     "aten.sigmoid_backward", "aten.silu_backward", "aten.threshold_backward", "aten.scatter_add",
-    "meshwright.cross_entropy_backward",
+    "aten.relu", "meshwright.cross_entropy_backward",
 })  # fmt: skip
 """Operators that write into an input that nobody reads again (``lower/fuse.py``: reuse_memory)."""
 

@@ -19,6 +19,7 @@ _IN_PLACE: dict[Any, tuple[Any, str]] = {
     aten.mul.Tensor: (aten.mul.out, "out"),
     aten.div.Tensor: (aten.div.out, "out"),
     aten.addcmul.default: (aten.addcmul.out, "out"),
+    aten.clamp_min.default: (aten.clamp_min.out, "out"),
     aten.exp.default: (aten.exp.out, "out"),
     aten.neg.default: (aten.neg.out, "out"),
     aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
@@ -43,8 +44,8 @@ _ALIASES = VIEWS | {
 
 def fuse(graph: fx.Graph) -> None:
     """mm + add of a bias -> addmm, where both run on the same rank without a collective between them; both gradients of
-    a convolution in one call; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x). What is known by its name
-    (``meta["returned"]``) keeps its node."""
+    a convolution in one call; relu -> clamp_min, which can write into its input; t(t(x)) -> x; reshape(reshape(x)) ->
+    reshape(x). What is known by its name (``meta["returned"]``) keeps its node."""
     gradients: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -53,6 +54,8 @@ def fuse(graph: fx.Graph) -> None:
             _fuse_addmm(graph, node)
         elif node.target is aten.convolution_backward.default:
             _fuse_gradients(node, gradients)
+        elif node.target is aten.relu.default:
+            node.target, node.args = aten.clamp_min.default, (*node.args, 0)
         elif node.target is aten.t.default:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.target is aten.t.default and not node.meta.get("returned"):
