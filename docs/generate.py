@@ -319,7 +319,7 @@ def readme() -> str:
     before, start, rest = text.partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
     tables = []
-    for name in ("foundation", "pipelines", "zero", "collectives", "planning", "prediction", "memory"):
+    for name in ("foundation", "pipelines", "zero", "collectives", "convolution", "planning", "prediction", "memory"):
         results = HERE.parent / "benchmarks" / "results" / f"{name}.md"
         if results.exists():
             found = results.read_text()
