@@ -1,5 +1,6 @@
 """Shared links: together, transfers take what the closed forms say; alone they are faster, beside others slower."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster, Level, Member
 from meshwright.ir.device import Device
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.schedule import Schedule
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from meshwright.simulate.engine import play, simulate
@@ -133,22 +135,33 @@ def test_without_anything_to_share_contention_changes_nothing() -> None:
         assert found[key] == pytest.approx(times)
 
 
-def test_two_collectives_of_one_rank_at_once_share_its_link() -> None:
-    started = tuple(Communicate(name, "all_reduce", "dp", 10**6, blocking=False) for name in ("a", "b"))
+def _started_together(mesh: Mesh, *axes: str) -> tuple[Schedule, Work, Mesh, Cluster]:
+    """After 3 s of computing, an all-reduce of 1 MB along each of ``axes``, then a wait for all; on one box."""
+    started = tuple(Communicate(f"{n}", "all_reduce", one, 10**6, blocking=False) for n, one in enumerate(axes))
     pieces: dict[str, tuple[Piece, ...]] = {
         "F": (Compute("f", 1.0),),
         "B": (Compute("b", 2.0),),
         "REDUCE_GRAD": started,
     }
-    step = Work((StageWork(pieces=pieces, after=(Wait("a"), Wait("b"))),))
-    schedule, mesh = add_reduction(build("none", 1, 1)), Mesh.of(dp=4)
-    box = boxes(1).resized(4)
-    one = Network(box).all_reduce_s(10**6, Group(4))
-    latency_s = Network(box).all_reduce_s(0, Group(4))
-    assert play(schedule, step, mesh, box).step_s == pytest.approx(3 + one)
-    assert play(schedule, step, mesh, box, contention=True).step_s == pytest.approx(
-        3 + latency_s + 2 * (one - latency_s)
-    )
+    step = Work((StageWork(pieces=pieces, after=tuple(Wait(one.what) for one in started)),))
+    return add_reduction(build("none", 1, 1)), step, mesh, boxes(1).resized(4)
+
+
+def test_collectives_of_two_groups_of_one_rank_at_once_share_its_link() -> None:
+    step = _started_together(Mesh.of(dp=2, tp=2), "dp", "tp")
+    one, latency_s = (Network(step[3]).all_reduce_s(size, Group(2)) for size in (10**6, 0))
+    assert play(*step).step_s == pytest.approx(3 + one)
+    assert play(*step, contention=True).step_s == pytest.approx(3 + latency_s + 2 * (one - latency_s))
+
+
+@pytest.mark.parametrize("contention", [False, True])
+def test_collectives_of_one_group_go_one_after_the_other(contention: bool) -> None:
+    step = _started_together(Mesh.of(dp=4), "dp", "dp", "dp")
+    played = play(*step, contention=contention)
+    assert played.step_s == pytest.approx(3 + 3 * Network(step[3]).all_reduce_s(10**6, Group(4)))
+    spans = [one for one in played.trace([2]).spans if one.stream == "communication"]
+    assert [one.what.split()[-1] for one in spans] == ["0", "1", "2"]
+    assert all(one.end_s <= then.start_s + 1e-9 for one, then in itertools.pairwise(spans))
 
 
 def test_groups_that_lie_unevenly_in_boxes_and_unlike_boxes_are_refused() -> None:

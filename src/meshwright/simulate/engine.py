@@ -54,8 +54,9 @@ def play(
     posted, and the forward or backward that needs it waits; a collective starts when all of its group have come, and
     blocks, or goes on beside the computing until it is waited for.
 
-    Collectives and messages take what ``cost.collective`` says, which is for all groups of an axis at once, and do not
-    slow each other. With ``contention`` they share the links of the cluster's levels (``network.Links``).
+    Collectives and messages take what ``cost.collective`` says, which is for all groups of an axis at once. Those of
+    one group go one after the other, in the order in which they were started; others do not slow each other. With
+    ``contention`` they share the links of the cluster's levels (``network.Links``).
 
     Without ``overlap`` no hardware communicates beside a rank, as on CPUs whose ranks copy and add themselves: a send
     keeps the rank as long as the message takes, and a collective takes its time when it is waited for.
@@ -152,29 +153,22 @@ class _Meeting:
         self.end_s = math.inf
 
 
+_GroupKey = tuple[str, tuple[int, ...]]
+
+
 class _Rank:
     """Where a class of ranks stands in its program."""
 
     __slots__ = (
-        "bytes",
-        "counts",
-        "death_s",
-        "noise",
-        "op",
-        "open",
-        "place",
-        "program",
-        "steady",
-        "time_s",
-        "timeline",
-    )
+        "bytes", "counts", "death_s", "noise", "op", "open", "place", "program", "steady", "time_s", "timeline",
+    )  # fmt: skip
 
     def __init__(self, program: Program, faults: Faults, rank: int) -> None:
         self.program, self.timeline = program, Timeline(program.held_bytes)
         self.place, self.op, self.time_s = 0, -1, 0.0
         self.bytes = program.held_bytes
         self.open: dict[tuple[int, str], _Meeting] = {}
-        self.counts: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.counts: dict[_GroupKey, int] = {}
         self.noise = faults.noise(rank)
         self.steady = 0.0 if faults.jitter else self.noise.factor()
         self.death_s = faults.deaths_s.get(rank, math.inf)
@@ -198,6 +192,8 @@ class _Engine:
         self._ranks = [_Rank(played[stage], faults, rank) for stage, rank in zip(stages, folded.first, strict=True)]
         self._arrivals: dict[_MessageKey, float] = {}
         self._meetings: dict[_MeetingKey, _Meeting] = {}
+        self._queues: dict[_GroupKey, deque[_MeetingKey]] = {}
+        self._free_s: dict[_GroupKey, float] = {}
         self._messages: dict[_MessageKey, tuple[int, Action | str, float, int]] = {}
         self._waiting: dict[object, list[int]] = {}
         self._ready: deque[int] = deque(range(len(self._ranks)))
@@ -330,19 +326,33 @@ class _Engine:
         rank.open[piece.key] = meeting
         if len(meeting.names) < len(members):
             return
-        if self._links is None:
-            self._meet(meeting, key, meeting.start_s + (piece.seconds if self._overlap else 0.0))
-        else:
-            flows = self._links.collective(mine.collective, mine.bytes, members)
-            self._links.start(partial(self._meet, meeting, key), meeting.start_s, flows)
+        queue = self._queues.setdefault((axis, members), deque())
+        queue.append(key)
+        if len(queue) == 1:
+            self._begin(key)
 
-    def _meet(self, meeting: _Meeting, key: _MeetingKey, end_s: float) -> None:
+    def _begin(self, key: _MeetingKey) -> None:
+        """The next collective of a group, which is free now."""
+        meeting = self._meetings[key]
+        meeting.start_s = max(meeting.start_s, self._free_s.get(key[:2], 0.0))
+        if self._links is None:
+            self._meet(key, meeting.start_s + (meeting.seconds if self._overlap else 0.0))
+        else:
+            flows = self._links.collective(meeting.piece.collective, meeting.piece.bytes, key[1])
+            self._links.start(partial(self._meet, key), meeting.start_s, flows)
+
+    def _meet(self, key: _MeetingKey, end_s: float) -> None:
+        meeting = self._meetings.pop(key)
         meeting.end_s = end_s
         for one, name in meeting.names.items() if self._overlap else ():
             span = (COMMUNICATION, name, meeting.start_s, end_s, meeting.piece.bytes, 0.0)
             self._ranks[one].timeline.spans.append(span)
-        del self._meetings[key]
         self._ready.extend(self._waiting.pop(meeting, ()))
+        self._free_s[key[:2]] = end_s
+        queue = self._queues[key[:2]]
+        queue.popleft()
+        if queue:
+            self._begin(queue[0])
 
     def _meeting(self, one: int, rank: _Rank, piece: Until, label: str | Action) -> _Meeting:
         if piece.key not in rank.open:
