@@ -29,14 +29,13 @@ from benchmarks.memory import status_bytes
 from benchmarks.report import judged, show
 from benchmarks.zero import _resident_bytes as resident_bytes
 from meshwright.bench.repeat import alternate
-from meshwright.cost.captured import step_work
 from meshwright.cost.closed_form import Predicted, predict_step
-from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.graph import Graph
 from meshwright.ir.kind import COMPUTE, kind_of
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding, Settings
 from meshwright.models import AlexNet, GoogLeNet, ResNet, UNet, WideResNet, classification_loss, segmentation_loss
+from meshwright.planner.foretell import foretell
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import hugging_face, oracle, test_mixed
 from tests.distributed.pool import Ranks, RanksFailedError
@@ -141,14 +140,14 @@ def captured(make: Callable[[], nn.Module], batch: int) -> Graph:
         return mw.capture(make(), classification_loss, images)
 
 
-def costs(graph: Graph, plan: mw.Plan, cluster: mw.Cluster) -> Predicted:
-    """A step by the cost model, with nothing hidden."""
-    work = step_work(graph, plan, cluster, optimizer=ADAMW)
-    return predict_step(work, schedule_of(plan), plan.mesh, cluster)
+def costs(graph: Graph, plan: mw.Plan, cluster: mw.Cluster) -> tuple[float, Predicted]:
+    """Seconds of a simulated step, by which the planner judges, and its parts as if nothing were hidden."""
+    foretold = foretell(graph, plan, cluster)
+    return foretold.played.step_s, predict_step(foretold.work, schedule_of(plan), plan.mesh, cluster)
 
 
 def ways(graph: Graph, plan: mw.Plan) -> tuple[set[str], set[str]]:
-    """How convolutions and how products are split: by ``batch``, or by another factor's letter."""
+    """How convolutions and how products are split, those that are: by ``batch``, or by another factor's letter."""
     found: tuple[set[str], set[str]] = (set(), set())
     for one in graph.operators:
         if not one.backward and kind_of(one) in COMPUTE:
@@ -157,7 +156,8 @@ def ways(graph: Graph, plan: mw.Plan) -> tuple[set[str], set[str]]:
                 graph.factor_classes[one.classes[letter]].role == "batch"
                 for letter in letters[-1:] if letter in one.classes
             )  # fmt: skip
-            found[kind_of(one) == "matmul"].add("batch" if batch and letters else (letters or ["none"])[-1])
+            if letters:
+                found[kind_of(one) == "matmul"].add("batch" if batch else letters[-1])
     return found
 
 
@@ -167,7 +167,7 @@ def plans() -> tuple[list[Finding], str]:
     found: list[Finding] = []
     cases = [
         ("AlexNet", AlexNet, 1024, ONE_BOX), ("AlexNet", AlexNet, 1024, ETHERNET),
-        ("Wide-ResNet", WideResNet, 16, ETHERNET), ("GoogLeNet", GoogLeNet, 32, ETHERNET),
+        ("Wide-ResNet", WideResNet, 64, ETHERNET), ("GoogLeNet", GoogLeNet, 128, ETHERNET),
     ]  # fmt: skip
     for name, make, batch, where in cases:
         graph, cluster = captured(make, batch), mw.Cluster.load(where).resized(8)
@@ -176,23 +176,24 @@ def plans() -> tuple[list[Finding], str]:
         for layout in (mw.Layout(dp=8), mw.Layout(tp=8)):
             sides[layout_text(layout)] = mw.plan(graph, cluster, layout=layout)
         priced = {side: costs(graph, one, cluster) for side, one in sides.items()}
-        told += ["", f"{name}, batch {batch}, 8 devices of {where} (ms of a step: computing + communication)", ""]
-        for side, one in priced.items():
+        told += ["", f"{name}, batch {batch}, 8 devices of {where}", ""]
+        told += [f"    {'ms of a simulated step':<32} {'':9}   computing + communication, hidden or not"]
+        for side, (step_s, one) in priced.items():
             what = f"{side} ({layout_text(plan.layout)})" if side == "planned" else side
-            told.append(f"    {what:<32} {one.step_s * 1e3:9.2f}   "
+            told.append(f"    {what:<32} {step_s * 1e3:9.2f}   "
                         f"{one.compute_s * 1e3:9.2f} + {one.communication_s * 1e3:.2f}")  # fmt: skip
         told += ["", *(f"    {line}" for line in plan.explain().splitlines())]
         convolutions, products = ways(graph, plan)
-        least = min(one.step_s for side, one in priced.items() if side != "planned")
-        faster = priced["planned"].step_s <= least * 1.02
+        least = min(step_s for side, (step_s, _) in priced.items() if side != "planned")
+        ratio = priced["planned"][0] / least
         mixed = len(convolutions | products) > 1
         as_asked = convolutions == {"batch"} and "batch" not in products if name == "AlexNet" else mixed
-        ratio = priced["planned"].step_s / least
+        good = as_asked and ratio <= 1.02
         found.append(Check(
             target=f"plan of {name} on {where}: " + (
                 "convolutions by sample, dense layers by tensor" if name == "AlexNet" else "mixed"),
-            verdict="pass" if as_asked and faster else "fail", passed=int(as_asked and faster), total=1,
-            measured=f"{layout_text(plan.layout)}: {ratio:.3f} of the better pure plan; convolutions by "
+            verdict="pass" if good else "fail", passed=int(good), total=1,
+            measured=f"{layout_text(plan.layout)}: {ratio:.3f} of the better pure plan; convolutions split by "
                      f"{', '.join(sorted(convolutions))}; dense layers by {', '.join(sorted(products))}",
             notes={"ratio_to_pure": ratio},
         ))  # fmt: skip
