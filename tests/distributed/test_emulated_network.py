@@ -44,7 +44,9 @@ def sent_over_links(names: list[str]) -> tuple[list[list[str]], dict[str, list[i
     value = torch.ones(SENT // 4)
     for name in names:
         dist.barrier()
-        before, begun = _sent_bytes(), time.perf_counter()
+        before = _sent_bytes()
+        dist.barrier()  # nobody of this box has begun before all have read it
+        begun = time.perf_counter()
         ours.all_reduce(value.fill_(dist.get_rank() + 1), "sum", name).wait()
         seconds = time.perf_counter() - begun
         dist.barrier()

@@ -45,9 +45,9 @@ def test_alexnet_is_divided_as_krizhevsky_did(where: str) -> None:
     convolutions, products = ways(graph, plan)
     assert convolutions == {"batch"}
     assert "batch" not in products
-    mixed = costs(graph, plan, cluster).step_s
+    mixed, _ = costs(graph, plan, cluster)
     for pure in (mw.Layout(dp=8), mw.Layout(tp=8)):
-        assert mixed < costs(graph, mw.plan(graph, cluster, layout=pure), cluster).step_s
+        assert mixed < costs(graph, mw.plan(graph, cluster, layout=pure), cluster)[0]
 
 
 @pytest.mark.parametrize(("make", "batch"), [(WideResNet, 16), (GoogLeNet, 32)])
@@ -56,8 +56,8 @@ def test_slow_links_mix_ways(make: Callable[[], nn.Module], batch: int) -> None:
     plan = mw.plan(graph, cluster, layout=mw.Layout(mixed=(8,)))
     convolutions, products = ways(graph, plan)
     assert len(convolutions | products) > 1
-    alone = costs(graph, mw.plan(graph, cluster, layout=mw.Layout(dp=8)), cluster).step_s
-    assert costs(graph, plan, cluster).step_s < alone
+    alone, _ = costs(graph, mw.plan(graph, cluster, layout=mw.Layout(dp=8)), cluster)
+    assert costs(graph, plan, cluster)[0] < alone
 
 
 def test_a_picture_alone_is_cut_by_rows_as_the_explicit_rule_cuts_it() -> None:
@@ -103,7 +103,8 @@ def test_statistics_of_each_rank_are_another_computation_that_only_the_layout_ch
     assert "own" not in norms(whole, graph)
     assert "own" in norms(own, graph)
     assert "b" not in norms(own, graph)
-    assert costs(graph, own, cluster).communication_s < costs(graph, whole, cluster).communication_s
+    parts = [costs(graph, one, cluster)[1] for one in (own, whole)]
+    assert parts[0].communication_s < parts[1].communication_s
 
 
 def test_statistics_of_each_rank_cannot_be_pinned() -> None:
