@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import meshwright.runtime.kernels  # noqa: F401 - gives the collective operators their kernels
+import meshwright as mw
 from meshwright.lower.stage import boxed_function
 from meshwright.ops import collectives
+from meshwright.runtime.kernels import KERNELS
 from tests.distributed.pool import Ranks
 
 
@@ -35,7 +36,7 @@ def run(algorithm: str) -> tuple[list[float], bool, list[object]]:
     name = dist.group.WORLD.group_name
     started = graph.call_function(collectives.ALL_REDUCE, (twice, "sum", name, algorithm), {"label": "twice"})
     graph.output([graph.call_function(collectives.WAIT, (started,))])
-    function = boxed_function(graph, {})
+    function = boxed_function(graph, {}, KERNELS)
     with Seen() as seen:
         (result,) = function([torch.arange(3.0) + dist.get_rank()])
     assert "aten.mul.Tensor" in seen.names
@@ -49,3 +50,22 @@ def test_collectives_of_a_lowered_graph_are_not_dispatched(ranks: Ranks, algorit
         assert result == [2.0, 6.0, 10.0]
         assert not dispatched
         assert targets == ["aten.mul.Tensor", str(collectives.ALL_REDUCE), str(collectives.WAIT)]
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def dispatched_in_a_step(microbatches: int) -> list[str]:
+    """The collectives that a step of a trainer sends through the dispatcher, and "mm" if its products go there."""
+    layout = mw.Layout(dp=2, microbatches=microbatches)
+    trainer = mw.parallelize(torch.nn.Linear(3, 2), loss_of, torch.rand(8, 3), plan=layout, optimizer=torch.optim.SGD)
+    with Seen() as seen:
+        trainer.step(torch.rand(8, 3))
+    assert any("mm" in one for one in seen.names)
+    return [one for one in seen.names if collectives.NAMESPACE in one]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_does_not_dispatch_its_collectives(ranks: Ranks, microbatches: int) -> None:
+    assert ranks(2, dispatched_in_a_step, microbatches) == [[], []]

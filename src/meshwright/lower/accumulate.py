@@ -19,6 +19,7 @@ from meshwright.lower.buckets import Value
 from meshwright.lower.program import Accumulator, StageProgram
 from meshwright.lower.regions import Compiler
 from meshwright.lower.spmd import Lowering
+from meshwright.lower.stage import DISPATCHED, Kernels
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -46,8 +47,9 @@ class GradientLowering(Lowering):
         groups: dict[str, AxisGroup],
         device: torch.device,
         compiler: Compiler | None = None,
+        kernels: Kernels = DISPATCHED,
     ) -> None:
-        super().__init__(capture, plan, groups, device, compiler)
+        super().__init__(capture, plan, groups, device, compiler, kernels)
         self.divided, self.stage = divided, stage
         self.last = stage == divided.num_stages - 1
         self.program = StageProgram(stage)

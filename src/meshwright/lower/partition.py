@@ -10,7 +10,7 @@ from meshwright.ir.recomputation import Recomputation
 from meshwright.lower.fuse import accumulate_products, reuse_memory
 from meshwright.lower.prefetch import prefetch
 from meshwright.lower.regions import Compiler
-from meshwright.lower.stage import BoxedFunction, boxed_function
+from meshwright.lower.stage import DISPATCHED, BoxedFunction, Kernels, boxed_function
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
 
@@ -40,13 +40,14 @@ def partition(
     again: Recomputation,
     sent_down: Iterable[str],
     compiler: Compiler | None = None,
+    kernels: Kernels = DISPATCHED,
 ) -> dict[str, Phase]:
     """The function of every phase. Needs ``meta["phase"]`` of every node, and :func:`propagate`.
 
     ``backward`` also comes in two parts: ``input`` makes ``sent_down``, ``weight`` the rest. ``compiler`` joins
-    operators.
+    operators, ``kernels`` run some of them.
     """
-    split = _Partition(graph, constants, again, compiler)
+    split = _Partition(graph, constants, again, compiler, kernels)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in _PHASES}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -89,9 +90,15 @@ def _accumulations(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node | None]:
 
 class _Partition:
     def __init__(
-        self, graph: fx.Graph, constants: dict[str, Tensor], again: Recomputation, compiler: Compiler | None
+        self,
+        graph: fx.Graph,
+        constants: dict[str, Tensor],
+        again: Recomputation,
+        compiler: Compiler | None,
+        kernels: Kernels,
     ) -> None:
-        self.graph, self.constants, self.again, self.compiler = graph, constants, again, compiler
+        self.graph, self.constants, self.again = graph, constants, again
+        self.compiler, self.kernels = compiler, kernels
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.cheap: dict[fx.Node, bool] = {}
 
@@ -164,9 +171,8 @@ class _Partition:
         reuse_memory(new)
         new.lint()
         used = {str(node.target): self.constants[str(node.target)] for node in constants}
-        return Phase(
-            boxed_function(new, used), tuple(node.name for node in taken), tuple(node.name for node in outputs), new
-        )
+        function = boxed_function(new, used, self.kernels)
+        return Phase(function, tuple(node.name for node in taken), tuple(node.name for node in outputs), new)
 
     def _computed_again(self, node: fx.Node) -> bool:
         """Whether backward computes a forward node again, instead of getting it from forward."""

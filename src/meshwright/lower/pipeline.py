@@ -27,6 +27,7 @@ from meshwright.lower.fuse import fuse, propagate
 from meshwright.lower.partition import partition
 from meshwright.lower.program import Scalar, Slice, StageProgram, Transfer
 from meshwright.lower.regions import Compiler
+from meshwright.lower.stage import DISPATCHED, Kernels
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -40,16 +41,17 @@ def lower_stage(
     groups: dict[str, AxisGroup],
     device: torch.device,
     compiler: Compiler | None = None,
+    kernels: Kernels = DISPATCHED,
 ) -> StageProgram:
     """The program of stage number ``stage`` for the rank that ``groups`` describes (axes of the stage's mesh with more
-    than one rank). ``compiler`` joins operators.
+    than one rank). ``compiler`` joins operators, ``kernels`` run some of them.
 
     Raises:
         PlanError: an operator would have to communicate with other micro-batches.
     """
     if plan.microbatches > 1:
         groups = {**groups, TIME: AxisGroup(TIME, plan.microbatches, 0)}
-    return _StageLowering(capture, plan, divided, stage, groups, device, compiler).lower_stage()
+    return _StageLowering(capture, plan, divided, stage, groups, device, compiler, kernels).lower_stage()
 
 
 class _StageLowering(GradientLowering):
@@ -279,4 +281,5 @@ class _StageLowering(GradientLowering):
             Recomputation(stage.recompute, {one.name: one.module for one in self.ir.operators}),
             sent_down=[one.value for one in program.sent_down],
             compiler=self.compiler,
+            kernels=self.kernels,
         )

@@ -22,7 +22,7 @@ from meshwright.lower.local import LocalCall
 from meshwright.lower.prefetch import join_returned, prefetch, sink_waits
 from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import Resharder, Steps
-from meshwright.lower.stage import BoxedFunction, boxed_function
+from meshwright.lower.stage import DISPATCHED, BoxedFunction, Kernels, boxed_function
 from meshwright.ops import collectives
 from meshwright.ops.base import emit_unchanged
 from meshwright.ops.table import operator_rule
@@ -58,13 +58,14 @@ def lower(
     device: torch.device | None = None,
     turn: Callable[[], None] | None = None,
     compiler: Compiler | None = None,
+    kernels: Kernels = DISPATCHED,
 ) -> Lowered:
     """The graph of the rank that ``groups`` describes, for ``device`` (default: the CPU).
 
     ``groups`` holds the axes of the plan's mesh that have more than one rank. ``turn`` is called where the backward
-    pass begins, if there is one. ``compiler`` joins operators.
+    pass begins, if there is one. ``compiler`` joins operators, ``kernels`` run some of them.
     """
-    return Lowering(capture, plan, groups, device or torch.device("cpu"), compiler).lower(turn)
+    return Lowering(capture, plan, groups, device or torch.device("cpu"), compiler, kernels).lower(turn)
 
 
 class Lowering:
@@ -77,8 +78,9 @@ class Lowering:
         groups: dict[str, AxisGroup],
         device: torch.device,
         compiler: Compiler | None = None,
+        kernels: Kernels = DISPATCHED,
     ) -> None:
-        self.compiler = compiler
+        self.compiler, self.kernels = compiler, kernels
         self.capture, self.plan, self.groups, self.device = capture, plan, groups, device
         self.ir = capture.graph
         self.sizes, self.at = sizes_of(groups)
@@ -371,7 +373,7 @@ class Lowering:
         self.graph.lint()
         return Lowered(
             function=boxed_function(
-                self.graph, {name: value.to(self.device) for name, value in traced.constants.items()}
+                self.graph, {name: value.to(self.device) for name, value in traced.constants.items()}, self.kernels
             ),
             graph=self.graph,
             parameters=list(traced.parameters),

@@ -1,14 +1,17 @@
 """A per-rank graph as a function: boxed arguments, so that nothing keeps a value beyond its last use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from meshwright.ops import collectives
-
 BoxedFunction = Callable[[list[Any]], list[Any]]
+Kernels = Mapping[Any, Callable[..., Any]]
+"""By operator, what a graph calls in its place: PyTorch's dispatcher takes longer than a short collective."""
+DISPATCHED: Kernels = MappingProxyType({})
+"""None: all operators go through the dispatcher."""
 
 
 class _Boxed(fx.graph.CodeGen):
@@ -20,11 +23,9 @@ class _Boxed(fx.graph.CodeGen):
         return f"def {self._func_name}(self, values):{unpack}"
 
 
-def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> BoxedFunction:
-    """Compile a graph whose placeholders are taken from one list; the list is emptied.
-
-    Collectives are called without PyTorch's dispatcher, which takes longer than a short one.
-    """
+def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels: Kernels = DISPATCHED) -> BoxedFunction:
+    """Compile a graph whose placeholders are taken from one list; the list is emptied. ``graph`` stays as it is, also
+    where ``kernels`` take the place of its operators."""
     root = nn.Module()
     for name, value in constants.items():
         root.register_buffer(name, value, persistent=False)
@@ -32,7 +33,7 @@ def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Boxed
     direct.output(direct.graph_copy(graph, {}))
     for node in direct.nodes:
         if node.op == "call_function":
-            node.target = collectives.KERNELS.get(node.target, node.target)
+            node.target = kernels.get(node.target, node.target)
     direct.set_codegen(_Boxed())
     module = fx.GraphModule(root, direct)
     function: BoxedFunction = module.forward

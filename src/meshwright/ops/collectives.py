@@ -23,9 +23,7 @@ where they are added up; the result has the part's own rows. ``halo_return`` giv
 after a part, and for its last, as many as it has before. ``add_rows`` adds some rows in place, on this rank alone.
 """
 
-from collections.abc import Callable
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,9 +140,6 @@ register_fake(
 register_fake(f"{NAMESPACE}::add_rows", lambda value, rows, dim, start: value, lib=LIBRARY)
 register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)
 
-
-KERNELS: dict[Any, Callable[..., Any]] = {}
-"""What runs an operator, for graphs that go without PyTorch's dispatcher; ``runtime/kernels.py`` fills it."""
 
 OPERATORS = torch.ops.meshwright_comm
 ALL_REDUCE = OPERATORS.all_reduce_start.default

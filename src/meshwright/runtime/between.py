@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import meshwright.runtime.kernels  # noqa: F401 - gives the collective operators their kernels
+import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
 from meshwright.comm.groups import axis_groups, boxes_of, broadcast_along, channels, from_every_rank, meet
 from meshwright.comm.transport import mpi
 from meshwright.comm.transport.base import Channel

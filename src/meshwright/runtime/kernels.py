@@ -1,6 +1,11 @@
-"""The collective operators get their kernels: through PyTorch's dispatcher, and for graphs that go without."""
+"""What runs the collective operators of lowered graphs, which go without PyTorch's dispatcher."""
 
-from meshwright.comm.backend import KERNELS
+from types import MappingProxyType
+
+from meshwright.comm import backend
+from meshwright.lower.stage import Kernels
 from meshwright.ops import collectives
 
-collectives.KERNELS |= {getattr(collectives.OPERATORS, name).default: function for name, function in KERNELS.items()}
+KERNELS: Kernels = MappingProxyType(
+    {getattr(collectives.OPERATORS, name).default: function for name, function in backend.KERNELS.items()}
+)

@@ -20,6 +20,7 @@ from meshwright.lower.program import Transfer
 from meshwright.lower.regions import Compiler
 from meshwright.lower.spmd import lower
 from meshwright.runtime.executor import Executor, Place, Route, StepResult
+from meshwright.runtime.kernels import KERNELS
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.schedules.reshard import Box, transfer
 
@@ -78,7 +79,7 @@ class WholeStep:
         device: torch.device,
         compiler: Compiler | None = None,
     ) -> None:
-        self.lowered = lowered = lower(captured, plan, groups, device, self._turn, compiler)
+        self.lowered = lowered = lower(captured, plan, groups, device, self._turn, compiler, KERNELS)
         self._turned = 0.0
         self.inputs, self.input_placements = lowered.inputs, lowered.input_placements
 
@@ -139,7 +140,8 @@ class PipelineStep:
         stage_groups = {axis: group for axis, group in groups.items() if axis != "pp"}
         self._plan, self._graph = plan, graph
         programs = {
-            stage: lower_stage(captured, plan, divided, stage, stage_groups, device, compiler) for stage in mine
+            stage: lower_stage(captured, plan, divided, stage, stage_groups, device, compiler, KERNELS)
+            for stage in mine
         }
         self.input_placements: dict[str, Placements] = {}
         for program in programs.values():

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import meshwright.runtime.kernels  # noqa: F401 - gives the collective operators their kernels
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.builder import Capture, capture
 from meshwright.capture.precision import LOW
