@@ -33,11 +33,10 @@ class Step(NamedTuple):
 
 class Compiled(NamedTuple):
     """``steps`` in order. Those at ``ahead`` are puts and expectations of the first round, which may be done before all
-    others while there is room; ``rest`` are the others, and ``rest_puts`` says whether there are puts among them."""
+    others while there is room; ``rest_puts`` says whether there are puts among the others."""
 
     steps: tuple[Step, ...]
     ahead: tuple[int, ...]
-    rest: tuple[Step, ...]
     rest_puts: bool
     writes: tuple[tuple[int, int], ...]
     """What is written, by the begin and end of each receive and copy."""
@@ -74,8 +73,8 @@ def compiled(program: Program, num_per_message: int, slots: int, *, expects: boo
         if not index and not copies:
             ahead = _first_of_each(this, slots - 1)
         found += copies + this
-    rest = tuple(one for index, one in enumerate(found) if index not in set(ahead))
-    return Compiled(tuple(found), tuple(ahead), rest, any(one.kind == PUT for one in rest), tuple(writes))
+    rest = set(range(len(found))) - set(ahead)
+    return Compiled(tuple(found), tuple(ahead), any(found[index].kind == PUT for index in rest), tuple(writes))
 
 
 def _in_turn(puts: list[list[Step]], takes: list[list[Step]], expects: bool) -> list[Step]:

@@ -25,7 +25,6 @@ import os
 import platform
 import secrets
 import select
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -50,6 +49,8 @@ FLUSH_S = 0.0005
 SPINS, YIELDS = 100, 16
 """Looks before it sleeps, and looks between which others may have the core: less than a sleep costs."""
 ENDED = "it has ended"
+SHORT_BYTES = 2**14
+"""A message of at most so many is copied without PyTorch's dispatcher, which takes longer than the copy."""
 VIEWS = 4096
 """Tensors over slots that are kept."""
 
@@ -59,12 +60,13 @@ _TOLD_BYTES = 1024
 _BECAUSE, _BECAUSE_BYTES = _TOLD + _TOLD_BYTES, 64
 _REFUSED = "refused: "
 _SLOTS_AT = 4096
-_SLOT = struct.Struct("=QQ")
-_SLOT_BYTES = _SLOT.size
+_SLOT_BYTES = 16
 _BEHIND = 2**31
 """The bit of ``word - number`` that is set while a counter of 32 bits has not come to ``number`` (which has more)."""
 _FUTEX = 202  # the system call's number on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+
+_MOVE = ctypes.memmove
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +89,9 @@ class _Segment:
         self.begun = ctypes.c_uint64.from_buffer(self.memory, _BEGUN)
         with torch.inference_mode(False):  # else it could not be written to where gradients are wanted
             self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
+        self.heads = memoryview(self.memory)[_SLOTS_AT : _SLOTS_AT + slots * _SLOT_BYTES].cast("Q")
+        self._begins = range(0, slots * MESSAGE_BYTES, MESSAGE_BYTES)
+        self.addresses = [self._arena.data_ptr() + begin for begin in self._begins]
         self.views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def write(self, begin: int, words: bytes) -> None:
@@ -101,7 +106,7 @@ class _Segment:
         """``num`` elements at the start of a slot; ``views`` keeps it."""
         if len(self.views) >= VIEWS:
             self.views.clear()
-        begin = slot * MESSAGE_BYTES
+        begin = self._begins[slot]
         found = self._arena[begin : begin + num * dtype.itemsize].view(dtype)
         self.views[slot, num, dtype] = found
         return found
@@ -208,11 +213,15 @@ class SharedMemory:
         number, slots, mine, theirs = self._num_put, self._slots, self._mine, self._theirs
         if (theirs.consumed.value - number + slots - 1) & _BEHIND:
             return False
-        slot, num, dtype = number % slots, part.numel(), part.dtype
-        if num:
+        slot, num_bytes = number % slots, part.nbytes
+        if num_bytes <= SHORT_BYTES and part.is_cpu:
+            _MOVE(mine.addresses[slot], part.data_ptr(), num_bytes)
+        else:
+            num, dtype = part.numel(), part.dtype
             into = mine.views.get((slot, num, dtype))
             (mine.view(slot, num, dtype) if into is None else into).copy_(part)
-        _SLOT.pack_into(mine.memory, _SLOTS_AT + slot * _SLOT_BYTES, num * dtype.itemsize, tag)
+        heads, at = mine.heads, 2 * slot
+        heads[at], heads[at + 1] = num_bytes, tag
         self._num_put = number = number + 1
         mine.published.value = number  # of which the word keeps 32 bits
         if theirs.sleeping.value:
@@ -227,9 +236,10 @@ class SharedMemory:
         number, theirs = self._num_taken, self._theirs
         if (theirs.published.value - number - 1) & _BEHIND:
             self._await(theirs.published, number + 1, label)
-        slot = number % self._slots
-        found, wanted = _SLOT.unpack_from(theirs.memory, _SLOTS_AT + slot * _SLOT_BYTES), (num * dtype.itemsize, tag)
-        if found != wanted:
+        slot, heads = number % self._slots, theirs.heads
+        found_bytes, found_tag = heads[2 * slot], heads[2 * slot + 1]
+        if found_tag != tag or found_bytes != num * dtype.itemsize:
+            found, wanted = (found_bytes, found_tag), (num * dtype.itemsize, tag)
             check_message(self.peer, found, wanted, label or f"message {number + 1}")
         view = theirs.views.get((slot, num, dtype))
         return theirs.view(slot, num, dtype) if view is None else view
@@ -280,7 +290,7 @@ class SharedMemory:
             return f"rank {self.peer} has begun none{ended}"
         number, put, sent = self._theirs.begun.value, self._theirs.published.value, ""
         if put:
-            tag = _SLOT.unpack_from(self._theirs.memory, _SLOTS_AT + (put - 1) % self._slots * _SLOT_BYTES)[1]
+            tag = self._theirs.heads[(put - 1) % self._slots * 2 + 1]
             sent = f", has last sent to this rank in #{tag >> 32}"
             if not self._theirs.failed.value:
                 number = max(number, tag >> 32, self._theirs.finished.value)
