@@ -85,6 +85,23 @@ def test_relu_writes_into_an_input_that_nobody_reads_again() -> None:
     assert torch.equal(second, (value @ value).relu())
 
 
+def test_the_gradient_of_a_squared_error_writes_into_an_output_that_nobody_reads_again() -> None:
+    graph = fx.Graph()
+    a, target, grad = (graph.placeholder(name) for name in ("a", "target", "grad"))
+    made = graph.call_function(aten.neg.default, (a,))
+    loss = graph.call_function(aten.mse_loss.default, (made, target, 0))
+    graph.output([loss, graph.call_function(aten.mse_loss_backward.default, (grad, made, target, 1))])
+    propagate(graph, [(SHAPE, torch.float64), (SHAPE, torch.float64), ((), torch.float64)], {})
+    reuse_memory(graph)
+    assert _targets(graph) == [aten.neg.default, aten.mse_loss.default, aten.mse_loss_backward.grad_input]
+    given = [torch.randn(SHAPE, dtype=torch.float64) for _ in range(2)]
+    total = torch.randn((), dtype=torch.float64)
+    error = -given[0] - given[1]
+    loss, gradient = boxed_function(graph, {})([*given, total])
+    torch.testing.assert_close(loss, error**2)
+    torch.testing.assert_close(gradient, 2 * total * error / error.numel())
+
+
 def test_memory_that_a_collective_still_reads_is_left_alone() -> None:
     def build(graph: fx.Graph, a: fx.Node) -> list[fx.Node]:
         fresh = graph.call_function(aten.neg.default, (a,))

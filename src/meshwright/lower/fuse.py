@@ -23,6 +23,7 @@ _IN_PLACE: dict[Any, tuple[Any, str]] = {
     aten.exp.default: (aten.exp.out, "out"),
     aten.neg.default: (aten.neg.out, "out"),
     aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.mse_loss_backward.default: (aten.mse_loss_backward.grad_input, "grad_input"),
     aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
     aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
     aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
