@@ -82,6 +82,16 @@ def stage_held(graph: Graph, plan: Plan, stage: int, cluster: Cluster, optimizer
     return _Stage(graph, plan, cut(graph, plan.firsts), stage, cluster, optimizer, False, 1).held()
 
 
+def stage_orders(graph: Graph, plan: Plan, stage: int, cluster: Cluster) -> dict[str, list[Node]]:
+    """What a stage runs in which order: forward (``F``) and backward (``B``) of a micro-batch, and, by phase, what it
+    does before all of them and what it reduces after."""
+    one = _Stage(graph, plan, cut(graph, plan.firsts), stage, cluster, SGD, False, 1)
+    return {phase: one.of(phase) for phase in (PROLOGUE, REDUCE)} | {
+        "F": one.of(FORWARD),
+        "B": one.late(one.of(BACKWARD)),
+    }
+
+
 class _Stage:
     def __init__(
         self, graph: Graph, plan: Plan, divided: Cut, stage: int, cluster: Cluster, optimizer: OptimizerCost,
@@ -104,13 +114,13 @@ class _Stage:
         self.repeated: dict[Node, bool] = {}
 
     def work(self) -> StageWork:
-        forward = self._of(FORWARD)
-        orders = {"F": forward, "B": self._late(self._of(BACKWARD))}
+        forward = self.of(FORWARD)
+        orders = {"F": forward, "B": self.late(self.of(BACKWARD))}
         if not self.walk.whole:
             inputs, weights = self._input_and_weight()
-            orders |= {"I": self._late(inputs), "W": self._late(weights)}
+            orders |= {"I": self.late(inputs), "W": self.late(weights)}
         pieces = {kind: self._pieces(order, kind) for kind, order in orders.items()}
-        pieces["REDUCE_GRAD"] = self._pieces(self._of(REDUCE), "reduce")
+        pieces["REDUCE_GRAD"] = self._pieces(self.of(REDUCE), "reduce")
         saved = self._saved(orders["B"])
         return StageWork(
             pieces=pieces,
@@ -123,15 +133,17 @@ class _Stage:
             workspace_bytes=self._workspace(orders["F"], orders["B"], saved),
         )
 
-    def _of(self, phase: str) -> list[Node]:
+    def of(self, phase: str) -> list[Node]:
         return self.by_phase.get(phase, [])
 
     # --- what runs when ----------------------------------------------------------------------------------------------
 
-    def _late(self, nodes: list[Node]) -> list[Node]:
+    def late(self, nodes: list[Node]) -> list[Node]:
         """With forward nodes that are computed again, each before its first use, and every gradient added up as soon
-        as it is made."""
+        as it is made. Buckets that are reduced to parts start when their last gradient is made, and are waited for
+        when the next one starts (``lower/partition.py``: order)."""
         inside, done, order = set(nodes), set[Node](), list[Node]()
+        under_way: list[Node] = []
 
         def place(node: Node) -> None:
             if node in done or (node not in inside and not self._again(node)):
@@ -141,9 +153,12 @@ class _Stage:
                 place(source)
             order.append(node)
             for reader in self.readers.get(node, ()):
-                ready = reader.joins and all(source in done or source not in inside for source in reader.inputs)
-                if reader.accumulates or ready:
+                if reader.accumulates:
                     place(reader)
+                elif reader.joins and reader not in under_way and inside.intersection(reader.inputs) <= done:
+                    while under_way:
+                        place(under_way.pop())
+                    under_way.append(reader)
 
         for node in nodes:
             place(node)
@@ -170,7 +185,7 @@ class _Stage:
 
     def _input_and_weight(self) -> tuple[list[Node], list[Node]]:
         """Backward in two: what the gradients that are sent depend on, and the rest."""
-        backward = self._of(BACKWARD)
+        backward = self.of(BACKWARD)
         inside, needed = set(backward), set[Node]()
         pending = [self.walk.values[name].node for name in self.walk.down]
         pending += [node for name in self.walk.down for node in self.walk.values[name].versions.values()]
@@ -191,11 +206,13 @@ class _Stage:
         starts: dict[int, list[Node]] = {}
         ahead: set[Node] = set()
         if not self.blocking:
-            arrived = -1
+            arrived = joined = -1
             for node in order:
                 ready = max((place.get(source, -1) for source in node.inputs), default=-1)
                 if node.gathers:
                     ready, arrived = arrived, place[node]
+                if node.joins and ready >= 0:  # one at a time
+                    ready, joined = max(ready, joined), place[node]
                 if node.early and node.exchanges and ready >= 0:
                     starts.setdefault(ready, []).append(node)
                     ahead.add(node)
@@ -228,14 +245,14 @@ class _Stage:
 
     def _before(self) -> tuple[Piece, ...]:
         zeroed = sum(self.walk.accumulators.values())
-        found = list(self._pieces(self._of(PROLOGUE), "prologue"))
+        found = list(self._pieces(self.of(PROLOGUE), "prologue"))
         if zeroed:
             cost = self.rates.stream("pointwise", zeroed, len(self.walk.accumulators))
             found.append(Compute("zeroing gradients", cost.seconds, 0.0, cost.bytes))
         return tuple(found)
 
     def _after(self) -> tuple[Piece, ...]:
-        found = list(self._pieces(self._of(FINISH), "finish"))
+        found = list(self._pieces(self.of(FINISH), "finish"))
         pipeline = self.plan.mesh.size("pp") if "pp" in self.plan.mesh.names else 1
         if pipeline > 1 and self.stage + pipeline >= self.divided.num_stages:  # once a rank, whatever its chunks
             for name in self.graph.parameters:
@@ -285,7 +302,7 @@ class _Stage:
             parameters_bytes=parameters,
             gathered_bytes=sum(
                 size
-                for node in self._of(PROLOGUE)
+                for node in self.of(PROLOGUE)
                 if node.gathers or node.operator in self.divided.casts
                 for size in node.storages.values()
             ),
@@ -327,7 +344,7 @@ class _Stage:
 
     def _sizes(self) -> dict[str, int]:
         """The bytes of what forward makes, by storage."""
-        return {key: size for node in self._of(FORWARD) for key, size in node.storages.items()}
+        return {key: size for node in self.of(FORWARD) for key, size in node.storages.items()}
 
     def _read(self, node: Node, source: Node, storage: str) -> bool:
         """Whether a node reads this of the several results of another."""

@@ -67,7 +67,8 @@ class StageNodes(Walk):
             sources = [self.values[gradients[parameter]].node for parameter in bucket.parameters]
             for source in sources:
                 source.returned = True
-            node = Node(f"bucket {index}", BACKWARD, "", self.rates.stream("pointwise", copied), sources, early=True)
+            cost = self.rates.stream("pointwise", copied)
+            node = Node(f"bucket {index}", BACKWARD, "", cost, sources, early=True, reduces=index)
             node.exchanges += self._summed(bucket, node.what, bucket.num_bytes)
             node.returned = True
             self.nodes.append(node)
@@ -85,7 +86,9 @@ class StageNodes(Walk):
 
     def _reduced_to_parts(self, index: int, bucket: Bucket, sources: list[Node], phase: str = BACKWARD) -> Node:
         """A bucket that is reduced when its last gradient is made; parts of the sums stay."""
-        node = Node(f"bucket {index}", phase, "", Cost(), sources, early=True, joins=True, returned=self.whole)
+        node = Node(
+            f"bucket {index}", phase, "", Cost(), sources, early=True, joins=True, reduces=index, returned=self.whole
+        )
         node.exchanges.append(Exchange(node.what, "reduce_scatter", bucket.axis, bucket.num_bytes))
         part = bucket.num_bytes // self.sizes[bucket.axis]
         node.exchanges += [Exchange(f"{node.what} over {axis}", "all_reduce", axis, part) for axis in bucket.across]
@@ -136,7 +139,7 @@ class StageNodes(Walk):
                     self._reduced_to_parts(index, bucket, [], REDUCE)
                     continue
                 num_bytes = sum(self.accumulators[parameter] for parameter in held)
-                node = Node(f"bucket {index}", REDUCE, "", Cost(), early=True)
+                node = Node(f"bucket {index}", REDUCE, "", Cost(), early=True, reduces=index)
                 node.exchanges += self._summed(bucket, node.what, num_bytes)
                 self.nodes.append(node)
 

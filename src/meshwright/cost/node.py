@@ -24,7 +24,8 @@ class Node:
 
     early        its collectives could start as soon as its input is made
     accumulates  it adds to what is there before the micro-batch
-    joins        it reduces many gradients, when the last is made
+    joins        it reduces many gradients, when the last is made, and those before have been
+    reduces      the number of the bucket of gradients that it reduces; else -1
     gathers      it makes parameters whole, and could start when those before have arrived
     released     parameters that were gathered for one use, or a view of one
     halo         rows of neighbours and nothing else
@@ -43,6 +44,7 @@ class Node:
     returned: bool = False
     accumulates: bool = False
     joins: bool = False
+    reduces: int = -1
     gathers: bool = False
     released: bool = False
     halo: bool = False

@@ -34,10 +34,10 @@ def _measured(mesh: Mesh, axis: str, cluster: Cluster | None) -> str:
 
 
 def _usual(mesh: Mesh, axis: str, cluster: Cluster | None) -> str:
-    return "exchange" if mesh.size(axis) == 2 and _in_a_box(mesh, axis, cluster) else "native"
+    return "exchange" if mesh.size(axis) == 2 and in_a_box(mesh, axis, cluster) else "native"
 
 
-def _in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
+def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
     """Whether each group of the axis is inside one box, and its ranks are CPUs."""
     if cluster is None:
         return True

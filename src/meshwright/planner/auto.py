@@ -117,14 +117,13 @@ def plan_auto(
     others = sorted(
         (one for one in fitting if one is not best), key=lambda one: step_s.get(one.name, one.predicted.step_s)
     )
-    best = msgspec.structs.replace(best, plan=weigh.explained(best))
+    plan = weigh.explained(best, limit)
+    prediction = Prediction(step_s=step_s[best.name], peak_memory_bytes=best.memory.peak_bytes)
+    if (plan.buckets, plan.gathers) != (best.plan.buckets, best.plan.gathers):
+        prediction = foretell(graph, plan, cluster, optimizer=optimizer, clips=clips).prediction
     told = [_alternative(one, best, step_s) for one in others[:SHOWN]]
     told += [_too_large(one, limit) for one in sorted(too_large, key=lambda one: one.predicted.step_s)[: SHOWN // 2]]
-    return msgspec.structs.replace(
-        best.plan,
-        alternatives=tuple(told),
-        prediction=Prediction(step_s=step_s[best.name], peak_memory_bytes=best.memory.peak_bytes),
-    )
+    return msgspec.structs.replace(plan, alternatives=tuple(told), prediction=prediction)
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ class _Scales:
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
         self.optimizer, self.clips = optimizer, clips
         self.offload = offload and cluster.device.kind != "cpu"  # whose memory is the host's
-        self._plain = Ask(explains=False, optimizer=optimizer)
+        self._plain = Ask(explains=False, optimizer=optimizer, room_bytes=0)
         self._works: dict[tuple[object, ...], Work] = {}
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
@@ -250,9 +249,10 @@ class _Scales:
         slower = option.memory.peak_bytes > limit or careful.predicted.step_s < option.predicted.step_s
         return careful if slower else option
 
-    def explained(self, option: _Option) -> Plan:
-        """The plan of an option, with what other ways for each module would cost."""
-        ask = replace(option.ask, explains=True)
+    def explained(self, option: _Option, limit: float) -> Plan:
+        """The plan of an option, with buckets as large as is best, and with what other ways for each module would
+        cost."""
+        ask = replace(option.ask, explains=True, room_bytes=limit)
         return plan_layout(self.graph, option.layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
 
     def _careful(self, layout: Layout, limit: float) -> _Option | None:

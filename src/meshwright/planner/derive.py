@@ -2,28 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from math import prod
 
-from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
+from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME
 from meshwright.ir.placement import (
-    REPLICATE,
     Partial,
     Placement,
     Placements,
     Shard,
-    flat_axis,
     input_placements,
     is_linear,
-    local_shape,
     output_placements,
-    unflattened,
 )
-from meshwright.ir.plan import Bucket, Strategy, starred
-from meshwright.ir.resharding import Mover
+from meshwright.ir.plan import Strategy, starred
 from meshwright.ir.stages import Cut
 
-BUCKET_BYTES = 8 * 2**20
 _ATTENTION = "meshwright.attention."
 Consumers = dict[str, list[tuple[Operator, int]]]
 
@@ -110,121 +103,6 @@ def parameter_storage(
                     found.setdefault(axis, placement)
         storage[name] = found
     return storage
-
-
-def parameter_gathers(
-    graph: Graph,
-    divided: Cut,
-    storage: dict[str, dict[str, Placement]],
-    axis_sizes: dict[str, int],
-    algorithms: dict[str, str],
-) -> tuple[Bucket, ...]:
-    """Parameters that are stored Flat, by stage, in the order of their first use; one that several modules use is with
-    those that the same modules use, for what is gathered together lives as long as the last of it."""
-    consumers = graph.consumers()
-    order = {operator.name: index for index, operator in enumerate(graph.operators)}
-    first = {
-        name: min((order[operator.name] for operator, _ in consumers.get(name, ())), default=len(order))
-        for name in graph.parameters
-    }
-    collect = _Buckets(algorithms)
-    for name in sorted(graph.parameters, key=first.__getitem__):
-        axis = flat_axis({one: placement for one, placement in storage[name].items() if one in axis_sizes})
-        if axis:
-            tensor = graph.tensors[name]
-            num_bytes = _local_bytes(graph, name, unflattened(storage[name]), axis_sizes)
-            modules = sorted({operator.module for operator, _ in consumers.get(name, ()) if not operator.backward})
-            shared = " ".join(modules) if len(modules) > 1 else ""
-            collect.add((divided.owners[name], axis, (), True, tensor.dtype + shared), name, num_bytes)
-    return collect.closed()
-
-
-def _local_bytes(graph: Graph, name: str, placements: Placements, axis_sizes: Mapping[str, int]) -> int:
-    tensor = graph.tensors[name]
-    here = {axis: one for axis, one in placements.items() if axis in axis_sizes}
-    return prod(local_shape(tensor.shape, here, axis_sizes)) * ITEM_BYTES[tensor.dtype]
-
-
-class _Buckets:
-    """Puts what goes together in buckets of at most ``BUCKET_BYTES`` (or one tensor)."""
-
-    def __init__(self, algorithms: dict[str, str]) -> None:
-        self._algorithms = algorithms
-        self._pending: dict[_Together, tuple[list[str], int]] = {}
-        self._closed: list[Bucket] = []
-
-    def add(self, key: "_Together", name: str, num_bytes: int) -> None:
-        """The next parameter; its bucket's axis, and those across, are in the key."""
-        names, total = self._pending.get(key, ([], 0))
-        if names and total + num_bytes > BUCKET_BYTES:
-            self._close(key, names, total)
-            names, total = [], 0
-        self._pending[key] = ([*names, name], total + num_bytes)
-
-    def closed(self) -> tuple[Bucket, ...]:
-        """All buckets, in the order in which they are full."""
-        for key, (names, total) in self._pending.items():
-            self._close(key, names, total)
-        return tuple(self._closed)
-
-    def _close(self, key: "_Together", names: list[str], num_bytes: int) -> None:
-        _, axis, across, _, _ = key
-        self._closed.append(
-            Bucket(
-                axis=axis, parameters=tuple(names), num_bytes=num_bytes,
-                algorithm=self._algorithms.get(axis, "native"), across=across,
-            )
-        )  # fmt: skip
-
-
-_Together = tuple[tuple[int, ...], str, tuple[str, ...], bool, str]
-"""What one bucket has in common: stages, axis, the axes across, whether Flat, and dtype (with what else counts)."""
-
-
-def gradient_buckets(
-    graph: Graph,
-    divided: Cut,
-    placements: dict[str, Placements],
-    storage: dict[str, dict[str, Placement]],
-    mover: Mover,
-    algorithms: dict[str, str],
-) -> tuple[Bucket, ...]:
-    """Gradients that only lack a sum, by stage, in the order that backward makes them. Over several axes they are
-    summed as one, where ``mover`` finds that cheaper, else one after the other: first to parts, where they are stored
-    so."""
-    consumers = graph.consumers()
-    order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
-    collect = _Buckets(algorithms)
-    entries = [entry for entry in graph.gradients if entry.gradient is not None]
-    counts: dict[str, int] = defaultdict(int)
-    for entry in entries:
-        counts[entry.gradient or ""] += 1
-    for entry in sorted(entries, key=lambda entry: order.get(entry.gradient or "", -1)):
-        gradient = entry.gradient or ""
-        stages = divided.terms[entry.parameter]
-        have, want = dict(placements.get(gradient, {})), storage.get(entry.parameter, {})
-        have.pop(TIME, None)
-        axes = [axis for axis, placement in have.items() if placement == Partial("sum")]
-        rest = {axis: placement for axis, placement in have.items() if axis not in axes and placement != REPLICATE}
-        flat = flat_axis(want)
-        if not axes or (flat and flat not in axes):
-            continue
-        axis, *across = [flat, *(one for one in axes if one != flat)] if flat else _summed_over(axes, mover)
-        if rest != {a: p for a, p in unflattened(want).items() if a in mover.sizes}:
-            continue
-        if counts[gradient] > 1 or consumers.get(gradient) or len(stages) > 1:
-            continue
-        tensor = graph.tensors[gradient]
-        num_bytes = _local_bytes(graph, gradient, rest, mover.sizes)
-        collect.add((tuple(stages), axis, tuple(across), bool(flat), tensor.dtype), entry.parameter, num_bytes)
-    return collect.closed()
-
-
-def _summed_over(axes: list[str], mover: Mover) -> list[str]:
-    """Axes of a bucket's sum: one after the other, or a joined one."""
-    have: Placements = dict.fromkeys(axes, Partial("sum"))
-    found = mover.moves(have, {}, (BUCKET_BYTES // 4,), 4)
-    return [found[0].axis] if len(found) == 1 else [axis for axis in mover.sizes if axis in axes]
 
 
 def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:

@@ -21,11 +21,11 @@ from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
 from meshwright.planner.algorithms import algorithms_of, links_of
+from meshwright.planner.bucket_size import fit_buckets
+from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
 from meshwright.planner.cut import choose_cut, follow_cut
 from meshwright.planner.derive import (
-    gradient_buckets,
     grouped,
-    parameter_gathers,
     parameter_storage,
     pass_partials,
     recomputed,
@@ -52,7 +52,9 @@ class Ask:
 
     ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
     ``whole``: parameters that must not be cut. ``by_rule``: tensor parallel as Megatron-LM divides it by hand (columns,
-    then rows; whole heads; the vocabulary where that pays), for comparisons. ``known`` keeps solutions.
+    then rows; whole heads; the vocabulary where that pays), for comparisons. ``room_bytes``: of a rank,
+    within which buckets are as large as is best (default: what a device has); 0: they are of the usual size. ``known``
+    keeps solutions.
     """
 
     explains: bool = True
@@ -60,6 +62,7 @@ class Ask:
     whole: frozenset[str] = frozenset()
     optimizer: OptimizerCost = ADAMW
     by_rule: bool = False
+    room_bytes: float | None = None
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
 
 
@@ -217,7 +220,9 @@ class _Planner:
         network = Network(self.cluster or load_cluster("cpu-local"))
         links = self.base.links if self.base is not None else links_of(self.mesh, axes, network)
         sizes = {axis: self.sizes[axis] for axis in axes}
-        return Plan(
+        reduced = reduced_members(self.graph, divided, placements, storage, Mover(sizes, links))
+        gathered = gathered_members(self.graph, divided, storage, self.sizes)
+        plan = Plan(
             model=self.graph.model,
             graph_fingerprint=self.graph.fingerprint,
             batch_size=self.graph.batch_size,
@@ -232,13 +237,17 @@ class _Planner:
             offload=self.layout.offload,
             schedule="none" if len(firsts) == 0 else self.layout.schedule,
             chunks=self.layout.chunks,
-            buckets=gradient_buckets(self.graph, divided, placements, storage, Mover(sizes, links), algorithms),
-            gathers=parameter_gathers(self.graph, divided, storage, self.sizes, algorithms),
+            buckets=filled(reduced, BUCKET_BYTES, algorithms, self.base.buckets if self.base else ()),
+            gathers=filled(gathered, BUCKET_BYTES, algorithms, self.base.gathers if self.base else ()),
             algorithms=algorithms,
             links=links,
             interiors=self._interiors(used),
             notes=self.base.notes if self.base is not None else self._explained(),
         )
+        if self.base is not None or self.cluster is None or self.ask.room_bytes == 0:
+            return plan
+        room = self.ask.room_bytes or self.cluster.device.memory_bytes
+        return fit_buckets(self.graph, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def _solve(self, pins: dict[str, Strategy]) -> None:
         """The factors of all axes but time, by the integer program."""

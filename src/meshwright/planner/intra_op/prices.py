@@ -17,7 +17,7 @@ from meshwright.ir.placement import Partial, Placements, Shard, local_shape
 from meshwright.ir.plan import Strategy
 from meshwright.ir.resharding import Mover
 from meshwright.planner.algorithms import links_of
-from meshwright.planner.derive import BUCKET_BYTES
+from meshwright.planner.buckets import BUCKET_BYTES
 
 
 class Prices:

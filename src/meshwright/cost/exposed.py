@@ -1,0 +1,172 @@
+"""How long computing stands still for buckets: gathers and reductions, beside what one stage computes.
+
+    compute  | F1 | F2 |   wait | B2 | B1 | wait |
+    link     | gather 2 |            | reduce 2 | reduce 1 |
+
+A bucket of gradients starts when its last gradient is made. Parameters are gathered one bucket ahead: the next starts
+when one has arrived. The collectives of an axis go one after the other, as in the simulator.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from meshwright.cost.captured import stage_orders
+from meshwright.cost.closed_form import axis_group, duration_s
+from meshwright.cost.collective import Network
+from meshwright.cost.node import Node
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.plan import Plan
+from meshwright.ir.stages import PROLOGUE, REDUCE
+
+
+class Moment(NamedTuple):
+    """Computing, ``compute_s`` long, after which other collectives are waited for (``others``: axis and seconds),
+    parameters are wanted whole, or gradients are made."""
+
+    compute_s: float
+    others: tuple[tuple[str, float], ...] = ()
+    wanted: tuple[str, ...] = ()
+    made: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Without any buckets."""
+        return self.compute_s + sum(seconds for _, seconds in self.others)
+
+
+class Transfer(NamedTuple):
+    """A bucket on an axis: ``seconds`` under way, then ``after_s`` of sums over other axes, which hide behind nothing.
+    ``alone``: it starts when those before have ended, and computing waits for that. One that does not hide is waited
+    for at once, as where ranks move the bytes themselves."""
+
+    axis: str
+    parameters: tuple[str, ...]
+    seconds: float
+    after_s: float = 0.0
+    alone: bool = False
+    hides: bool = True
+
+
+class Actions(NamedTuple):
+    """The moments of one kind of action of a stage, which a step has so often."""
+
+    times: int
+    moments: tuple[Moment, ...]
+
+
+def stage_actions(graph: Graph, plan: Plan, stage: int, cluster: Cluster) -> tuple[Actions, ...]:
+    """What a stage computes, wants and makes, of a plan whose buckets have one parameter each."""
+    network = Network(cluster)
+    orders = stage_orders(graph, plan, stage, cluster)
+    each = plan.microbatches
+    found = [(1, orders[PROLOGUE]), (each, orders["F"]), (each, orders["B"]), (1, orders[REDUCE])]
+
+    def others(node: Node) -> tuple[tuple[str, float], ...]:
+        groups = [(one, axis_group(plan.mesh, one.axis)) for one in node.exchanges]
+        return tuple(
+            (one.axis, duration_s(network, one.kind, one.bytes, group))  # type: ignore[arg-type]
+            for one, group in groups
+        )
+
+    return tuple(Actions(times, _moments(order, plan, others)) for times, order in found)
+
+
+def _moments(
+    order: Sequence[Node], plan: Plan, others: Callable[[Node], tuple[tuple[str, float], ...]]
+) -> tuple[Moment, ...]:
+    place = {node: index for index, node in enumerate(order)}
+    ready: dict[int, list[Node]] = {}
+    for node in order:
+        if node.reduces >= 0:
+            ready.setdefault(max((place.get(one, -1) for one in node.inputs), default=-1), []).append(node)
+    found: list[Moment] = []
+    pending = 0.0
+    for index in range(-1, len(order)):
+        if index >= 0 and order[index].gathers:
+            found.append(Moment(pending, wanted=tuple(order[index].storages)))
+            pending = 0.0
+        elif index >= 0 and order[index].reduces < 0:
+            pending += order[index].cost.seconds
+            if order[index].exchanges:
+                found.append(Moment(pending, others(order[index])))
+                pending = 0.0
+        for made in ready.get(index, ()):
+            found.append(Moment(pending + made.cost.seconds, made=plan.buckets[made.reduces].parameters))
+            pending = 0.0
+    return (*found, Moment(pending))
+
+
+def exposed_s(actions: Iterable[Actions], gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:
+    """Seconds of a step for which a stage's computing stands still for these buckets; others' parameters are passed
+    over."""
+    gathered = {name: one for one in gathers for name in one.parameters}
+    reduced = {name: one for one in reductions for name in one.parameters}
+    return sum(one.times * _stands_still_s(one.moments, gathered, reduced) for one in actions)
+
+
+def computed_s(actions: Iterable[Actions]) -> float:
+    """Seconds of a step for which a stage does anything else."""
+    return sum(one.times * moment.seconds for one in actions for moment in one.moments)
+
+
+def _stands_still_s(
+    moments: Sequence[Moment], gathered: Mapping[str, Transfer], reduced: Mapping[str, Transfer]
+) -> float:
+    line = _Line()
+    wanted = [gathered[name] for moment in moments for name in moment.wanted if name in gathered]
+    order = list(dict.fromkeys(wanted))
+    waiting = [reduced[name] for moment in moments for name in moment.made if name in reduced]
+    left = {one: waiting.count(one) for one in dict.fromkeys(waiting)}
+    arrived = 0
+    for moment in moments:
+        line.now_s += moment.compute_s
+        for axis, seconds in moment.others:
+            line.wait(axis, seconds)
+        for one in dict.fromkeys(gathered[name] for name in moment.wanted if name in gathered):
+            if one in order[:arrived]:
+                continue
+            line.start(one)
+            line.finish(one)
+            arrived += 1
+            if arrived < len(order):
+                line.start(order[arrived])
+        for one in [reduced[name] for name in moment.made if name in reduced]:
+            left[one] -= 1
+            if not left[one]:
+                if one.alone:
+                    line.finish_all(lambda other: other in left)
+                line.start(one)
+    line.finish_all(lambda other: True)
+    return line.now_s - sum(moment.seconds for moment in moments)
+
+
+class _Line:
+    """The time on a rank, and until when the links of its axes are taken."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._free_s: dict[str, float] = {}
+        self._ends_s: dict[Transfer, float] = {}
+
+    def start(self, one: Transfer) -> None:
+        """As soon as the link is free; nothing, where it has been started."""
+        if one in self._ends_s:
+            return
+        end = max(self.now_s, self._free_s.get(one.axis, 0.0)) + one.seconds
+        self._ends_s[one] = self._free_s[one.axis] = end
+        if not one.hides:
+            self.now_s = end
+
+    def wait(self, axis: str, seconds: float) -> None:
+        """Stand still for a collective that hides behind nothing."""
+        self.now_s = self._free_s[axis] = max(self.now_s, self._free_s.get(axis, 0.0)) + seconds
+
+    def finish(self, one: Transfer) -> None:
+        """Stand still until it has come; nothing, where it was waited for."""
+        if one in self._ends_s:
+            self.now_s = max(self.now_s, self._ends_s.pop(one)) + one.after_s
+
+    def finish_all(self, which: Callable[[Transfer], bool]) -> None:
+        for one in [one for one in self._ends_s if which(one)]:
+            self.finish(one)

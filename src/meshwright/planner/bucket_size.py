@@ -1,0 +1,209 @@
+"""How large buckets are: the sizes for which computing stands still least, within the memory of a rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2
+
+import msgspec
+
+from meshwright.cost.captured import step_work
+from meshwright.cost.closed_form import axis_group, duration_s
+from meshwright.cost.collective import Network
+from meshwright.cost.exposed import Actions, Transfer, computed_s, exposed_s, stage_actions
+from meshwright.cost.occupancy import peak_memory
+from meshwright.cost.optimizer import OptimizerCost
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.placement import Flat
+from meshwright.ir.plan import Bucket, Note, Plan
+from meshwright.planner.algorithms import in_a_box
+from meshwright.planner.buckets import BUCKET_BYTES, Member, filled
+from meshwright.schedules.pipeline import schedule_of
+
+LADDER_BYTES = tuple(2**power for power in range(20, 27))
+"""Sizes that are weighed: 1 to 64 MiB."""
+ALIKE = 0.005
+"""Of what a stage computes: sizes that differ by less cost the same, and of these the one next to the usual is taken.
+"""
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Two sizes, of the buckets of gradients and of parameters, with what a step then stands still for, of the stage
+    that does longest."""
+
+    reduced_bytes: int
+    gathered_bytes: int
+    exposed_s: float
+
+    @property
+    def unusual(self) -> float:
+        """How far the sizes are from the usual one, by factors of two."""
+        return sum(abs(log2(size / BUCKET_BYTES)) for size in (self.reduced_bytes, self.gathered_bytes))
+
+
+def fit_buckets(
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    reduced: Sequence[Member],
+    gathered: Sequence[Member],
+    optimizer: OptimizerCost,
+    memory_bytes: float,
+) -> Plan:
+    """``plan`` with the buckets, of at most one of ``LADDER_BYTES``, for which computing stands still least; a note
+    says what other sizes would cost. A rank needs no more than ``memory_bytes`` for them, or than it does with those of
+    the usual size."""
+    scale = _Scale(graph, plan, cluster, reduced, gathered)
+    if not scale.differ:
+        return plan
+    choices = ranked(scale.weighed(), scale.computed_s)
+    usual_bytes = 0.0
+    while scale.holds_more(choices[0]):
+        needed = peak_bytes(graph, scale.plan_of(choices[0]), cluster, optimizer)
+        if needed > memory_bytes:
+            usual_bytes = usual_bytes or peak_bytes(graph, plan, cluster, optimizer)
+        if needed <= max(memory_bytes, usual_bytes):
+            break
+        choices = [one for one in choices if not _as_large(one, choices[0])]
+    found = scale.plan_of(choices[0])
+    return msgspec.structs.replace(found, notes=(*found.notes, *scale.notes(choices[0])))
+
+
+def ranked(choices: Sequence[Choice], computed_s: float) -> list[Choice]:
+    """The best first: those that cost the same as the best, by how usual they are; then by what they cost."""
+    most = min(one.exposed_s for one in choices) + ALIKE * computed_s
+    return sorted(choices, key=lambda one: (max(one.exposed_s, most), one.unusual, one.exposed_s))
+
+
+def _as_large(one: Choice, other: Choice) -> bool:
+    return one.reduced_bytes >= other.reduced_bytes and one.gathered_bytes >= other.gathered_bytes
+
+
+def peak_bytes(graph: Graph, plan: Plan, cluster: Cluster, optimizer: OptimizerCost) -> int:
+    """Of the rank that needs most."""
+    peaks = peak_memory(step_work(graph, plan, cluster, optimizer=optimizer), schedule_of(plan))
+    return max(one.peak_bytes for one in peaks)
+
+
+class _Scale:
+    """What buckets of every size cost; a stage is walked once."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, cluster: Cluster, reduced: Sequence[Member], gathered: Sequence[Member]
+    ) -> None:
+        self.graph, self.plan, self.cluster, self.network = graph, plan, cluster, Network(cluster)
+        self.reduced = {size: filled(reduced, size, plan.algorithms) for size in LADDER_BYTES}
+        self.gathered = {size: filled(gathered, size, plan.algorithms) for size in LADDER_BYTES}
+        self.singles = msgspec.structs.replace(
+            plan, buckets=filled(reduced, 0, plan.algorithms), gathers=filled(gathered, 0, plan.algorithms)
+        )
+        self.actions: list[tuple[Actions, ...]] = []
+
+    @property
+    def differ(self) -> bool:
+        """Whether there is a choice."""
+        return len(set(self.reduced.values())) > 1 or len(set(self.gathered.values())) > 1
+
+    def weighed(self) -> list[Choice]:
+        """Every pair of sizes that make other buckets than those next to them."""
+        self.actions = [
+            stage_actions(self.graph, self.singles, stage, self.cluster) for stage in range(len(self.plan.stages))
+        ]
+        reductions = {size: self._reductions(self.reduced[size]) for size in _distinct(self.reduced)}
+        gathers = {size: self._gathers(self.gathered[size]) for size in _distinct(self.gathered)}
+        return [
+            Choice(size, other, self._exposed_s(gathers[other], reductions[size]))
+            for size in reductions
+            for other in gathers
+        ]
+
+    @property
+    def computed_s(self) -> float:
+        """Of the stage that computes longest."""
+        return max(computed_s(one) for one in self.actions)
+
+    def _exposed_s(self, gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:
+        return max(exposed_s(one, gathers, reductions) for one in self.actions)
+
+    def plan_of(self, choice: Choice) -> Plan:
+        """The plan with buckets of these sizes."""
+        return msgspec.structs.replace(
+            self.plan, buckets=self.reduced[choice.reduced_bytes], gathers=self.gathered[choice.gathered_bytes]
+        )
+
+    def holds_more(self, choice: Choice) -> bool:
+        """Whether more is held than with buckets of the usual size: what is reduced to parts, or gathered."""
+        more = choice.gathered_bytes > BUCKET_BYTES and bool(self.plan.gathers)
+        parts = any(isinstance(self.plan.storage(one.parameters[0]).get(one.axis), Flat) for one in self.plan.buckets)
+        return more or (choice.reduced_bytes > BUCKET_BYTES and parts)
+
+    # --- buckets on their way ----------------------------------------------------------------------------------------
+
+    def _hides(self, axis: str) -> bool:
+        return self.cluster.device.kind != "cpu" or not in_a_box(self.plan.mesh, axis, self.cluster)
+
+    def _seconds(self, collective: str, axis: str, num_bytes: float) -> float:
+        group = axis_group(self.plan.mesh, axis)
+        return duration_s(self.network, collective, num_bytes, group)  # type: ignore[arg-type]
+
+    def _gathers(self, buckets: Sequence[Bucket]) -> list[Transfer]:
+        return [
+            Transfer(one.axis, one.parameters, self._seconds("all_gather", one.axis, one.num_bytes),
+                     hides=self._hides(one.axis))
+            for one in buckets
+        ]  # fmt: skip
+
+    def _reductions(self, buckets: Sequence[Bucket]) -> list[Transfer]:
+        return [self._reduction(one) for one in buckets]
+
+    def _reduction(self, one: Bucket) -> Transfer:
+        cut = isinstance(self.plan.storage(one.parameters[0]).get(one.axis), Flat)
+        left = one.num_bytes // self.plan.mesh.size(one.axis) if cut else one.num_bytes
+        return Transfer(
+            one.axis,
+            one.parameters,
+            self._seconds("reduce_scatter" if cut else "all_reduce", one.axis, one.num_bytes),
+            after_s=sum(self._seconds("all_reduce", axis, left) for axis in one.across),
+            alone=cut,
+            hides=self._hides(one.axis),
+        )
+
+    # --- in words ----------------------------------------------------------------------------------------------------
+
+    def notes(self, choice: Choice) -> list[Note]:
+        """For gradients and for parameters, where sizes differ."""
+        found = []
+        for module, size, filled_to, transfers in (
+            ("gradients", choice.reduced_bytes, self.reduced, self._reductions),
+            ("parameters", choice.gathered_bytes, self.gathered, self._gathers),
+        ):
+            sizes = _distinct(filled_to)
+            if len(sizes) < 2:
+                continue
+            mine = {one: self._alone_s(module, transfers(filled_to[one])) for one in sizes}
+            whole = sum(one.seconds + one.after_s for one in transfers(filled_to[size]))
+            where = sizes.index(size)
+            others = (*sizes[:where][-1:], *sizes[where + 1 :][:1])
+            words = [f"{_text(one)} {(mine[one] - mine[size]) * 1e3:+.3g} ms" for one in others]
+            count = len(filled_to[size])
+            reason = f"stands still {mine[size] * 1e3:.3g} ms for {whole * 1e3:.3g} ms of it; {', '.join(words)}"
+            split = f"{count} bucket{'s' * (count > 1)} of at most {_text(size)}"
+            found.append(Note(module=module, split=split, reason=reason))
+        return found
+
+    def _alone_s(self, module: str, transfers: Sequence[Transfer]) -> float:
+        return self._exposed_s((), transfers) if module == "gradients" else self._exposed_s(transfers, ())
+
+
+def _distinct(by_size: dict[int, tuple[Bucket, ...]]) -> list[int]:
+    """The sizes whose buckets are not those of a size that is nearer to the usual one."""
+    found: dict[tuple[Bucket, ...], int] = {}
+    for size in sorted(by_size, key=lambda one: abs(log2(one / BUCKET_BYTES))):
+        found.setdefault(by_size[size], size)
+    return sorted(found.values())
+
+
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes // _MIB} MiB"

@@ -1,0 +1,141 @@
+"""Which parameters are gathered together, and which gradients reduced together: buckets, filled in order of use."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from meshwright.ir.graph import ITEM_BYTES, Graph
+from meshwright.ir.layout import TIME
+from meshwright.ir.placement import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Placements,
+    flat_axis,
+    local_shape,
+    unflattened,
+)
+from meshwright.ir.plan import Bucket
+from meshwright.ir.resharding import Mover
+from meshwright.ir.stages import Cut
+
+BUCKET_BYTES = 8 * 2**20
+"""What a bucket has at most where its size is not chosen (``planner/bucket_size.py``)."""
+
+
+class Member(NamedTuple):
+    """A parameter that may share a bucket with others of the same ``key``: stages, axis, the axes across, whether Flat,
+    and dtype (with what else counts). ``num_bytes`` are of the whole, on one rank."""
+
+    key: "_Together"
+    name: str
+    num_bytes: int
+
+
+_Together = tuple[tuple[int, ...], str, tuple[str, ...], bool, str]
+
+
+def filled(
+    members: Sequence[Member], most_bytes: float, algorithms: Mapping[str, str], base: Sequence[Bucket] = ()
+) -> tuple[Bucket, ...]:
+    """Members in buckets of at most ``most_bytes`` (or one member), in the order in which these are full. What shares a
+    bucket of ``base`` does here, whatever it has."""
+    home = {name: index for index, bucket in enumerate(base) for name in bucket.parameters}
+    pending: dict[tuple[_Together, int], list[Member]] = {}
+    found: list[Bucket] = []
+
+    def close(held: list[Member]) -> None:
+        _, axis, across, _, _ = held[0].key
+        found.append(
+            Bucket(
+                axis=axis, parameters=tuple(one.name for one in held), num_bytes=sum(one.num_bytes for one in held),
+                algorithm=algorithms.get(axis, "native"), across=across,
+            )
+        )  # fmt: skip
+
+    for one in members:
+        number = home.get(one.name, -1)
+        held = pending.setdefault((one.key, number), [])
+        if held and number < 0 and sum(each.num_bytes for each in held) + one.num_bytes > most_bytes:
+            close(held)
+            held = pending[one.key, number] = []
+        held.append(one)
+    for held in pending.values():
+        close(held)
+    return tuple(found)
+
+
+def gathered_members(
+    graph: Graph, divided: Cut, storage: dict[str, dict[str, Placement]], axis_sizes: dict[str, int]
+) -> tuple[Member, ...]:
+    """Parameters that are stored Flat, by stage, in the order of their first use; one that several modules use is with
+    those that the same modules use, for what is gathered together lives as long as the last of it."""
+    consumers = graph.consumers()
+    order = {operator.name: index for index, operator in enumerate(graph.operators)}
+    first = {
+        name: min((order[operator.name] for operator, _ in consumers.get(name, ())), default=len(order))
+        for name in graph.parameters
+    }
+    found = []
+    for name in sorted(graph.parameters, key=first.__getitem__):
+        axis = flat_axis({one: placement for one, placement in storage[name].items() if one in axis_sizes})
+        if axis:
+            tensor = graph.tensors[name]
+            num_bytes = _local_bytes(graph, name, unflattened(storage[name]), axis_sizes)
+            modules = sorted({operator.module for operator, _ in consumers.get(name, ()) if not operator.backward})
+            shared = " ".join(modules) if len(modules) > 1 else ""
+            found.append(Member((divided.owners[name], axis, (), True, tensor.dtype + shared), name, num_bytes))
+    return tuple(found)
+
+
+def reduced_members(
+    graph: Graph,
+    divided: Cut,
+    placements: dict[str, Placements],
+    storage: dict[str, dict[str, Placement]],
+    mover: Mover,
+) -> tuple[Member, ...]:
+    """Gradients that only lack a sum, by stage, in the order that backward makes them. Over several axes they are
+    summed as one, where ``mover`` finds that cheaper, else one after the other: first to parts, where they are stored
+    so."""
+    consumers = graph.consumers()
+    order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
+    found: list[Member] = []
+    entries = [entry for entry in graph.gradients if entry.gradient is not None]
+    counts: dict[str, int] = defaultdict(int)
+    for entry in entries:
+        counts[entry.gradient or ""] += 1
+    for entry in sorted(entries, key=lambda entry: order.get(entry.gradient or "", -1)):
+        gradient = entry.gradient or ""
+        stages = divided.terms[entry.parameter]
+        have, want = dict(placements.get(gradient, {})), storage.get(entry.parameter, {})
+        have.pop(TIME, None)
+        axes = [axis for axis, placement in have.items() if placement == Partial("sum")]
+        rest = {axis: placement for axis, placement in have.items() if axis not in axes and placement != REPLICATE}
+        flat = flat_axis(want)
+        if not axes or (flat and flat not in axes):
+            continue
+        axis, *across = [flat, *(one for one in axes if one != flat)] if flat else _summed_over(axes, mover)
+        if rest != {a: p for a, p in unflattened(want).items() if a in mover.sizes}:
+            continue
+        if counts[gradient] > 1 or consumers.get(gradient) or len(stages) > 1:
+            continue
+        tensor = graph.tensors[gradient]
+        num_bytes = _local_bytes(graph, gradient, rest, mover.sizes)
+        key = (tuple(stages), axis, tuple(across), bool(flat), tensor.dtype)
+        found.append(Member(key, entry.parameter, num_bytes))
+    return tuple(found)
+
+
+def _summed_over(axes: list[str], mover: Mover) -> list[str]:
+    """Axes of a bucket's sum: one after the other, or a joined one."""
+    have: Placements = dict.fromkeys(axes, Partial("sum"))
+    found = mover.moves(have, {}, (BUCKET_BYTES // 4,), 4)
+    return [found[0].axis] if len(found) == 1 else [axis for axis in mover.sizes if axis in axes]
+
+
+def _local_bytes(graph: Graph, name: str, placements: Placements, axis_sizes: Mapping[str, int]) -> int:
+    tensor = graph.tensors[name]
+    here = {axis: one for axis, one in placements.items() if axis in axis_sizes}
+    return prod(local_shape(tensor.shape, here, axis_sizes)) * ITEM_BYTES[tensor.dtype]
