@@ -157,6 +157,8 @@ SMALL = GPTConfig(layers=2, width=64, heads=2, vocabulary=256, sequence_length=1
 LARGE_BATCH = 8
 LAYOUTS = [mw.Layout(dp=NUM_RANKS, zero=zero, microbatches=2) for zero in (1, 2, 3)]
 """With two micro-batches, gradients outlive a backward: whole under ZeRO-1, in parts under ZeRO-2."""
+HYBRID = [mw.Layout(dp=2 * NUM_RANKS, zero=zero, zero_ranks=NUM_RANKS, microbatches=2) for zero in (2, 3)]
+"""Parts of pairs of neighbouring ranks, of which the two pairs hold copies: four ranks, which need no more each."""
 
 
 # --- on every rank ---------------------------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ def predicted_memory(layout: mw.Layout, config: GPTConfig, cluster: Cluster) -> 
 def memory(layout: mw.Layout, cluster: Cluster) -> list[Finding]:
     """Predicted beside measured memory between steps and at the peak, each of the rank that needs most."""
     with Ranks() as ranks:  # fresh processes: memory is not given back
-        found: list[Memory] = ranks(NUM_RANKS, measured_memory, layout, LARGE, timeout=1800.0)
+        found: list[Memory] = ranks(layout.dp, measured_memory, layout, LARGE, timeout=1800.0)
     return compared(layout, predicted_memory(layout, LARGE, cluster), found)
 
 
@@ -314,7 +316,8 @@ Memory is that of the rank that needs most, beyond what it held after a step of 
 {LARGE.layers} layers, {LARGE.width} wide, {LARGE.heads} heads, vocabulary {LARGE.vocabulary}, batch {LARGE_BATCH} x
 {LARGE.sequence_length}, AdamW, float32. Persistent: resident between steps, after malloc_trim: parameters, optimizer
 state, and the memory in which gradients are summed up over micro-batches, which stays. Peak: VmHWM over two steps,
-reset before. Predicted: what plans are made with.
+reset before. Predicted: what plans are made with. "in {NUM_RANKS}s" is hybrid: of {2 * NUM_RANKS} ranks, neighbours
+share what ZeRO cuts, and pairs hold copies.
 
 Exposed communication is what computing stands still for, by the trace of every step, of the rank that waits least (the
 other waits for it, too), median of {overlap.STEPS} steps; two network namespaces joined at 1 Gbit/s, beside the
@@ -337,9 +340,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only in str(one):
             results.append(speed(one, options.rounds, options.steps))
             show(results[-1])
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, *HYBRID):
         if options.only in f"large GPT, {layout_text(layout)}":
-            for found in memory(layout, mw.Cluster.load("cpu-local")):
+            for found in memory(layout, mw.Cluster.load("cpu-local", layout.dp)):
                 results.append(found)
                 show(found)
     if options.only in "boxes":

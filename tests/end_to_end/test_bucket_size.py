@@ -1,0 +1,121 @@
+"""The sizes of buckets that plans have: the best of all that are simulated, within the memory of a rank."""
+
+from __future__ import annotations
+
+from functools import cache
+from unittest.mock import patch
+
+import msgspec
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.capture.builder import capture
+from meshwright.cost.optimizer import ADAMW
+from meshwright.ir.cluster import CollectiveTiming, Operation
+from meshwright.ir.graph import Graph
+from meshwright.models import MLP, classification_loss
+from meshwright.planner import bucket_size
+from meshwright.planner.bucket_size import ALIKE, LADDER_BYTES, peak_bytes
+from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
+from meshwright.planner.foretell import foretell
+
+GPU = mw.Cluster.load("a100-80gb-dgx")
+NUM_RANKS = 8
+PART_OF_A_STEP = 0.01
+"""By so much the simulator may find a step longer than another: a timeline of buckets tells of nothing else."""
+
+
+@cache
+def mlp(batch: int = 4096) -> Graph:
+    with torch.device("meta"):
+        model = MLP((512, 1024, 1024, 1024, 1024, 1024, 512, 10))
+        data = {"inputs": torch.zeros(batch, 512), "label": torch.zeros(batch, dtype=torch.int64)}
+    return capture(model, classification_loss, data).graph
+
+
+def network(alpha_s: float, byte_s: float) -> mw.Cluster:
+    """Whose collectives are measured to take this."""
+    operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+    rows = tuple(
+        CollectiveTiming(
+            operation=one, algorithm="native", level=GPU.levels[0].name, ranks=NUM_RANKS, bytes=size,
+            time_s=alpha_s + byte_s * size,
+        )
+        for one in operations
+        for size in (2**10, 2**30)
+    )  # fmt: skip
+    return msgspec.structs.replace(GPU, collectives=rows)
+
+
+def planned(cluster: mw.Cluster, room_bytes: float | None = None, **layout: int) -> mw.Plan:
+    ask = Ask(optimizer=ADAMW, room_bytes=room_bytes)
+    return plan_layout(mlp(), mw.Layout(dp=NUM_RANKS, **layout), world_size=NUM_RANKS, cluster=cluster, ask=ask)  # type: ignore[arg-type]
+
+
+def every_size(cluster: mw.Cluster, **layout: int) -> list[mw.Plan]:
+    """The plans with buckets of all sizes, each as the only one that there is."""
+    found = []
+    for reduced in LADDER_BYTES:
+        for gathered in LADDER_BYTES if layout.get("zero") else (2**23,):
+            with patch.object(bucket_size, "ranked", only(reduced, gathered)):
+                found.append(planned(cluster, **layout))
+    return found
+
+
+def only(reduced: int, gathered: int):  # type: ignore[no-untyped-def]
+    def near(choices: list[bucket_size.Choice], computed_s: float) -> list[bucket_size.Choice]:
+        del computed_s
+        return sorted(choices, key=lambda one: abs(one.reduced_bytes - reduced) + abs(one.gathered_bytes - gathered))
+
+    return near
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"zero": 1}, {"zero": 3}, {"microbatches": 2}, {"zero": 2, "microbatches": 2}], ids=str
+)
+def test_no_other_sizes_are_faster(layout: dict[str, int]) -> None:
+    exact = layout.get("zero", 0) < 2  # else the order of what is computed beside depends on the buckets
+    spread = []
+    for cluster in (GPU, network(0.0, 1e-10), network(1e-3, 1e-12)):
+        steps = [foretell(mlp(), plan, cluster).played.step_s for plan in every_size(cluster, **layout)]
+        mine = foretell(mlp(), planned(cluster, **layout), cluster).played.step_s
+        assert mine <= min(steps) * (1 + (ALIKE if exact else PART_OF_A_STEP))
+        spread.append(max(steps) / min(steps))
+    assert max(spread) > 1.1, "it matters"
+
+
+def test_latency_makes_few_buckets_and_bandwidth_many() -> None:
+    assert len(planned(network(1e-3, 1e-12)).buckets) == 1
+    assert len(planned(network(0.0, 2e-11)).buckets) > 4
+
+
+def test_larger_buckets_stay_within_memory() -> None:
+    cluster = network(1e-4, 1e-12)
+    free, usual = planned(cluster, zero=3), planned(cluster, room_bytes=0, zero=3)
+    most, least = (peak_bytes(mlp(), one, cluster, ADAMW) for one in (free, usual))
+    assert most > least, "what buckets hold is counted"
+    for part in (0.0, 0.3, 0.6, 1.0):
+        limit = least + part * (most - least)
+        assert peak_bytes(mlp(), planned(cluster, room_bytes=limit, zero=3), cluster, ADAMW) <= limit
+    assert planned(cluster, room_bytes=1.0, zero=3).gathers == usual.gathers, "none fits: no larger than usual"
+
+
+def test_the_plan_says_what_other_sizes_cost() -> None:
+    text = planned(GPU, zero=1).explain()
+    assert "gradients   1 bucket of at most 32 MiB   stands still " in text
+    assert "parameters  2 buckets of at most 16 MiB  stands still " in text
+    assert "; 8 MiB +" in text
+    assert ", 32 MiB +" in text
+
+
+def test_a_plan_for_another_batch_keeps_its_buckets() -> None:
+    plan = planned(GPU, zero=3)
+    again = adapt_plan(plan, mlp(2048))
+    assert [one.parameters for one in again.buckets] == [one.parameters for one in plan.buckets]
+    assert [one.parameters for one in again.gathers] == [one.parameters for one in plan.gathers]
+
+
+def test_what_is_foretold_of_a_plan_is_of_its_buckets() -> None:
+    plan = mw.plan(mlp(), GPU, pipelines=False)
+    assert plan.prediction == foretell(mlp(), plan, GPU).prediction

@@ -1,0 +1,131 @@
+"""How long computing stands still for buckets: by hand, and what must hold whatever the sizes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost.exposed import Actions, Moment, Transfer, computed_s, exposed_s
+from meshwright.ir.plan import Bucket
+from meshwright.planner.bucket_size import ALIKE, Choice, ranked
+from meshwright.planner.buckets import BUCKET_BYTES, Member, filled
+
+KEY = ((0,), "dp", (), False, "float32")
+OTHER = ((1,), "dp", (), False, "float32")
+Made = list[tuple[float, int]]
+made = st.lists(st.tuples(st.floats(0.1, 3.0), st.integers(1, 100)), min_size=1, max_size=8)
+
+
+def backward(gradients: Made) -> list[Actions]:
+    """One gradient after each of some computing (seconds; bytes)."""
+    return [Actions(1, tuple(Moment(seconds, made=(f"p{n}",)) for n, (seconds, _) in enumerate(gradients)))]
+
+
+def reductions(gradients: Made, most: int, alpha_s: float, byte_s: float = 0.01, **kind: bool) -> list[Transfer]:
+    members = [Member(KEY, f"p{n}", size) for n, (_, size) in enumerate(gradients)]
+    return [
+        Transfer("dp", one.parameters, alpha_s + byte_s * one.num_bytes, **kind) for one in filled(members, most, {})
+    ]
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from([KEY, OTHER]), st.integers(1, 100)), max_size=20), st.integers(0, 300))
+def test_buckets_hold_every_member_in_order_and_no_more_than_they_may(
+    sizes: list[tuple[tuple[tuple[int, ...], str, tuple[str, ...], bool, str], int]], most: int
+) -> None:
+    members = [Member(key, f"p{n}", size) for n, (key, size) in enumerate(sizes)]
+    buckets = filled(members, most, {"dp": "ring"})
+    for key in (KEY, OTHER):
+        mine = [one.name for one in members if one.key == key]
+        assert [name for one in buckets for name in one.parameters if name in mine] == mine
+    of_name = {one.name: one for one in members}
+    for bucket in buckets:
+        held = [of_name[name] for name in bucket.parameters]
+        assert len({one.key for one in held}) == 1
+        assert bucket.algorithm == "ring"
+        assert bucket.num_bytes == sum(one.num_bytes for one in held)
+        assert bucket.num_bytes <= most or len(held) == 1
+    assert sum(len(one.parameters) for one in buckets) == len(members)
+
+
+def test_members_follow_the_buckets_of_another_plan() -> None:
+    members = [Member(KEY, name, BUCKET_BYTES) for name in "abcd"]
+    base = [Bucket(axis="dp", parameters=("a", "c"), num_bytes=1), Bucket(axis="dp", parameters=("b",), num_bytes=1)]
+    assert [one.parameters for one in filled(members, BUCKET_BYTES, {}, base)] == [("a", "c"), ("b",), ("d",)]
+
+
+# --- the timeline ----------------------------------------------------------------------------------------------------
+
+
+def test_what_ends_after_backward_is_exposed() -> None:
+    """
+    compute  | 1 | 1 | 1 |
+    link         | p0 3      | p1 p2 4       |
+    """
+    actions = backward([(1.0, 1), (1.0, 1), (1.0, 1)])
+    assert exposed_s(actions, (), [Transfer("dp", ("p0",), 3.0), Transfer("dp", ("p1", "p2"), 4.0)]) == 8.0 - 3.0
+    assert computed_s(actions) == 3.0
+
+
+def test_parameters_are_gathered_one_bucket_ahead() -> None:
+    """
+    compute          | a 3       |       | b 1 |     | c 1 |
+    link     | a 2   | b 5               | c 2   |
+    """
+    moments = (Moment(0.0, wanted=("a",)), Moment(3.0, wanted=("b",)), Moment(1.0, wanted=("c",)), Moment(1.0))
+    gathers = [Transfer("dp", (name,), seconds) for name, seconds in (("a", 2.0), ("b", 5.0), ("c", 2.0))]
+    assert exposed_s([Actions(1, moments)], gathers, ()) == 2.0 + 2.0 + 1.0
+    assert exposed_s([Actions(4, moments)], gathers, ()) == 4 * 5.0, "in every micro-batch"
+
+
+def test_parts_are_reduced_one_bucket_at_a_time() -> None:
+    """Computing waits for a bucket, and its sums over another axis (2), before the next one starts.
+
+    compute  | 1 |       | 1 |          after: 3 + 2
+    link         | p0 3 |(the sum: 2)
+    """
+    gradients = [(1.0, 1), (1.0, 1)]
+    alone = [Transfer("dp", (f"p{n}",), 3.0, after_s=2.0, alone=True) for n in (0, 1)]
+    assert exposed_s(backward(gradients), (), alone) == (2.0 + 2.0) + (3.0 + 2.0)
+
+
+def test_other_collectives_of_the_axis_wait_for_the_link() -> None:
+    """
+    compute  | 1 |           1 of dp |          compute  | 1 | 1 of tp |
+    link         | p0 3      |                  link         | p0 3      |
+    """
+    for axis, exposed in (("dp", 3.0), ("tp", 2.0)):
+        actions = [Actions(1, (Moment(1.0, made=("p0",)), Moment(0.0, ((axis, 1.0),))))]
+        assert exposed_s(actions, (), [Transfer("dp", ("p0",), 3.0)]) == exposed
+
+
+@given(made)
+def test_where_nothing_hides_all_is_exposed(gradients: Made) -> None:
+    found = reductions(gradients, 60, 0.5, hides=False)
+    assert exposed_s(backward(gradients), (), found) == pytest.approx(sum(one.seconds for one in found))
+
+
+@given(made, st.integers(1, 400))
+def test_without_latency_small_buckets_are_best(gradients: Made, most: int) -> None:
+    small, large = (exposed_s(backward(gradients), (), reductions(gradients, size, 0.0)) for size in (0, most))
+    assert small <= large + 1e-9
+
+
+@given(made, st.integers(0, 400))
+def test_with_a_latency_longer_than_backward_one_bucket_is_best(gradients: Made, most: int) -> None:
+    alpha_s = sum(seconds for seconds, _ in gradients)
+    few, many = (exposed_s(backward(gradients), (), reductions(gradients, size, alpha_s)) for size in (10_000, most))
+    assert few <= many + 1e-9
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_cost_the_same_are_as_usual_and_others_by_cost() -> None:
+    def choice(times: float, exposed: float) -> Choice:
+        return Choice(round(times * BUCKET_BYTES), BUCKET_BYTES, exposed)
+
+    usual, small, large, dear = choice(1, 1.0 + ALIKE), choice(0.25, 1.0), choice(8, 3.0), choice(2, 2.0)
+    assert ranked([small, large, dear, usual], computed_s=1.1) == [usual, small, dear, large]
+    assert ranked([small, large, dear, usual], computed_s=0.9) == [small, usual, dear, large]
