@@ -10,6 +10,7 @@ import meshwright as mw
 from meshwright.comm import groups
 from meshwright.comm.blocks import LEAST_BYTES, Blocks
 from meshwright.models import MLP, classification_loss
+from meshwright.planner.explicit import Ask, plan_layout
 from tests.distributed.pool import Ranks
 
 COUNT = LEAST_BYTES // 4
@@ -62,8 +63,10 @@ WIDTH, LAYERS, BATCH = 1024, 6, 4
 def bytes_by_step() -> list[int]:
     """Of the blocks of two ranks that train under ZeRO-3, after each of three steps."""
     batch = {"inputs": torch.randn(BATCH, WIDTH), "label": torch.zeros(BATCH, dtype=torch.int64)}
-    layout = mw.Layout(dp=2, zero=3, microbatches=2)
-    trainer = mw.parallelize(MLP((WIDTH,) * (LAYERS + 1)), classification_loss, batch, plan=layout, optimizer=_sgd)
+    model, layout = MLP((WIDTH,) * (LAYERS + 1)), mw.Layout(dp=2, zero=3, microbatches=2)
+    graph = mw.capture(model, classification_loss, batch)
+    plan = plan_layout(graph, layout, world_size=2, ask=Ask(room_bytes=0))
+    trainer = mw.parallelize(model, classification_loss, batch, plan=plan, optimizer=_sgd)
     group = groups.process_group(trainer.groups["dp"].name)
     found = []
     for _ in range(3):
@@ -77,8 +80,8 @@ def _sgd(parameters: object) -> torch.optim.Optimizer:
 
 
 def test_zero_3_holds_blocks_for_two_buckets_and_the_sum_of_one(ranks: Ranks) -> None:
-    """However many steps there are, and layers. A layer is gathered at a time; the first bucket of gradients has the
-    last layer's and the bias of the one before."""
+    """However many steps there are, and layers. A bucket of the usual size has a layer; the first one of gradients has
+    the last layer's and the bias of the one before."""
     gathered, reduced = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH * WIDTH + 2 * WIDTH)
     for found in ranks(2, bytes_by_step):
         assert found == [2 * gathered + reduced // 2] * 3

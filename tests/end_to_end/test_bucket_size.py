@@ -14,8 +14,10 @@ from meshwright.capture.builder import capture
 from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.cluster import CollectiveTiming, Operation
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import Mesh
 from meshwright.models import MLP, classification_loss
 from meshwright.planner import bucket_size
+from meshwright.planner.algorithms import in_a_box
 from meshwright.planner.bucket_size import ALIKE, LADDER_BYTES, peak_bytes
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
@@ -119,3 +121,17 @@ def test_a_plan_for_another_batch_keeps_its_buckets() -> None:
 def test_what_is_foretold_of_a_plan_is_of_its_buckets() -> None:
     plan = mw.plan(mlp(), GPU, pipelines=False)
     assert plan.prediction == foretell(mlp(), plan, GPU).prediction
+
+
+def test_buckets_hide_between_cpus_of_two_boxes_and_not_within_one() -> None:
+    """Where nothing hides, as few as latency asks for; between boxes more, of which the last is short."""
+    box = mw.Cluster.load("cpu-local", NUM_RANKS)
+    (level,) = box.levels
+    between = msgspec.structs.replace(level, name="network", alpha_s=3e-4)
+    boxes = msgspec.structs.replace(box, levels=(between,))
+    within = msgspec.structs.replace(box, levels=(msgspec.structs.replace(level, alpha_s=3e-4),))
+    assert len(planned(within).buckets) == 1 < len(planned(boxes).buckets)
+    two = (msgspec.structs.replace(level, fan_out=4), msgspec.structs.replace(between, fan_out=2))
+    mesh = Mesh.of(dp=2, tp=4)
+    cluster = msgspec.structs.replace(box, levels=two)
+    assert [in_a_box(mesh, axis, cluster) for axis in ("dp", "tp")] == [False, True]

@@ -15,6 +15,9 @@ Operation = Literal[
     "reduce", "scatter", "gather", "barrier", "send",
 ]  # fmt: skip
 
+NETWORK = "network"
+"""The level between boxes, as calibration calls it: the innermost where each box has one rank."""
+
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """``count`` equal units among unlike ones: their levels, inner to outer, and their device (None: the cluster's)."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
-from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster import NETWORK, Cluster
 from meshwright.ir.mesh import JOIN, Mesh
 from meshwright.ir.resharding import Link
 
@@ -43,6 +43,8 @@ def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
         return True
     if cluster.device.kind != "cpu" or not cluster.levels:
         return False
-    box = cluster.levels[-1]
+    box = cluster.levels[0]
+    if box.name == NETWORK:
+        return False
     one_box = len(cluster.levels) == 1  # which may hold more ranks than devices
     return one_box or all(cluster.level_of(*ranks).name == box.name for ranks in mesh.groups(axis))

@@ -20,10 +20,10 @@ from meshwright.comm.groups import axis_groups, boxes_of, broadcast_along, chann
 from meshwright.comm.transport import mpi
 from meshwright.comm.transport.base import Channel
 from meshwright.errors import LaunchError
-from meshwright.ir.cluster import CollectiveTiming, Operation
+from meshwright.ir.cluster import NETWORK, CollectiveTiming, Operation
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ops import collectives
-from meshwright.runtime.measured import BOX, NETWORK
+from meshwright.runtime.measured import BOX
 from meshwright.schedules.collectives.choice import MPI, NATIVE, candidates, in_pieces
 from meshwright.schedules.collectives.hierarchy import equal_boxes
 

@@ -6,7 +6,7 @@ import time
 import msgspec
 import torch
 
-from meshwright.ir.cluster import Calibration, Cluster, CollectiveTiming, Level
+from meshwright.ir.cluster import NETWORK, Calibration, Cluster, CollectiveTiming, Level
 from meshwright.ir.device import Condition, Curve, Device, Kernels
 from meshwright.ir.kind import COMPUTE
 from meshwright.runtime import launch
@@ -14,7 +14,7 @@ from meshwright.runtime.machine import machine_name
 
 BUSY_SPREAD = 0.15
 """More than this, and somebody else is using the machine."""
-BOX, NETWORK = "box", "network"
+BOX = "box"
 
 Seconds = dict[str, list[tuple[float, float]]]
 """By kind, (size, seconds of a call)."""
