@@ -36,18 +36,18 @@ def mlp(batch: int = 4096) -> Graph:
     return capture(model, classification_loss, data).graph
 
 
-def network(alpha_s: float, byte_s: float) -> mw.Cluster:
+def network(alpha_s: float, byte_s: float, base: mw.Cluster = GPU, algorithm: str = "native") -> mw.Cluster:
     """Whose collectives are measured to take this."""
     operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
     rows = tuple(
         CollectiveTiming(
-            operation=one, algorithm="native", level=GPU.levels[0].name, ranks=NUM_RANKS, bytes=size,
+            operation=one, algorithm=algorithm, level=base.levels[0].name, ranks=NUM_RANKS, bytes=size,
             time_s=alpha_s + byte_s * size,
         )
         for one in operations
         for size in (2**10, 2**30)
     )  # fmt: skip
-    return msgspec.structs.replace(GPU, collectives=rows)
+    return msgspec.structs.replace(base, collectives=rows)
 
 
 def planned(cluster: mw.Cluster, room_bytes: float | None = None, **layout: int) -> mw.Plan:
@@ -131,6 +131,8 @@ def test_buckets_hide_between_cpus_of_two_boxes_and_not_within_one() -> None:
     boxes = msgspec.structs.replace(box, levels=(between,))
     within = msgspec.structs.replace(box, levels=(msgspec.structs.replace(level, alpha_s=3e-4),))
     assert len(planned(within).buckets) == 1 < len(planned(boxes).buckets)
+    by_threads, in_rounds = (network(4e-3, 7e-10, boxes, name) for name in ("native", "ring"))
+    assert len(planned(in_rounds).buckets) == 1 < len(planned(by_threads).buckets), "starting sends the first round"
     two = (msgspec.structs.replace(level, fan_out=4), msgspec.structs.replace(between, fan_out=2))
     mesh = Mesh.of(dp=2, tp=4)
     cluster = msgspec.structs.replace(box, levels=two)

@@ -18,6 +18,7 @@ from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Note, Plan
 from meshwright.planner.algorithms import in_a_box
 from meshwright.planner.buckets import BUCKET_BYTES, Member, filled
+from meshwright.schedules.collectives.choice import NATIVE, chosen
 from meshwright.schedules.pipeline import schedule_of
 
 LADDER_BYTES = tuple(2**power for power in range(20, 27))
@@ -141,8 +142,15 @@ class _Scale:
 
     # --- buckets on their way ----------------------------------------------------------------------------------------
 
-    def _hides(self, axis: str) -> bool:
-        return self.cluster.device.kind != "cpu" or not in_a_box(self.plan.mesh, axis, self.cluster)
+    def _hides(self, operation: str, bucket: Bucket) -> bool:
+        """Whether it goes on beside what a rank computes. Of CPUs, those between boxes do that somebody else carries
+        (torch.distributed's threads), or that have all sent when they start: one round."""
+        if self.cluster.device.kind != "cpu":
+            return True
+        if in_a_box(self.plan.mesh, bucket.axis, self.cluster):
+            return False
+        name = chosen(bucket.algorithm, operation, bucket.num_bytes)
+        return name in (NATIVE, "star") or (name == "butterfly" and self.plan.mesh.size(bucket.axis) == 2)
 
     def _seconds(self, collective: str, axis: str, num_bytes: float) -> float:
         group = axis_group(self.plan.mesh, axis)
@@ -151,7 +159,7 @@ class _Scale:
     def _gathers(self, buckets: Sequence[Bucket]) -> list[Transfer]:
         return [
             Transfer(one.axis, one.parameters, self._seconds("all_gather", one.axis, one.num_bytes),
-                     hides=self._hides(one.axis))
+                     hides=self._hides("all_gather", one))
             for one in buckets
         ]  # fmt: skip
 
@@ -161,13 +169,14 @@ class _Scale:
     def _reduction(self, one: Bucket) -> Transfer:
         cut = isinstance(self.plan.storage(one.parameters[0]).get(one.axis), Flat)
         left = one.num_bytes // self.plan.mesh.size(one.axis) if cut else one.num_bytes
+        operation = "reduce_scatter" if cut else "all_reduce"
         return Transfer(
             one.axis,
             one.parameters,
-            self._seconds("reduce_scatter" if cut else "all_reduce", one.axis, one.num_bytes),
+            self._seconds(operation, one.axis, one.num_bytes),
             after_s=sum(self._seconds("all_reduce", axis, left) for axis in one.across),
             alone=cut,
-            hides=self._hides(one.axis),
+            hides=self._hides(operation, one),
         )
 
     # --- in words ----------------------------------------------------------------------------------------------------
