@@ -122,7 +122,11 @@ def test_two_axes_split_differently(ranks: Ranks, name: str, layout: mw.Layout) 
 
 
 def test_three_axes_split_samples_rows_and_filters(ranks: Ranks) -> None:
-    pins = {"blocks.*.conv1": "sample@m1 height@m2 filter@m3", "blocks.*.conv2": "sample@m1 channel@m2 width@m3"}
+    pins = {
+        "*": "sample@m1",
+        "blocks.*.conv1": "sample@m1 height@m2 filter@m3",
+        "blocks.*.conv2": "sample@m1 channel@m2 width@m3",
+    }
     check(ranks, "ResNet", mw.Layout(mixed=(2, 2, 2), pin=pins))
 
 
