@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.planner.intra_op import eliminate
-from meshwright.planner.intra_op.integer import solve_core
+from meshwright.planner.intra_op import solve as intra_op_solve
+from meshwright.planner.intra_op.integer import Found, solve_core
 from meshwright.planner.intra_op.problem import IMPOSSIBLE, Node, Problem, Tensor, table_of
 from meshwright.planner.intra_op.solve import solve, solve_by_trying
 
@@ -96,6 +100,29 @@ def test_chains_trees_and_rings_need_no_integer_program() -> None:
     found = solve(Problem(nodes, ring))
     assert found is not None
     assert found.left == 0
+
+
+def test_the_program_gets_small_tables_where_elimination_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One decision has four neighbours, the others all have each other: to eliminate more would take 26 ** 6 entries,
+    and the first alone leaves a table of 26 ** 4."""
+    cores = []
+
+    def recorded(core: eliminate.Core, *others: Any) -> Found:
+        cores.append(core)
+        return solve_core(core, *others)
+
+    monkeypatch.setattr(intra_op_solve, "solve_core", recorded)
+    count, choices, places = 8, 26, np.arange(26)
+    pairs = [(0, other) for other in range(1, 5)] + list(itertools.combinations(range(1, count), 2))
+    differ = 1.0 - np.eye(choices)
+    tensors = tuple(Tensor(one, places, ((other, places),), differ) for one, other in pairs)
+    costs = np.random.default_rng(0).integers(1, 9, (count, choices)).astype(float)
+    costs[:, 11] = 0.5
+    nodes = tuple(Node(f"n{index}", each, np.zeros((0, choices))) for index, each in enumerate(costs))
+    found = solve(Problem(nodes, tensors))
+    assert found is not None
+    assert (found.choices, found.left) == ((11,) * count, count)
+    assert max(len(table.scope) for core in cores for table in core.tables) == 2
 
 
 def test_readers_that_want_the_same_pay_once() -> None:

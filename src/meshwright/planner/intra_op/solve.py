@@ -10,6 +10,8 @@ from meshwright.planner.intra_op.integer import solve_core
 from meshwright.planner.intra_op.problem import Problem
 
 TIME_LIMIT_S = 60.0
+WIDEST = 2
+"""Neighbours of what is eliminated before the integer program: all tables that it gets are between two nodes."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,13 @@ def solve(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> Solution | No
     Raises:
         TimeoutError: choices that fit may exist, but none were found in time.
     """
-    found = _from(simplify(problem), False, time_limit_s)
+    core = simplify(problem)
+    if core.nodes:  # the program solves many small tables sooner than few large ones
+        core = simplify(problem, widest=WIDEST)
+    found = _from(core, False, time_limit_s)
     if found is None or problem.fits(found.choices):
         return found
-    return _from(simplify(problem, limited=True, widest=2), True, time_limit_s)
+    return _from(simplify(problem, limited=True, widest=WIDEST), True, time_limit_s)
 
 
 def _from(core: Core, limited: bool, time_limit_s: float) -> Solution | None:
