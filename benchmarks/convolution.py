@@ -147,7 +147,7 @@ def costs(graph: Graph, plan: mw.Plan, cluster: mw.Cluster) -> tuple[float, Pred
 
 
 def ways(graph: Graph, plan: mw.Plan) -> tuple[set[str], set[str]]:
-    """How convolutions and how products are split, those that are: by ``batch``, or by another factor's letter."""
+    """How convolutions and how products are split: by ``batch``, by another factor's letter, or by ``none``."""
     found: tuple[set[str], set[str]] = (set(), set())
     for one in graph.operators:
         if not one.backward and kind_of(one) in COMPUTE:
@@ -156,13 +156,14 @@ def ways(graph: Graph, plan: mw.Plan) -> tuple[set[str], set[str]]:
                 graph.factor_classes[one.classes[letter]].role == "batch"
                 for letter in letters[-1:] if letter in one.classes
             )  # fmt: skip
-            if letters:
-                found[kind_of(one) == "matmul"].add("batch" if batch else letters[-1])
+            found[kind_of(one) == "matmul"].add("batch" if batch and letters else (letters or ["none"])[-1])
     return found
 
 
 def plans() -> tuple[list[Finding], str]:
-    """The planning targets, and the plans beside the pure ones as text."""
+    """The planning targets, and the plans beside the pure ones as text. Batches are large enough to pay for more than
+    one device: a step of 16 images for Wide-ResNet, or 32 for GoogLeNet, takes one device less time than eight that are
+    joined by slow links, and the fastest plan divides no convolution."""
     told: list[str] = []
     found: list[Finding] = []
     cases = [
@@ -171,7 +172,7 @@ def plans() -> tuple[list[Finding], str]:
     ]  # fmt: skip
     for name, make, batch, where in cases:
         graph, cluster = captured(make, batch), mw.Cluster.load(where).resized(8)
-        plan = mw.plan(graph, cluster, devices=8, memory_bytes=1e15)
+        plan = mw.plan(graph, cluster, devices=8)
         sides = {"planned": plan}
         for layout in (mw.Layout(dp=8), mw.Layout(tp=8)):
             sides[layout_text(layout)] = mw.plan(graph, cluster, layout=layout)
@@ -186,11 +187,13 @@ def plans() -> tuple[list[Finding], str]:
         convolutions, products = ways(graph, plan)
         least = min(step_s for side, (step_s, _) in priced.items() if side != "planned")
         ratio = priced["planned"][0] / least
-        mixed = len(convolutions | products) > 1
-        as_asked = convolutions == {"batch"} and "batch" not in products if name == "AlexNet" else mixed
+        if name == "AlexNet":
+            as_asked = convolutions == {"batch"} and not products & {"batch", "none"}
+        else:  # what stays whole is no way to split
+            as_asked = len((convolutions | products) - {"none"}) > 1
         good = as_asked and ratio <= 1.02
         found.append(Check(
-            target=f"plan of {name} on {where}: " + (
+            target=f"plan of {name}, batch {batch}, on {where}: " + (
                 "convolutions by sample, dense layers by tensor" if name == "AlexNet" else "mixed"),
             verdict="pass" if good else "fail", passed=int(good), total=1,
             measured=f"{layout_text(plan.layout)}: {ratio:.3f} of the better pure plan; convolutions split by "

@@ -69,3 +69,16 @@ def dispatched_in_a_step(microbatches: int) -> list[str]:
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_step_does_not_dispatch_its_collectives(ranks: Ranks, microbatches: int) -> None:
     assert ranks(2, dispatched_in_a_step, microbatches) == [[], []]
+
+
+def summed_parts() -> list[float]:
+    """This rank's parts of the sums of a column, of one number that stands for all, and of a row."""
+    assert dist.group.WORLD is not None
+    values = [torch.arange(12.0).view(6, 2)[:, 1], torch.full((1,), 3.0).expand(4), torch.arange(2.0)]
+    group = dist.group.WORLD.group_name
+    started = collectives.OPERATORS.reduce_to_parts_start(values, group, 2, "star")
+    return collectives.OPERATORS.wait(started).tolist()
+
+
+def test_gradients_that_are_not_in_one_piece_are_summed_to_parts(ranks: Ranks) -> None:
+    assert ranks(2, summed_parts) == [[2.0, 6.0, 10.0, 6.0, 6.0, 0.0], [14.0, 18.0, 22.0, 6.0, 6.0, 2.0]]

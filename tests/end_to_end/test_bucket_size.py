@@ -97,10 +97,21 @@ def test_larger_buckets_stay_within_memory() -> None:
     free, usual = planned(cluster, zero=3), planned(cluster, room_bytes=0, zero=3)
     most, least = (peak_bytes(mlp(), one, cluster, ADAMW) for one in (free, usual))
     assert most > least, "what buckets hold is counted"
+    found = []
     for part in (0.0, 0.3, 0.6, 1.0):
         limit = least + part * (most - least)
-        assert peak_bytes(mlp(), planned(cluster, room_bytes=limit, zero=3), cluster, ADAMW) <= limit
+        found.append(peak_bytes(mlp(), planned(cluster, room_bytes=limit, zero=3), cluster, ADAMW))
+        assert found[-1] <= limit
+    assert found[-1] == most
+    assert least < found[2] < most, "where there is some room, it is used"
     assert planned(cluster, room_bytes=1.0, zero=3).gathers == usual.gathers, "none fits: no larger than usual"
+
+
+def test_a_layout_has_buckets_within_the_memory_that_is_given() -> None:
+    cluster, layout = network(1e-4, 1e-12), mw.Layout(dp=NUM_RANKS, zero=3)
+    free, tight = (mw.plan(mlp(), cluster, layout=layout, memory_bytes=room) for room in (None, 1.0))
+    assert tight.gathers == planned(cluster, room_bytes=0, zero=3).gathers
+    assert max(one.num_bytes for one in free.gathers) > max(one.num_bytes for one in tight.gathers)
 
 
 def test_the_plan_says_what_other_sizes_cost() -> None:

@@ -23,7 +23,7 @@ from meshwright.ir.precision import Precision
 from meshwright.ir.trace import Trace
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.auto import plan_auto
-from meshwright.planner.explicit import adapt_plan, plan_layout
+from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.notes import check_strict
 from meshwright.simulate.faults import Faults
@@ -66,10 +66,11 @@ def plan(
     """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
     it was calibrated, else ``cpu-local``).
 
-    Without a layout the fastest one that fits is searched (``planner.auto``), with ``memory_bytes`` for each rank
-    (default: what a device of the cluster has); ``pipelines=False`` divides operators alone, and makes no stages;
-    ``offload=True`` may put optimizer state on the host, where nothing fits otherwise. An
-    operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
+    ``memory_bytes`` are for each rank (default: what a device of the cluster has). Without a layout the fastest that
+    fits them is searched (``planner.auto``); with one they say how large buckets may be. ``pipelines=False`` divides
+    operators alone, and makes no stages; ``offload=True`` may put optimizer state on the host, where nothing fits
+    otherwise. An operator without a rule runs whole on every rank, and the plan says what that costs; ``strict``
+    refuses it.
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory.
@@ -85,7 +86,7 @@ def plan(
             graph, world_size, known, memory_bytes=memory_bytes, pipelines=pipelines, offload=offload, progress=progress
         )
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
-    return plan_layout(graph, layout, world_size=world_size, cluster=known)
+    return plan_layout(graph, layout, world_size=world_size, cluster=known, ask=Ask(room_bytes=memory_bytes))
 
 
 def simulate(

@@ -144,13 +144,15 @@ class _Scale:
 
     def _hides(self, operation: str, bucket: Bucket) -> bool:
         """Whether it goes on beside what a rank computes. Of CPUs, those between boxes do that somebody else carries
-        (torch.distributed's threads), or that have all sent when they start: one round."""
+        (torch.distributed's threads), or that send all in one round, most of it when they start."""
         if self.cluster.device.kind != "cpu":
             return True
         if in_a_box(self.plan.mesh, bucket.axis, self.cluster):
             return False
         name = chosen(bucket.algorithm, operation, bucket.num_bytes)
-        return name in (NATIVE, "star") or (name == "butterfly" and self.plan.mesh.size(bucket.axis) == 2)
+        if operation == "all_reduce":
+            return name == NATIVE or (name == "butterfly" and self.plan.mesh.size(bucket.axis) == 2)
+        return name in (NATIVE, "star")
 
     def _seconds(self, collective: str, axis: str, num_bytes: float) -> float:
         group = axis_group(self.plan.mesh, axis)

@@ -1,11 +1,13 @@
 """Where to cut a graph in stages: few, small live tensors, at borders of modules, stages of equal work."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.stages import forward_operators
+from meshwright.ir.layout import Layout
+from meshwright.ir.stages import cut, forward_operators
 
 FLOPS_PER_S, BYTES_PER_S, SENT_BYTES_PER_S = 1e11, 2e10, 2e9
 """Without a cluster: of one core, and between two."""
@@ -172,3 +174,15 @@ def _block(operator: Operator) -> str:
 def _worth(forward: list[Operator], index: int) -> bool:
     """Whether both sides hold a product."""
     return any(one.flops > 0 for one in forward[:index]) and any(one.flops > 0 for one in forward[index:])
+
+
+def between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> frozenset[str]:
+    """Parameters that stages of different sizes share. No cut holds in all of them, so that they are stored whole."""
+    divided = cut(graph, choose_cut(graph, layout.pp * layout.chunks, cluster))
+    sizes = [layout.of_stage(index) for index in range(layout.pp)]
+
+    def differ(stages: Iterable[int]) -> bool:
+        return len({(sizes[one % layout.pp].dp, sizes[one % layout.pp].tp) for one in stages}) > 1
+
+    shared = {name for name, owners in divided.owners.items() if differ(owners)}
+    return frozenset(shared.intersection(graph.parameters))

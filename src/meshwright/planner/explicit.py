@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -23,7 +22,7 @@ from meshwright.ir.stages import Cut, cut
 from meshwright.planner.algorithms import algorithms_of, links_of
 from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
-from meshwright.planner.cut import choose_cut, follow_cut
+from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
 from meshwright.planner.derive import (
     grouped,
     parameter_storage,
@@ -52,9 +51,9 @@ class Ask:
 
     ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
     ``whole``: parameters that must not be cut. ``by_rule``: tensor parallel as Megatron-LM divides it by hand (columns,
-    then rows; whole heads; the vocabulary where that pays), for comparisons. ``room_bytes``: of a rank,
-    within which buckets are as large as is best (default: what a device has); 0: they are of the usual size. ``known``
-    keeps solutions.
+    then rows; whole heads; the vocabulary where that pays), for comparisons. ``room_bytes``: of a rank, within which
+    buckets are as large as is best (default: what a device has); 0: they are of the usual size. ``known`` keeps
+    solutions.
     """
 
     explains: bool = True
@@ -106,7 +105,8 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     """One plan; where stages differ in sizes, put together from one plan for each."""
     if not layout.stage_sizes:
         return _Planner(graph, layout, layout.mesh(), cluster, base, ask).plan()
-    ask = replace(ask, whole=ask.whole | _between_sizes(graph, layout, cluster) if base is None else ask.whole)
+    shared = between_sizes(graph, layout, cluster) if base is None else frozenset()
+    ask = replace(ask, whole=ask.whole | shared, room_bytes=0)  # each of the plans knows but a part of its stages
     plans = []
     for index in range(layout.pp):
         own = layout.of_stage(index)
@@ -132,18 +132,6 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
         links={axis: one for plan in plans for axis, one in plan.links.items()},
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
-
-
-def _between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> frozenset[str]:
-    """Parameters that stages of different sizes share. No cut holds in all of them, so that they are stored whole."""
-    divided = cut(graph, choose_cut(graph, layout.pp * layout.chunks, cluster))
-    sizes = [layout.of_stage(index) for index in range(layout.pp)]
-
-    def differ(stages: Iterable[int]) -> bool:
-        return len({(sizes[one % layout.pp].dp, sizes[one % layout.pp].tp) for one in stages}) > 1
-
-    shared = {name for name, owners in divided.owners.items() if differ(owners)}
-    return frozenset(shared.intersection(graph.parameters))
 
 
 class _Planner:

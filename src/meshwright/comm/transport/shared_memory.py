@@ -50,7 +50,7 @@ SPINS, YIELDS = 100, 16
 """Looks before it sleeps, and looks between which others may have the core: less than a sleep costs."""
 ENDED = "it has ended"
 SHORT_BYTES = 2**14
-"""A message of at most so many is copied without PyTorch's dispatcher, which takes longer than the copy."""
+"""A message of at most so many, in one piece, is copied without PyTorch's dispatcher, which takes longer."""
 VIEWS = 4096
 """Tensors over slots that are kept."""
 
@@ -214,7 +214,7 @@ class SharedMemory:
         if (theirs.consumed.value - number + slots - 1) & _BEHIND:
             return False
         slot, num_bytes = number % slots, part.nbytes
-        if num_bytes <= SHORT_BYTES and part.is_cpu:
+        if num_bytes <= SHORT_BYTES and part.is_contiguous() and part.is_cpu:
             _MOVE(mine.addresses[slot], part.data_ptr(), num_bytes)
         else:
             num, dtype = part.numel(), part.dtype

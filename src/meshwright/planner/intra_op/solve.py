@@ -11,7 +11,9 @@ from meshwright.planner.intra_op.problem import Problem
 
 TIME_LIMIT_S = 60.0
 WIDEST = 2
-"""Neighbours of what is eliminated before the integer program: all tables that it gets are between two nodes."""
+"""Neighbours of what is eliminated where the integer program needs small tables: all are between two nodes then."""
+LARGEST_IN_PROGRAM = 100_000
+"""Entries of a table that elimination left, each a column of the program."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def solve(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> Solution | No
         TimeoutError: choices that fit may exist, but none were found in time.
     """
     core = simplify(problem)
-    if core.nodes:  # the program solves many small tables sooner than few large ones
+    if any(one.costs.size > LARGEST_IN_PROGRAM for one in core.tables):
         core = simplify(problem, widest=WIDEST)
     found = _from(core, False, time_limit_s)
     if found is None or problem.fits(found.choices):
