@@ -316,8 +316,8 @@ Memory is that of the rank that needs most, beyond what it held after a step of 
 {LARGE.layers} layers, {LARGE.width} wide, {LARGE.heads} heads, vocabulary {LARGE.vocabulary}, batch {LARGE_BATCH} x
 {LARGE.sequence_length}, AdamW, float32. Persistent: resident between steps, after malloc_trim: parameters, optimizer
 state, and the memory in which gradients are summed up over micro-batches, which stays. Peak: VmHWM over two steps,
-reset before. Predicted: what plans are made with. "in {NUM_RANKS}s" is hybrid: of {2 * NUM_RANKS} ranks, neighbours
-share what ZeRO cuts, and pairs hold copies.
+reset before. Predicted: what plans are made with. "in groups of {NUM_RANKS}" is hybrid: of {2 * NUM_RANKS} ranks,
+neighbours share what ZeRO cuts, and pairs hold copies.
 
 Exposed communication is what computing stands still for, by the trace of every step, of the rank that waits least (the
 other waits for it, too), median of {overlap.STEPS} steps; two network namespaces joined at 1 Gbit/s, beside the

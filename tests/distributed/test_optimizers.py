@@ -24,7 +24,7 @@ LAYOUTS = {
     "tp2 x pp2": mw.Layout(tp=2, pp=2, microbatches=2),
     "zero1": mw.Layout(dp=2, zero=1),
     "zero2, m2": mw.Layout(dp=2, zero=2, microbatches=2),
-    "zero3 in 2s": mw.Layout(dp=4, zero=3, zero_ranks=2),
+    "zero3 in groups of 2": mw.Layout(dp=4, zero=3, zero_ranks=2),
     "zero3 x tp2": mw.Layout(dp=2, tp=2, zero=3),
     "zero1 x pp2": mw.Layout(dp=2, pp=2, microbatches=2, zero=1),
 }

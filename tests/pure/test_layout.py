@@ -54,4 +54,5 @@ def test_zero_cuts_over_ranks_that_share_the_batch(layout: Layout, mesh: str, ax
 
 def test_text() -> None:
     assert layout_text(Layout(dp=2, zero=3)) == "dp2, zero3"
-    assert layout_text(Layout(dp=4, zero=1, zero_ranks=2, microbatches=4)) == "dp4, zero1 in 2s, 4 micro-batches"
+    hybrid = Layout(dp=4, zero=1, zero_ranks=2, microbatches=4)
+    assert layout_text(hybrid) == "dp4, zero1 in groups of 2, 4 micro-batches"

@@ -240,7 +240,7 @@ def layout_text(layout: Layout) -> str:
         axes += " x " * bool(axes) + "mixed " + "x".join(map(str, layout.mixed))
     words = [axes or "one rank"]
     if layout.zero:
-        words.append(f"zero{layout.zero}" + (f" in {layout.zero_ranks}s" if layout.zero_ranks else ""))
+        words.append(f"zero{layout.zero}" + (f" in groups of {layout.zero_ranks}" if layout.zero_ranks else ""))
     if layout.offload != "none":
         words.append(f"{layout.offload} on the host")
     if layout.precision is not None:

@@ -36,9 +36,10 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt(3)
 def keep_memory() -> None:
     """Let glibc's allocator keep what a step gives back, for the next one: else the system takes it, and zeroes it
     again page by page, which costs a tenth of some steps on a CPU (docs/decisions/0012-memory-is-kept.md). Other
-    allocators are left alone. Blocks over 32 MiB, the most that glibc allows here, still come from the system."""
+    allocators are left alone. Blocks over 20 MiB still come from the system: few, and the holes that they leave in the
+    heap are the largest."""
     settings = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if settings is not None:
         settings(_TRIM_THRESHOLD, 2**31 - 1)
         settings(_TOP_PAD, 64 * 2**20)
-        settings(_MMAP_THRESHOLD, 32 * 2**20)
+        settings(_MMAP_THRESHOLD, 20 * 2**20)
