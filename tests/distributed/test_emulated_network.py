@@ -144,28 +144,41 @@ def fails() -> None:
     raise RankError("it fails here")
 
 
-def _networks() -> set[str]:
-    """The network namespaces of all tasks of the machine that are not this one's."""
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the environment of all processes that this test starts has in it: tests beside it make networks too."""
+    monkeypatch.setenv("MESHWRIGHT_TEST", str(tmp_path))
+    return f"MESHWRIGHT_TEST={tmp_path}"
+
+
+def _networks(mark: str) -> set[str]:
+    """The network namespaces, other than this task's, of tasks of this process and of processes with the mark."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/task/[0-9]*/ns/net"):
-        try:
-            found.add(os.readlink(path))
-        except OSError:  # it has ended
-            continue
+    for process in Path("/proc").glob("[0-9]*"):
+        for task in process.glob("task/*"):
+            try:
+                if process.name == str(os.getpid()) or mark.encode() in (task / "environ").read_bytes().split(b"\0"):
+                    found.add(os.readlink(task / "ns/net"))
+            except OSError:  # it has ended
+                continue
     return found - {os.readlink("/proc/self/ns/net")}
 
 
 @emulated
-def test_nothing_is_left_after_an_error(tmp_path: Path) -> None:
-    before = _networks()
+def test_nothing_is_left_after_an_error(tmp_path: Path, mark: str) -> None:
     with pytest.raises(RankError, match="it fails here"):
         run_in_boxes(fails, boxes=(0, 1), rates_bits_per_s=(1e9, 5e8), directory=tmp_path)
     with pytest.raises(LaunchError, match="tc qdisc"), EmulatedNetwork((1e9, -1)):
         pass
-    deadline = time.monotonic() + 120
-    while _networks() - before and time.monotonic() < deadline:  # those of tests beside this one end with them
-        time.sleep(0.5)
-    assert _networks() <= before
+    assert not _left(mark)
+
+
+def _left(mark: str) -> set[str]:
+    """The networks that there still are when those who end have had ten seconds."""
+    deadline = time.monotonic() + 10
+    while (left := _networks(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 PROGRAM = """
@@ -181,23 +194,17 @@ with EmulatedNetwork((1e9, 1e9, 1e9)) as network:
 
 
 @emulated
-def test_nothing_is_left_of_a_program_that_is_killed() -> None:
+def test_nothing_is_left_of_a_program_that_is_killed(mark: str) -> None:
     """A namespace lives on while a rank is in it, and ends with that."""
-    before = _networks()
     started = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, process_group=0)
     assert started.stdout is not None
     first, second = started.stdout.readline().strip(), started.stdout.readline().strip()
     assert first != second
-    made = _networks() - before
-    assert len(made) == 4, "three boxes and the switch"
+    assert len(_networks(mark)) == 4, "three boxes and the switch"
     os.killpg(started.pid, signal.SIGKILL)
     started.wait()
     started.stdout.close()
-    for _ in range(100):
-        if not made & _networks():
-            break
-        time.sleep(0.1)
-    assert not made & _networks()
+    assert not _left(mark)
 
 
 def test_every_box_has_a_rank_and_a_rate(tmp_path: Path) -> None:
