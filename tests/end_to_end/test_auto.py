@@ -16,7 +16,15 @@ from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
-from meshwright.models import GPT, GPTConfig, ResNet, classification_loss, language_model_loss
+from meshwright.models import (
+    GPT,
+    GPTConfig,
+    ResNet,
+    UNet,
+    classification_loss,
+    language_model_loss,
+    segmentation_loss,
+)
 from meshwright.planner import auto
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
@@ -143,6 +151,15 @@ def test_batch_norm_keeps_the_batch_whole() -> None:
     plan = mw.plan(graph, CLUSTER, devices=2)
     assert plan.microbatches == 1
     assert plan.layout.batch_statistics == "global"
+
+
+def test_of_two_alike_data_parallelism_is_simpler_than_mixed_axes() -> None:
+    """A U-Net's gradients are small: whatever its mixed axes find, no prediction tells it from data parallelism."""
+    images = {"image": torch.zeros(4, 3, 128, 128), "label": torch.zeros(4, 128, 128, dtype=torch.int64)}
+    plan = mw.plan(mw.capture(UNet(2, 16), segmentation_loss, images), CLUSTER, devices=2)
+    assert layout_text(plan.layout) == "dp2"
+    (mixed,) = [one for one in plan.alternatives if one.layout == "mixed 2"]
+    assert mixed.why.endswith("which is within what can be foretold, and less simple")
 
 
 # --- sequences, experts, and layouts by hand --------------------------------------------------------------------------

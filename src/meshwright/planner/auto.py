@@ -285,11 +285,12 @@ def _is_by_rule(layout: Layout) -> bool:
     return layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel
 
 
-def _complexity(layout: Layout) -> tuple[int, int, int, int, int]:
+def _complexity(layout: Layout) -> tuple[int, bool, int, int, int, int]:
     sizes = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, *layout.mixed)
     axes = sum(size > 1 for size in sizes) + layout.sequence_parallel + (layout.context == "ring")
     return (
         axes,
+        bool(layout.mixed),
         layout.chunks,
         layout.microbatches,
         layout.zero + (layout.offload != "none"),
