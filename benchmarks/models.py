@@ -1,10 +1,11 @@
 """Do Hugging Face models, as they come, train in parallel as in one process, as fast as promised, as well laid out?
 
-Run as ``make bench-models``; writes results/models.md and .json. ``--only`` runs parts: ``parity`` (every model under
-every layout against one process in float64), ``quality`` ("auto" against layouts by hand, simulated), and on two quiet
-cores ``speed`` (beside eager PyTorch and DistributedDataParallel), ``compiled``, ``chosen`` ("auto" beside all layouts
-measured) and ``memory``. A word before them selects cases by name: ``Llama --only speed compiled``. The exit code is
-1 if a target is missed.
+Run as ``make bench-models``; writes results/models-parity.md of every model under every layout against one process in
+float64 (the part ``parity``), and results/models.md of the parts ``quality`` ("auto" against layouts by hand,
+simulated), and on two quiet cores ``speed`` (beside eager PyTorch and DistributedDataParallel), ``compiled``,
+``chosen`` ("auto" beside all layouts measured) and ``memory``; each with a .json. ``--only`` runs parts. A word before
+it selects cases by name: ``Llama --only speed compiled``. A file is written when all of its parts ran, with all cases.
+The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from tests.distributed.hugging_face import LAYOUTS, Found
 from tests.distributed.pool import Ranks, RanksFailedError
 
 COMMAND = "make bench-models"
-PARTS = ("parity", "quality", "speed", "compiled", "chosen", "memory")
+FILES = {"models-parity": ("parity",), "models": ("quality", "speed", "compiled", "chosen", "memory")}
+PARTS = tuple(part for parts in FILES.values() for part in parts)
 PARITY_STEPS = 2
 TIMEOUT_S = 600.0
 
@@ -133,7 +135,7 @@ def others(parts: Sequence[str], only: str, rounds: int, steps: int, cluster: st
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, print what they find, and write it if all ran."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="the parts; fewer write no file")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts")
     parser.add_argument("name", nargs="?", default="", help="only cases that have this in their name; writes no file")
     parser.add_argument("--rounds", type=int, default=model_steps.ROUNDS, help="alternating rounds")
     parser.add_argument("--steps", type=int, default=model_steps.STEPS, help="steps in a round")
@@ -141,49 +143,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")  # of the models' libraries
     start, console = time.monotonic(), Console()
-    rows: list[Row] = []
-    results: list[Finding] = []
+    whole = {name for name, parts in FILES.items() if set(parts) <= set(options.only) and not options.name}
+    failed = False
     if "parity" in options.only:
         rows = parity(console, options.name)
         console.print(table(rows), highlight=False, markup=False, soft_wrap=True)
-        results.append(parity_finding(rows))
-        report.show(results[-1])
+        found = parity_finding(rows)
+        report.show(found)
+        failed = found.verdict == "fail"
+        if "models-parity" in whole:
+            _write("models-parity", "Hugging Face models beside one process", [found], _parity_text(rows))
+    results: list[Finding] = []
     for one in others(options.only, options.name, options.rounds, options.steps, options.cluster):
         results.append(one)
         report.show(one)
-    if set(options.only) == set(PARTS) and not options.name:
-        settings = {
-            one.series[one.ours].settings: Settings(
-                dtype="float32",
-                ranks=int(one.series[one.ours].settings.split(", ")[-1].split()[0]),
-                threads=1,
-                sizes={"model": one.series[one.ours].settings, "width": model_steps.TIMED.width},
-            )
-            for one in results
-            if isinstance(one, Comparison)
-        }
-        timed = "a step: zero_grad, forward, loss, backward, update; from when all ranks have met"
-        report.write("models", "Hugging Face models", COMMAND, timed, settings, results, _text(rows))
-        print("written to benchmarks/results/models.md and .json")
+    if "models" in whole:
+        _write("models", "Hugging Face models: plans, speed and memory", results, TEXT)
     console.print(f"{time.monotonic() - start:.0f} s", highlight=False)
-    return int(any(one.verdict == "fail" for one in results))
+    return int(failed or any(one.verdict == "fail" for one in results))
 
 
-def _text(rows: Sequence[Row]) -> str:
-    return f"""Parity: each cell is the largest error of {PARITY_STEPS} training steps against one process of eager
+def _write(name: str, title: str, results: Sequence[Finding], text: str) -> None:
+    settings = {
+        one.series[one.ours].settings: Settings(
+            dtype="float32",
+            ranks=int(one.series[one.ours].settings.split(", ")[-1].split()[0]),
+            threads=1,
+            sizes={"model": one.series[one.ours].settings, "width": model_steps.TIMED.width},
+        )
+        for one in results
+        if isinstance(one, Comparison)
+    }
+    timed = "a step: zero_grad, forward, loss, backward, update; from when all ranks have met"
+    report.write(name, title, COMMAND, timed, settings, results, text)
+    print(f"written to benchmarks/results/{name}.md and .json")
+
+
+def _parity_text(rows: Sequence[Row]) -> str:
+    return f"""Each cell is the largest error of {PARITY_STEPS} training steps against one process of eager
 PyTorch in float64, over all ranks, of losses and of all parameters and buffers afterwards: |a - b| / max(1, max|b|) for
 each tensor; bold: over {oracle.TOLERANCE:.0e}. Small configurations (2 layers, 4 heads, of Llama's kin 2 key and value
 heads), random weights, dropout off, unmodified models; casts to float32 inside a model are widened to float64 on both
 sides. Global batch {oracle.BATCH}, ragged labels, AdamW. In brackets: what "auto" chose. Empty: the layout does not fit
 (only Mixtral has experts; the class token of ViT and CLIP makes an odd sequence).
 
-{table(rows)}
+{table(rows)}"""
 
-Times: models of 2 layers, {model_steps.TIMED.width} features and {model_steps.TIMED.sequence} positions (GPT-S as in
-the foundation's benchmark), batch {model_steps.TIMED.batch}, SGD with momentum, float32, one thread a rank, gloo;
-medians over alternating rounds in the same processes. CLIP's loss over a part of the batch is another than over all of
-it, so that DistributedDataParallel trains it otherwise. "auto" against layouts by hand is simulated by the cost
-model."""
+
+TEXT = f"""Times: models of 2 layers, {model_steps.TIMED.width} features and {model_steps.TIMED.sequence} positions
+(GPT-S as in the foundation's benchmark), batch {model_steps.TIMED.batch}, SGD with momentum, float32, one thread a
+rank, gloo; medians over alternating rounds in the same processes. CLIP's loss over a part of the batch is another than
+over all of it, so that DistributedDataParallel trains it otherwise. "auto" against layouts by hand is simulated by the
+cost model. Memory is VmHWM of two steps beyond what the process held before them."""
 
 
 if __name__ == "__main__":
