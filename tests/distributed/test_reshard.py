@@ -2,13 +2,14 @@
 
 import itertools
 import random
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
+from meshwright.comm.backend import TOGETHER_BYTES  # and gives the collective operators their kernels
 from meshwright.comm.groups import axis_groups, gather_whole
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Flat, Partial, Placement, Placements, Replicate, Shard
@@ -148,12 +149,14 @@ def test_uneven_parts_are_resharded_too(ranks: Ranks, num_ranks: int, tp: int) -
 
 ODD = [(3,), (4, 3), (), (5, 2), (0, 3), (8, 2)]
 """Shapes of which most do not divide: their parts are padded."""
+LONG = [(301, 401), (1, 120000)]
+"""Shapes of which each part is sent in a message of its own."""
 
 
-def _in_parts(algorithm: str, sizes: dict[str, int]) -> list[str]:
+def _in_parts(algorithm: str, sizes: dict[str, int], shapes: list[tuple[int, ...]]) -> list[str]:
     groups = axis_groups(Mesh.of(**sizes), torch.distributed.get_rank(), {"dp": algorithm})
     group, generator = groups["dp"], torch.Generator().manual_seed(0)
-    terms = [torch.randn(group.size, *shape, generator=generator, dtype=torch.float64) for shape in ODD]
+    terms = [torch.randn(group.size, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
     mine = [one[group.index].clone() for one in terms]
     parts = [local_part(one.sum(0), {"dp": Flat()}, groups) for one in terms]
     options = group.name, group.size, group.algorithm
@@ -171,7 +174,11 @@ def _in_parts(algorithm: str, sizes: dict[str, int]) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("shapes", [ODD, LONG, [*ODD, *LONG, *ODD]], ids=["short", "long", "short and long"])
 @pytest.mark.parametrize(("algorithm", "sizes"), [("native", {"dp": 4}), ("exchange", {"dp": 2, "tp": 2})])
-def test_many_tensors_are_reduced_to_parts_and_gathered(ranks: Ranks, algorithm: str, sizes: dict[str, int]) -> None:
-    for wrong in ranks(4, _in_parts, algorithm, sizes):
+def test_many_tensors_are_reduced_to_parts_and_gathered(
+    ranks: Ranks, algorithm: str, sizes: dict[str, int], shapes: list[tuple[int, ...]]
+) -> None:
+    assert all(prod(shape) // 4 * 8 > TOGETHER_BYTES for shape in LONG)
+    for wrong in ranks(4, _in_parts, algorithm, sizes, shapes):
         assert wrong == []

@@ -1,7 +1,7 @@
 """The kernels of the collective operators: torch.distributed's own, or ours, started without waiting."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -23,6 +23,10 @@ from meshwright.schedules.collectives.choice import MPI, NATIVE
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _WORK = "_meshwright_work"
 """The attribute of a tensor in flight that holds what to wait for, and what is noted of it."""
+
+TOGETHER_BYTES = 128 * 2**10
+"""Parts of many tensors up to which they are copied into one message: each message of its own costs as much as copying
+about as much there and back."""
 
 
 class _Ranks(NamedTuple):
@@ -132,21 +136,23 @@ def gather_parts_start(
     result = _empty(flat[0], size * sum(counts), ranks, again)
     places = [one.view(size, -1) for one in result.split([size * count for count in counts])]
     name = ranks.mine.algorithm(algorithm, "all_gather", result.nbytes)
-    if name != NATIVE:
-        work: Work | None = None
-        told = ranks.mine.told(label, place())
-        for part, into in zip(flat, places, strict=True):  # who waits for the last waits for those before
-            work = ranks.carrier(name).all_gather(part, into, name, told)
-        return ranks.in_flight(result, work, "all_gather", label)
-    joined = torch.cat(flat)
+    together, alone = _together(counts, flat[0].element_size(), name)
+    joined = torch.cat([flat[index] for index in together]) if together else flat[0].new_empty(0)
     rows = joined.new_empty(size, joined.numel())
-    under_way = dist.all_gather_single(rows.view(-1), joined, ranks.group, async_op=True)
 
     def spread() -> None:
-        for into, part in zip(places, rows.split(counts, 1), strict=True):
-            into.copy_(part)
+        for index, row in zip(together, rows.split([counts[index] for index in together], 1), strict=True):
+            places[index].copy_(row)
 
-    return ranks.in_flight(result, _Then(under_way, spread, joined), "all_gather", label)
+    if name == NATIVE:
+        work: Work | None = dist.all_gather_single(rows.view(-1), joined, ranks.group, async_op=True)
+        return ranks.in_flight(result, _Then(work, spread, joined), "all_gather", label)
+    carrier, told, work = ranks.carrier(name), ranks.mine.told(label, place()), None
+    if together:
+        work = carrier.all_gather(joined, rows, name, told)
+    for index in alone:  # who waits for the last waits for those before
+        work = carrier.all_gather(flat[index], places[index], name, told)
+    return ranks.in_flight(result, _Then(work, spread, joined) if together else work, "all_gather", label)
 
 
 def reduce_to_parts_start(
@@ -157,17 +163,39 @@ def reduce_to_parts_start(
     rows = [_in_rows(value, size) for value in values]
     counts = [row.shape[1] for row in rows]
     result = _empty(values[0], sum(counts), ranks, again)
-    num_bytes = sum(row.nbytes for row in rows)
+    places, num_bytes = result.split(counts), sum(row.nbytes for row in rows)
     name = ranks.mine.algorithm(algorithm, "reduce_scatter", num_bytes)
-    if name != NATIVE:
-        work: Work | None = None
-        told = ranks.mine.told(label, place())
-        for row, into in zip(rows, result.split(counts), strict=True):
-            work = ranks.carrier(name).reduce_scatter(row, into, "sum", name, told)
-        return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
-    joined = torch.cat(rows, 1)
-    under_way = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks.group, async_op=True)
-    return ranks.in_flight(result, _Then(under_way, lambda: None, joined), "reduce_scatter", label, num_bytes)
+    together, alone = _together(counts, values[0].element_size(), name)
+    joined = torch.cat([rows[index] for index in together], 1) if together else rows[0].new_empty(size, 0)
+    if name == NATIVE:
+        work: Work | None = dist.reduce_scatter_single(
+            result, joined.view(-1), dist.ReduceOp.SUM, ranks.group, async_op=True
+        )
+        return ranks.in_flight(result, _Then(work, lambda: None, joined), "reduce_scatter", label, num_bytes)
+    carrier, told, work = ranks.carrier(name), ranks.mine.told(label, place()), None
+    sums = joined.new_empty(joined.shape[1])
+
+    def spread() -> None:
+        for index, one in zip(together, sums.split([counts[index] for index in together]), strict=True):
+            places[index].copy_(one)
+
+    if together:
+        work = carrier.reduce_scatter(joined, sums, "sum", name, told)
+    for index in alone:
+        work = carrier.reduce_scatter(rows[index], places[index], "sum", name, told)
+    started = _Then(work, spread, joined) if together else work
+    return ranks.in_flight(result, started, "reduce_scatter", label, num_bytes)
+
+
+def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[list[int], list[int]]:
+    """Which of many parts go in one message, copied together, and which alone: all together by torch.distributed, which
+    knows no other way; else those that take longer to be sent alone than to be copied."""
+    together: list[int] = []
+    alone: list[int] = []
+    for index, count in enumerate(counts):
+        short = algorithm == NATIVE or count * itemsize <= TOGETHER_BYTES
+        (together if short else alone).append(index)
+    return together, alone
 
 
 def _empty(like: Tensor, count: int, ranks: _Ranks, again: bool) -> Tensor:
