@@ -33,7 +33,7 @@ from tests.distributed import oracle
 from tests.distributed.pool import Ranks
 
 COMMAND = "make bench-foundation"
-ROUNDS = 15
+ROUNDS = 25
 STEPS = 3
 BATCH = 8
 NUM_BATCHES = 4
