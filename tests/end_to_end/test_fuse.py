@@ -257,3 +257,26 @@ def test_sums_that_are_only_returned_are_made_together() -> None:
     found = boxed_function(graph, {})([one, two, three])
     for got, expected in zip(found, (one * 2, three, two.exp(), one * 2, -one), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_largest_is_found_where_argmax_finds_it(data: st.DataObject) -> None:
+    """Also of several that are largest, and of what is not a number."""
+    numbers = data.draw(
+        st.lists(st.sampled_from([-1.0, 0.0, 2.0, float("inf"), float("nan")]), min_size=24, max_size=24)
+    )
+    value, dim, keeps = torch.tensor(numbers).view(2, 3, 4), data.draw(st.integers(-3, 2)), data.draw(st.booleans())
+    graph = fx.Graph()
+    graph.output([graph.call_function(aten.argmax.default, (graph.placeholder("a"), dim, keeps))])
+    fuse(graph)
+    assert _targets(graph) == [aten.max.dim, operator.getitem]
+    (found,) = boxed_function(graph, {})([value])
+    assert torch.equal(found, value.argmax(dim, keeps))
+
+
+def test_argmax_over_all_dims_stays() -> None:
+    graph = fx.Graph()
+    graph.output([graph.call_function(aten.argmax.default, (graph.placeholder("a"),))])
+    fuse(graph)
+    assert _targets(graph) == [aten.argmax.default]

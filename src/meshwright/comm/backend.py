@@ -23,10 +23,9 @@ from meshwright.schedules.collectives.choice import MPI, NATIVE
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _WORK = "_meshwright_work"
 """The attribute of a tensor in flight that holds what to wait for, and what is noted of it."""
-
 TOGETHER_BYTES = 128 * 2**10
-"""Parts of many tensors up to which they are copied into one message: each message of its own costs as much as copying
-about as much there and back."""
+"""Parts up to this size are copied into one message with others: between CPUs, to send one alone takes about as long as
+to copy so much there and back."""
 
 
 class _Ranks(NamedTuple):

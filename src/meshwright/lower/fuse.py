@@ -45,8 +45,9 @@ _ALIASES = VIEWS | {
 
 def fuse(graph: fx.Graph) -> None:
     """mm + add of a bias -> addmm, where both run on the same rank without a collective between them; both gradients of
-    a convolution in one call; relu -> clamp_min, which can write into its input; t(t(x)) -> x; reshape(reshape(x)) ->
-    reshape(x). What is known by its name (``meta["returned"]``) keeps its node."""
+    a convolution in one call; relu -> clamp_min, which can write into its input; argmax -> max, which finds
+    the same indices in less time; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x).
+    What is known by its name (``meta["returned"]``) keeps its node."""
     gradients: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -57,6 +58,8 @@ def fuse(graph: fx.Graph) -> None:
             _fuse_gradients(node, gradients)
         elif node.target is aten.relu.default:
             node.target, node.args = aten.clamp_min.default, (*node.args, 0)
+        elif node.target is aten.argmax.default:
+            _fuse_argmax(graph, node)
         elif node.target is aten.t.default:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.target is aten.t.default and not node.meta.get("returned"):
@@ -83,6 +86,15 @@ def _fuse_addmm(graph: fx.Graph, node: fx.Node) -> None:
         return
     node.target, node.args = aten.addmm.default, (bias, *product.args)
     graph.erase_node(product)
+
+
+def _fuse_argmax(graph: fx.Graph, node: fx.Node) -> None:
+    if len(node.args) < 2 or node.args[1] is None:
+        return
+    with graph.inserting_before(node):
+        largest = graph.call_function(aten.max.dim, node.args)
+    largest.meta = {key: value for key, value in node.meta.items() if key != "returned"}
+    node.target, node.args = operator.getitem, (largest, 1)
 
 
 def _fuse_gradients(node: fx.Node, before: dict[tuple[object, ...], fx.Node]) -> None:
