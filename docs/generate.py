@@ -309,6 +309,11 @@ def option_text(parameter: Any) -> str:
     return ", ".join(parameter.opts)
 
 
+RESULTS = (
+    "foundation", "pipelines", "zero", "large_batch", "collectives", "convolution", "convolution-parity", "planning",
+    "models", "models-parity", "prediction", "memory",
+)  # fmt: skip
+"""The results that README shows."""
 LONGEST = 20
 """Rows of a table in README; of longer ones it shows what is judged, or even what does not pass, and medians."""
 
@@ -319,7 +324,7 @@ def readme() -> str:
     before, start, rest = text.partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
     tables = []
-    for name in ("foundation", "pipelines", "zero", "collectives", "convolution", "planning", "prediction", "memory"):
+    for name in RESULTS:
         results = HERE.parent / "benchmarks" / "results" / f"{name}.md"
         if results.exists():
             found = results.read_text()
