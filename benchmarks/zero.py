@@ -53,6 +53,7 @@ from meshwright.models import (
     language_model_loss,
     segmentation_loss,
 )
+from meshwright.runtime.precision import missing_instructions
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
@@ -144,6 +145,14 @@ COMPARISONS = [
 ]
 
 
+PRECISIONS = {name: mw.Layout(dp=NUM_RANKS, precision=name) for name in ("bfloat16", "float32")}
+LOW_PRECISION = 0.8
+"""Of a step in float32, where the CPU has instructions for bfloat16."""
+EITHER = "GPT-S, dp2, either precision"
+LOW_SPREAD = 0.05
+"""Losses of 7.6, of products that are rounded to 8 bits."""
+
+
 class Memory(msgspec.Struct, frozen=True):
     """Bytes of one rank beyond what a process holds that has trained a small model: between steps, and at most."""
 
@@ -186,6 +195,18 @@ def sides_of(comparison: Comparison) -> Sides:
     for name, peer in comparison.peers.items():
         sides[name] = over(peer(_seeded(model), sgd, model.loss), parts)
     return sides
+
+
+def measure_precisions(rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """The same of Meshwright in either precision."""
+    torch.set_num_threads(1)
+    batches = list(oracle.shards(GPT_S.samples(NUM_BATCHES * GPT_S.batch), NUM_BATCHES))
+    sides: Sides = {}
+    for name, layout in PRECISIONS.items():
+        trainer = mw.parallelize(_seeded(GPT_S), GPT_S.loss, batches[0], plan=layout, optimizer=sgd)
+        sides[name] = over(trainer.step, batches)
+    losses = {name: [float(step()) for _ in range(NUM_BATCHES)] for name, step in sides.items()}
+    return alternate(sides, rounds=rounds, steps=steps), losses
 
 
 def _seeded(model: Model) -> torch.nn.Module:
@@ -250,6 +271,30 @@ def speed(comparison: Comparison, rounds: int, steps: int) -> Finding:
     )
 
 
+def low_precision(rounds: int, steps: int) -> Finding:
+    """bfloat16 beside float32; only reported of a CPU that has to emulate it, which takes long."""
+    missing = missing_instructions("bfloat16")
+    if missing:
+        rounds, steps = 5, 1
+    with Ranks() as ranks:
+        seconds, losses = ranks(NUM_RANKS, measure_precisions, rounds, steps, timeout=1800.0)[0]
+    found = judged(
+        f"GPT-S, dp2, bfloat16: at most {LOW_PRECISION:.2f} x float32",
+        seconds,
+        "bfloat16",
+        LOW_PRECISION,
+        settings=EITHER,
+        num_ranks=NUM_RANKS,
+        steps=steps,
+        losses=losses,
+        loss_spread=LOW_SPREAD,
+    )
+    if missing:
+        words = f"{found.measured}; this CPU has none of {', '.join(missing)}"
+        return msgspec.structs.replace(found, verdict="reported", measured=words)
+    return found
+
+
 def predicted_memory(layout: mw.Layout, config: GPTConfig, cluster: Cluster) -> Memory:
     """The same by the formulas of plans: ``cost/captured.py`` and ``cost/occupancy.py``."""
     graph = mw.capture(_large(config), language_model_loss, _tokens(config))
@@ -300,6 +345,7 @@ def settings() -> dict[str, Settings]:
         sizes |= {name: " x ".join(map(str, value.shape)) for name, value in model.samples(model.batch).items()}
         found[str(one)] = Settings(dtype="float32", ranks=NUM_RANKS, threads=1, sizes=sizes)
     found[overlap.SETTINGS] = found[str(COMPARISONS[0])]
+    found[EITHER] = msgspec.structs.replace(found[overlap.SETTINGS], dtype="bfloat16 or float32, as the side is named")
     return found
 
 
@@ -308,6 +354,7 @@ def write(results: Sequence[Finding], rounds: int, steps: int) -> None:
     words = f"""Speed is the ratio of two medians over {rounds} alternating rounds of {steps} steps in the same
 processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad, forward,
 loss, backward and SGD with momentum 0.9, in float32, without clipping. Of a peer's several settings the fastest counts.
+Beside bfloat16, float32 is Meshwright's own; a CPU that emulates bfloat16 is measured in 5 rounds of 1 step.
 All sides give the same losses to {LOSS_SPREAD}, but for AlexNet and VGG, which draw other dropout; GoogLeNet's to
 {ROUNDED}, for float32 rounds through 57 batch norms over few samples. Batch norm takes statistics of each rank's
 samples on all sides (`batch_statistics="rank"`): DistributedDataParallel knows no others on CPUs.
@@ -340,6 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only in str(one):
             results.append(speed(one, options.rounds, options.steps))
             show(results[-1])
+    if options.only in "bfloat16":
+        results.append(low_precision(options.rounds, options.steps))
+        show(results[-1])
     for layout in (*LAYOUTS, *HYBRID):
         if options.only in f"large GPT, {layout_text(layout)}":
             for found in memory(layout, mw.Cluster.load("cpu-local", layout.dp)):

@@ -48,13 +48,19 @@ def check_device(precision: Precision | None, device: torch.device, *, tells: bo
                 remedy="use 'float16' or 'float32'" if lacks else "use 'float32'",
             )  # fmt: skip
     elif device.type == "cpu":
-        known = torch.cpu.get_capabilities()
-        wanted = _NEEDS[precision] if known.get("architecture") == "x86_64" else _ARM[precision]
-        if tells and not any(known.get(name) for name in wanted):
+        missing = missing_instructions(precision)
+        if tells and missing:
             log.warning(
                 "this CPU has no instructions for %s (%s): results are right, but slower than in float32",
-                precision, " or ".join(wanted),
+                precision, " or ".join(missing),
             )  # fmt: skip
+
+
+def missing_instructions(precision: Precision) -> tuple[str, ...]:
+    """Instructions of which this CPU needs one to compute in a low precision, and has none; () if it has."""
+    known = torch.cpu.get_capabilities()
+    wanted = _NEEDS[precision] if known.get("architecture") == "x86_64" else _ARM[precision]
+    return () if any(known.get(name) for name in wanted) else wanted
 
 
 class LossScale:
