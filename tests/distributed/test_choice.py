@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
+from meshwright.comm.backend import TOGETHER_BYTES, gather_parts_start, reduce_to_parts_start, wait
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import collectives
 from meshwright.comm.transport import mpi
@@ -170,6 +171,15 @@ def mpi_gives_the_same() -> int:
             ours.all_gather(value[0], whole[1]).wait()
             assert torch.equal(*whole)
             done += 1
+    many = [torch.full((num,), float(world.rank() + 1)) for num in (3, TOGETHER_BYTES, 5, 2 * TOGETHER_BYTES)]
+    for name in ("mpi", "halving", "native"):
+        options = world.group_name, size, f"all_gather {name}; reduce_scatter {name}"
+        flat = wait(gather_parts_start(many, *options))
+        for one, whole_one in zip(many, flat.split([size * one.numel() for one in many]), strict=True):
+            assert torch.equal(whole_one, torch.arange(1.0, size + 1).repeat_interleave(one.numel()))
+        sums = wait(reduce_to_parts_start([torch.ones(size * one.numel()) for one in many], *options))
+        assert torch.equal(sums, torch.full_like(sums, size))
+        done += 1
     with pytest.raises(RankError, match="MPI does not reduce bfloat16"):
         theirs.all_reduce(torch.zeros(2, dtype=torch.bfloat16))
     return done
@@ -191,4 +201,4 @@ def test_mpi_is_used_where_the_table_says_that_it_wins(tmp_path: Path) -> None:
         assert asked["mpi"] >= asked.get("native", 0)
         assert "ours" not in asked
         assert error <= TOLERANCE
-        assert compared == 45
+        assert compared == 48

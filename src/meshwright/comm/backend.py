@@ -122,7 +122,7 @@ def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "")
         work = collectives(ranks.group).all_to_all(value.view(-1), result.view(-1), counts, name, told)
     else:
         work = dist.all_to_all_single(result, value, group=ranks.group, async_op=True)
-    return ranks.in_flight(result, _Then(work, lambda: None, value), "all_to_all", label)
+    return ranks.in_flight(result, _Then([work], lambda: None, value), "all_to_all", label)
 
 
 def gather_parts_start(
@@ -144,14 +144,12 @@ def gather_parts_start(
             places[index].copy_(row)
 
     if name == NATIVE:
-        work: Work | None = dist.all_gather_single(rows.view(-1), joined, ranks.group, async_op=True)
-        return ranks.in_flight(result, _Then(work, spread, joined), "all_gather", label)
-    carrier, told, work = ranks.carrier(name), ranks.mine.told(label, place()), None
-    if together:
-        work = carrier.all_gather(joined, rows, name, told)
-    for index in alone:  # who waits for the last waits for those before
-        work = carrier.all_gather(flat[index], places[index], name, told)
-    return ranks.in_flight(result, _Then(work, spread, joined) if together else work, "all_gather", label)
+        works: list[Work | None] = [dist.all_gather_single(rows.view(-1), joined, ranks.group, async_op=True)]
+    else:
+        carrier, told = ranks.carrier(name), ranks.mine.told(label, place())
+        works = [carrier.all_gather(joined, rows, name, told)] if together else []
+        works += [carrier.all_gather(flat[index], places[index], name, told) for index in alone]
+    return ranks.in_flight(result, _Then(works, spread, joined), "all_gather", label)
 
 
 def reduce_to_parts_start(
@@ -167,23 +165,17 @@ def reduce_to_parts_start(
     together, alone = _together(counts, values[0].element_size(), name)
     joined = torch.cat([rows[index] for index in together], 1) if together else rows[0].new_empty(size, 0)
     if name == NATIVE:
-        work: Work | None = dist.reduce_scatter_single(
-            result, joined.view(-1), dist.ReduceOp.SUM, ranks.group, async_op=True
-        )
-        return ranks.in_flight(result, _Then(work, lambda: None, joined), "reduce_scatter", label, num_bytes)
-    carrier, told, work = ranks.carrier(name), ranks.mine.told(label, place()), None
-    sums = joined.new_empty(joined.shape[1])
+        work = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks.group, async_op=True)
+        return ranks.in_flight(result, _Then([work], lambda: None, joined), "reduce_scatter", label, num_bytes)
+    carrier, told, sums = ranks.carrier(name), ranks.mine.told(label, place()), joined.new_empty(joined.shape[1])
 
     def spread() -> None:
         for index, one in zip(together, sums.split([counts[index] for index in together]), strict=True):
             places[index].copy_(one)
 
-    if together:
-        work = carrier.reduce_scatter(joined, sums, "sum", name, told)
-    for index in alone:
-        work = carrier.reduce_scatter(rows[index], places[index], "sum", name, told)
-    started = _Then(work, spread, joined) if together else work
-    return ranks.in_flight(result, started, "reduce_scatter", label, num_bytes)
+    works: list[Work] = [carrier.reduce_scatter(joined, sums, "sum", name, told)] if together else []
+    works += [carrier.reduce_scatter(rows[index], places[index], "sum", name, told) for index in alone]
+    return ranks.in_flight(result, _Then(works, spread, joined), "reduce_scatter", label, num_bytes)
 
 
 def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[list[int], list[int]]:
@@ -212,14 +204,15 @@ def _in_rows(value: Tensor, size: int) -> Tensor:
 
 
 class _Then:
-    """Something under way, what is to be done after it, and what must live as long."""
+    """What is under way, what is to be done after all of it, and what must live as long."""
 
-    def __init__(self, work: Work | None, finish: Callable[[], None], *kept: Tensor) -> None:
-        self._work, self._finish, self._kept = work, finish, kept
+    def __init__(self, works: Sequence[Work | None], finish: Callable[[], None], *kept: Tensor) -> None:
+        self._works, self._finish, self._kept = works, finish, kept
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            if work is not None:
+                work.wait()
         self._finish()
 
 
@@ -247,7 +240,7 @@ def shift(value: Tensor, group: str, size: int) -> Tensor:
         dist.P2POp(dist.irecv, theirs, group=ranks.group, group_peer=(me - 1) % size),
     ]
     works = halo.Transfers(dist.batch_isend_irecv(both), value.nbytes, lambda: None)
-    return ranks.in_flight(result, _Then(works, lambda: None, value), "shift")
+    return ranks.in_flight(result, _Then([works], lambda: None, value), "shift")
 
 
 def halo_exchange_start(
