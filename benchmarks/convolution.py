@@ -30,6 +30,7 @@ from benchmarks.report import judged, show
 from benchmarks.zero import _resident_bytes as resident_bytes
 from meshwright.bench.repeat import alternate
 from meshwright.cost.closed_form import Predicted, predict_step
+from meshwright.cost.optimizer import MOMENTUM
 from meshwright.ir.graph import Graph
 from meshwright.ir.kind import COMPUTE, kind_of
 from meshwright.ir.layout import layout_text
@@ -397,7 +398,8 @@ def chosen_layout(name: str) -> mw.Layout:
     """What the planner takes for two ranks."""
     make, loss_fn, image, label = CHOSEN[name]
     batch = {"image": torch.zeros(image), "label": torch.zeros(label, dtype=torch.int64)}
-    return mw.plan(mw.capture(make(), loss_fn, batch), "cpu-local", devices=NUM_RANKS).layout
+    graph = mw.capture(make(), loss_fn, batch)
+    return mw.plan(graph, "cpu-local", devices=NUM_RANKS, optimizer=MOMENTUM).layout
 
 
 def timed_choice(

@@ -36,7 +36,7 @@ from tests.distributed.hugging_face import Size
 from tests.distributed.oracle import Subject
 from tests.distributed.pool import Ranks
 
-ROUNDS, STEPS, NUM_BATCHES = 9, 2, 2
+ROUNDS, STEPS, NUM_BATCHES = 25, 2, 2
 SLOWER, COMPILED, CHOSEN, MEMORY = 1.03, 0.97, 1.05, 0.15
 TIMED = Size(
     width=256,
@@ -151,7 +151,7 @@ def chosen_layout(model: str, cluster: Cluster) -> mw.Layout:
     """What "auto" takes for two ranks."""
     one = subject(model)
     graph = mw.capture(one.model, one.loss_fn, one.batches[0])
-    return mw.plan(graph, cluster, devices=2).layout
+    return mw.plan(graph, cluster, devices=2, optimizer=MOMENTUM).layout
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------

@@ -207,7 +207,8 @@ def auto_layout(model: str, num_ranks: int, cluster: Cluster) -> mw.Layout:
     """What the planner chooses."""
     one = MODELS[model]
     graph = mw.capture(one.make(), one.loss, one.batch())
-    return mw.plan(graph, cluster, devices=num_ranks).layout
+    clips = one.max_grad_norm is not None
+    return mw.plan(graph, cluster, devices=num_ranks, optimizer=one.states, clips=clips).layout
 
 
 def _auto(model: str, chosen: str, seconds: Mapping[str, Sequence[float]]) -> Finding:

@@ -12,7 +12,10 @@ import torch
 
 import meshwright as mw
 from benchmarks import quality
-from meshwright.cost.optimizer import ADAMW
+from meshwright import optim
+from meshwright.api.plans import cost_of
+from meshwright.cost import optimizer as cost
+from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
@@ -28,8 +31,11 @@ from meshwright.models import (
 from meshwright.planner import auto
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.runtime.optimizer import OptimizerFactory
 from tests.distributed import hugging_face, oracle
 
+HEAVY = msgspec.structs.replace(cost.ADAMW, moved=10**6)
+"""An optimizer that moves so much that nothing else counts."""
 CLUSTER, FOUR = mw.Cluster.load("cpu-local"), mw.Cluster.load("cpu-local", 4)
 
 
@@ -207,3 +213,34 @@ def test_no_layout_by_hand_is_faster(tied: bool) -> None:
     for cluster in (FOUR, mw.Cluster.load("v100-16gb-p3-eth25", 4)):
         found = quality.compared("GPT", graph, cluster, 4)
         assert found.verdict == "pass", found.measured
+
+
+@pytest.mark.parametrize(
+    ("factory", "expected"),
+    [
+        (None, cost.ADAMW),
+        (lambda parameters: torch.optim.AdamW(parameters), cost.ADAMW),
+        (lambda parameters: torch.optim.Adam(parameters), cost.ADAM),
+        (lambda parameters: torch.optim.SGD(parameters), cost.SGD),
+        (lambda parameters: torch.optim.SGD(parameters, momentum=0.9), cost.MOMENTUM),
+        (lambda parameters: torch.optim.RMSprop(parameters), cost.MOMENTUM),
+        (lambda parameters: optim.LAMB(parameters), cost.LAMB),
+        (lambda parameters: optim.LARC(parameters), cost.LARS),
+        (lambda parameters: torch.optim.SGD([{"params": [one for _, one in parameters if one.dim() > 1]}]), cost.SGD),
+        (lambda parameters: torch.optim.Adadelta(parameters), cost.ADAMW),  # not known
+        (lambda parameters: torch.optim.SGD(parameters, lr=-1.0), cost.ADAMW),  # cannot be made: refused later
+    ],
+)
+def test_optimizers_are_counted_as_what_they_are(factory: OptimizerFactory | None, expected: OptimizerCost) -> None:
+    assert cost_of(factory, gpt()) == expected
+
+
+def test_a_costly_optimizer_is_not_run_whole_on_every_rank() -> None:
+    graph = gpt(64)
+    whole, chosen = (
+        mw.plan(graph, FOUR, devices=2, layout=layout, optimizer=HEAVY, pipelines=False)
+        for layout in (mw.Layout(dp=2), None)
+    )
+    times = [foretell(graph, one, FOUR, optimizer=HEAVY).played.step_s for one in (whole, chosen)]
+    assert times[1] < 0.6 * times[0]
+    assert mw.plan(graph, FOUR, devices=2, optimizer=cost.SGD, pipelines=False).layout.dp == 2

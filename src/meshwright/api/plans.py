@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright import optim
 from meshwright.api.machine import calibrated, check_size, known_cluster
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
+from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir import files
@@ -26,6 +28,7 @@ from meshwright.planner.auto import plan_auto
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.notes import check_strict
+from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.simulate.faults import Faults
 
 log = logging.getLogger("meshwright")
@@ -58,6 +61,8 @@ def plan(
     devices: int | None = None,
     layout: Layout | None = None,
     memory_bytes: float | None = None,
+    optimizer: OptimizerCost = ADAMW,
+    clips: bool = False,
     pipelines: bool = True,
     offload: bool = False,
     strict: bool = False,
@@ -67,10 +72,10 @@ def plan(
     it was calibrated, else ``cpu-local``).
 
     ``memory_bytes`` are for each rank (default: what a device of the cluster has). Without a layout the fastest that
-    fits them is searched (``planner.auto``); with one they say how large buckets may be. ``pipelines=False`` divides
-    operators alone, and makes no stages; ``offload=True`` may put optimizer state on the host, where nothing fits
-    otherwise. An operator without a rule runs whole on every rank, and the plan says what that costs; ``strict``
-    refuses it.
+    fits them is searched (``planner.auto``); with one they say how large buckets may be. ``optimizer`` says what it
+    keeps and moves (``cost.optimizer``), ``clips`` whether gradients are clipped. ``pipelines=False`` divides operators
+    alone, and makes no stages; ``offload=True`` may put optimizer state on the host, where nothing fits otherwise. An
+    operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory.
@@ -83,10 +88,13 @@ def plan(
     if layout is None:
         world_size = devices or known.num_devices
         return plan_auto(
-            graph, world_size, known, memory_bytes=memory_bytes, pipelines=pipelines, offload=offload, progress=progress
-        )
+            graph, world_size, known, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, pipelines=pipelines,
+            offload=offload, progress=progress,
+        )  # fmt: skip
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
-    return plan_layout(graph, layout, world_size=world_size, cluster=known, ask=Ask(room_bytes=memory_bytes))
+    return plan_layout(
+        graph, layout, world_size=world_size, cluster=known, ask=Ask(optimizer=optimizer, room_bytes=memory_bytes)
+    )
 
 
 def simulate(
@@ -127,17 +135,22 @@ def choose(
     world_size: int,
     cluster: Cluster | str | None,
     device: torch.device,
+    optimizer: OptimizerCost,
+    *,
+    clips: bool,
     offload: bool = False,
 ) -> Plan:
     """The plan that is meant by ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
     if isinstance(plan, Layout):
-        return plan_layout(graph, plan, world_size=world_size, cluster=_fitting(cluster, device, world_size))
+        known = _fitting(cluster, device, world_size)
+        return plan_layout(graph, plan, world_size=world_size, cluster=known, ask=Ask(optimizer=optimizer))
     if plan == "auto":
         if cluster is None and world_size > 1 and device.type == "cpu" and calibrated() is None:
             log.warning(
                 "this machine was not measured, so its layout is chosen for a generic one: `meshwright calibrate`"
             )
-        return plan_auto(graph, world_size, _fitting(cluster, device, world_size), offload=offload)
+        known = _fitting(cluster, device, world_size)
+        return plan_auto(graph, world_size, known, optimizer=optimizer, clips=clips, offload=offload)
     chosen, where = loaded(plan)
     chosen.check(graph, where)
     if chosen.mesh.world_size != world_size:
@@ -149,6 +162,33 @@ def choose(
     if chosen.batch_size != graph.batch_size:
         chosen = adapt_plan(chosen, graph)
     return chosen
+
+
+def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
+    """What the optimizer that a function makes of ``graph``'s parameters keeps and moves. It is made over parameters
+    without memory. RMSprop and Adagrad count as SGD with momentum, LARC as LARS; what is not known, and what cannot be
+    made so, as AdamW, which keeps most."""
+    if factory is None:
+        return ADAMW
+    shapes = {name: graph.tensors[name].shape for name in graph.parameters}
+    try:
+        made = factory([(name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in shapes.items()])
+    except Exception as error:  # noqa: BLE001 - by code that we do not know; where it is wrong, training says so
+        log.debug("planned as for AdamW: the optimizer cannot be made over parameters without memory: %s", error)
+        return ADAMW
+    if isinstance(made, torch.optim.SGD):
+        return cost.MOMENTUM if any(group["momentum"] for group in made.param_groups) else cost.SGD
+    return next((found for kinds, found in _COSTS if isinstance(made, kinds)), ADAMW)
+
+
+_COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...] = (
+    ((torch.optim.AdamW,), ADAMW),
+    ((torch.optim.Adam,), cost.ADAM),
+    ((optim.LAMB,), cost.LAMB),
+    ((optim.LARS, optim.LARC), cost.LARS),
+    ((torch.optim.RMSprop, torch.optim.Adagrad), cost.MOMENTUM),
+)
+"""The first that an optimizer is one of: AdamW is an Adam."""
 
 
 def _fitting(cluster: Cluster | str | None, device: torch.device, world_size: int) -> Cluster:

@@ -10,20 +10,18 @@ import torch.distributed as dist
 
 from meshwright import build, config
 from meshwright.api.machine import known_cluster
-from meshwright.api.plans import capture, choose, precision_of, simulate
+from meshwright.api.plans import capture, choose, cost_of, precision_of, simulate
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
-from meshwright.cost import optimizer as cost
 from meshwright.cost.occupancy import Verdict, memory_verdict
-from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger, make_ledger
 from meshwright.ir.plan import Plan
-from meshwright.ir.run import LAMB, LARC, LARS, SGD, Adam, AdamW, Optimizer, Run, TextData
+from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.planner.auto import plan_auto
 from meshwright.planner.foretell import Foretold, foretell
@@ -65,7 +63,7 @@ def plan_run(run: Run, ranks: int = 0, memory_bytes: float | None = None) -> Pla
     if made.uneven:
         return Planned(plan=made, memory_bytes=limit)
     found = foretell(
-        graph, made, known, optimizer=optimizer_cost(run.optimizer), clips=run.train.max_grad_norm > 0
+        graph, made, known, optimizer=cost_of(build.optimizer(run), graph), clips=run.train.max_grad_norm > 0
     ).prediction
     verdict = memory_verdict(found.peak_memory_bytes, limit)
     return Planned(plan=msgspec.structs.replace(made, prediction=found), memory_bytes=limit, verdict=verdict)
@@ -86,7 +84,7 @@ def simulate_run(
         graph,
         run.layout.cluster or None,
         made,
-        optimizer=optimizer_cost(run.optimizer),
+        optimizer=cost_of(build.optimizer(run), graph),
         clips=run.train.max_grad_norm > 0,
         contention=contention,
         faults=Faults(slow=slow or {}, jitter=jitter, seed=seed),
@@ -106,34 +104,18 @@ def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, P
     known = known_cluster(run.layout.cluster or None, torch.device("cpu"))
     world_size = ranks or run.num_ranks(known.num_devices if run.layout.cluster else launch.num_cores())
     cluster = run.layout.cluster or None
+    optimizer, clips = cost_of(build.optimizer(run), graph), run.train.max_grad_norm > 0
     if run.layout.searched:
         return graph, plan_auto(
             graph,
             world_size,
             known_cluster(cluster, torch.device("cpu"), world_size),
             memory_bytes=memory_bytes,
-            optimizer=optimizer_cost(run.optimizer),
-            clips=run.train.max_grad_norm > 0,
+            optimizer=optimizer,
+            clips=clips,
             offload=run.layout.offload != "none",
         )
-    return graph, choose(asked, graph, world_size, cluster, torch.device("cpu"))
-
-
-def optimizer_cost(optimizer: Optimizer) -> OptimizerCost:
-    """What an ``[optimizer]`` keeps and moves. RMSprop and Adagrad count as SGD with momentum, LARC as LARS."""
-    match optimizer:
-        case SGD(momentum=0.0):
-            return cost.SGD
-        case Adam():
-            return cost.ADAM
-        case AdamW():
-            return cost.ADAMW
-        case LARS() | LARC():
-            return cost.LARS
-        case LAMB():
-            return cost.LAMB
-        case _:
-            return cost.MOMENTUM
+    return graph, choose(asked, graph, world_size, cluster, torch.device("cpu"), optimizer, clips=clips)
 
 
 def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ...]:
@@ -256,7 +238,7 @@ def _foretold(run: Run, trainer: Trainer, device: torch.device) -> Foretold | No
             trainer.graph,
             trainer.plan,
             known_cluster(run.layout.cluster or None, device, trainer.plan.mesh.world_size),
-            optimizer=optimizer_cost(run.optimizer),
+            optimizer=cost_of(build.optimizer(run), trainer.graph),
             clips=run.train.max_grad_norm > 0,
             threads=torch.get_num_threads() if device.type == "cpu" else 1,
         )

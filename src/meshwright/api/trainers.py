@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.api.plans import Rules, capture, check_plan, choose, loaded, precision_of
+from meshwright.api.plans import Rules, capture, check_plan, choose, cost_of, loaded, precision_of
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import from_every_rank, from_rank_0
@@ -107,7 +107,12 @@ def parallelize(
     if strict:
         check_strict(graph)
     _agree(graph)
-    made = from_rank_0(lambda: files.encode_json(choose(plan, graph, world_size, cluster, target, offload)))
+
+    def planned() -> bytes:
+        kept, clips = cost_of(optimizer, graph), max_grad_norm is not None
+        return files.encode_json(choose(plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload))
+
+    made = from_rank_0(planned)
     chosen = files.decode(made, Plan, where="plan of rank 0")
     return Trainer(
         model,
