@@ -1,7 +1,8 @@
 """Do collectives along levels reach their targets? Ranks in emulated boxes: pass or fail. `python -m benchmarks.boxes`.
 
 Boxes are network namespaces joined by links of given rates (``runtime/emulated_network.py``; root, else nothing is
-judged). First the table is measured that ``meshwright calibrate`` would write, then the algorithms run by turns.
+judged). The table that ``meshwright calibrate`` would write is measured in sweeps; after each, the algorithms run by
+turns, so that what the machine drifts in minutes is in both.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from meshwright.ir.result import Check, Finding
 from meshwright.ir.statistics import ratio
 from meshwright.ops import collectives as operators
 from meshwright.runtime import launch
-from meshwright.runtime.between import OURS, Sizes, between, boxes_of_world
+from meshwright.runtime.between import OURS, Places, Sizes, boxes_of_world, sweeps
 from meshwright.runtime.emulated_network import run_in_boxes, why_not
 from meshwright.runtime.measured import levels_of
 from meshwright.runtime.ranks import run_ranks
@@ -45,12 +46,12 @@ BLOCK_S, MOST_STEPS = 0.05, 500
 """Of a block of the fastest algorithm: ranks do not begin at once, which must not count."""
 UNEQUAL = (GBIT, GBIT, GBIT / 2, GBIT / 4)
 UNEQUAL_BYTES = 2**24
-LINK_SIZES = Sizes(
-    bytes=(2**18, 2**20, 2**21, 2**22, 2**23, 2**24, 2**26), repeats=5, most_s=2.0, sweeps=1, operations=("all_reduce",)
-)
-UNEQUAL_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-1])
-LINK_PREDICTED = (2**19, 3 * 2**20, 12 * 2**20, 2**25)
-MEMORY_SIZES = Sizes(operations=("all_reduce",))
+SWEEPS = 5
+LINK_SIZES = Sizes(bytes=tuple(2**power for power in range(18, 27)), repeats=3, sweeps=1, operations=("all_reduce",))
+LINK_PREDICTED_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-1], sweeps=SWEEPS)
+LINK_PREDICTED = tuple(3 * 2**power for power in (18, 20, 22, 23))
+UNEQUAL_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-2], sweeps=SWEEPS)
+MEMORY_SIZES = Sizes(sweeps=SWEEPS, operations=("all_reduce",))
 MEMORY_PREDICTED = tuple(3 * 2**power for power in (10, 13, 17, 19, 21, 23))
 AGAIN = (2**15, 2**19, 2**21, 2**23)
 """Bytes that the table has: how far they are off when they are measured again is what the machine drifts."""
@@ -69,27 +70,35 @@ class Found(msgspec.Struct, frozen=True):
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def measure(table: Sizes, sizes: Sequence[int], crossing: bool, rounds: int) -> Found:
-    """The table, and then every algorithm that it has such sizes of (or, where ``crossing``, only what is picked, and
-    a ring that leaves its box at every hop) at other sizes."""
+def measure(table: Sizes, sizes: Sequence[int], crossing: bool) -> Found:
+    """The table; and by turns, after each of its sweeps, every algorithm that it has such sizes of at other sizes; or,
+    where ``crossing``, what is picked and a ring that leaves its box at every hop, ``ROUNDS`` times."""
     torch.set_num_threads(1)
     launch.start("cpu")
     with torch.inference_mode():
         places = boxes_of_world()
-        rows = between(table, places, lambda what: None)
-        size = dist.get_world_size()
-        network, group = Network(known(rows, places.num_boxes, places.each)), Group(size)
-        text = network.algorithms(group)
-        seconds, picked, predicted = {}, {}, {}
-        for num_bytes in sizes:
-            picked[num_bytes] = chosen(text, "all_reduce", num_bytes)
-            names = _names(places.num_boxes, places.each, num_bytes)
-            times = {name: network.measured_s("all_reduce", name, num_bytes, group) for name in names}
-            predicted[num_bytes] = {name: one for name, one in times.items() if one is not None}
-            sides = _crossing(picked[num_bytes], num_bytes) if crossing else _all(list(predicted[num_bytes]), num_bytes)
-            steps = max(1, min(MOST_STEPS, round(BLOCK_S / min(predicted[num_bytes].values()))))
-            seconds[num_bytes] = alternate(sides, rounds=rounds, steps=steps, warmup_steps=1)
+        group = Group(dist.get_world_size())
+        turns: dict[int, Callable[[], dict[str, list[float]]]] = {}
+        seconds: dict[int, dict[str, list[float]]] = {num_bytes: {} for num_bytes in sizes}
+        for rows in sweeps(table, places, lambda what: None):
+            network = Network(known(rows, places.num_boxes, places.each))
+            picked = {size: chosen(network.algorithms(group), "all_reduce", size) for size in sizes}
+            predicted = {size: _predicted(network, group, _names(places, size), size) for size in sizes}
+            for size in sizes:
+                if size not in turns:
+                    sides = _crossing(picked[size], size) if crossing else _all(list(predicted[size]), size)
+                    steps = max(1, min(MOST_STEPS, round(BLOCK_S / min(predicted[size].values()))))
+                    turns[size] = partial(
+                        alternate, sides, rounds=ROUNDS if crossing else 1, steps=steps, warmup_steps=1
+                    )
+                for name, found in turns[size]().items():
+                    seconds[size].setdefault(name, []).extend(found)
     return Found(tuple(rows), seconds, picked, predicted)
+
+
+def _predicted(network: Network, group: Group, names: Sequence[str], num_bytes: int) -> dict[str, float]:
+    times = {name: network.measured_s("all_reduce", name, num_bytes, group) for name in names}
+    return {name: one for name, one in times.items() if one is not None}
 
 
 def known(rows: list[CollectiveTiming], boxes: int, each: int, base: Cluster | None = None) -> Cluster:
@@ -101,7 +110,8 @@ def known(rows: list[CollectiveTiming], boxes: int, each: int, base: Cluster | N
     )
 
 
-def _names(boxes: int, each: int, num_bytes: int) -> list[str]:
+def _names(places: Places, num_bytes: int) -> list[str]:
+    boxes, each = places
     names = candidates("all_reduce", boxes * each, equal_boxes((each, boxes)) if boxes > 1 and each > 1 else "")
     return [name for name in names if num_bytes >= 2**20 or not in_pieces(name)]
 
@@ -142,9 +152,9 @@ def _call(group: dist.ProcessGroup, name: str, num_bytes: int) -> Callable[[], o
 # --- judged ----------------------------------------------------------------------------------------------------------
 
 
-def two_boxes(rounds: int) -> list[Finding]:
+def two_boxes() -> list[Finding]:
     """2 boxes of 2, 1 Gbit/s: against the ring and the bound, and as predicted."""
-    found = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_SIZES, (LARGE_BYTES,), True, rounds)
+    found = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_SIZES, (LARGE_BYTES,), crossing=True)
     seconds, pick = found.seconds[LARGE_BYTES], found.picked[LARGE_BYTES]
     name = "2 boxes x 2 ranks, emulated 1 Gbit/s, 64 MiB"
     mine, ring = (statistics.median(seconds[side]) for side in (pick, "flat ring"))
@@ -162,13 +172,13 @@ def two_boxes(rounds: int) -> list[Finding]:
         ),
         _check(f"{name}: picked unaided, an algorithm along levels", "@2x2" in pick, pick),
     ]
-    found = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_SIZES, LINK_PREDICTED, False, rounds)
+    found = _in_boxes((0, 0, 1, 1), (GBIT, GBIT), LINK_PREDICTED_SIZES, LINK_PREDICTED)
     return [*results, predicted("2 boxes x 2 ranks, emulated 1 Gbit/s", found)]
 
 
-def four_boxes(rounds: int) -> list[Finding]:
+def four_boxes() -> list[Finding]:
     """4 boxes whose links are unequal: is the pick the best?"""
-    found = _in_boxes((0, 1, 2, 3), UNEQUAL, UNEQUAL_SIZES, (UNEQUAL_BYTES,), False, rounds)
+    found = _in_boxes((0, 1, 2, 3), UNEQUAL, UNEQUAL_SIZES, (UNEQUAL_BYTES,))
     seconds, pick = found.seconds[UNEQUAL_BYTES], found.picked[UNEQUAL_BYTES]
     medians = {side: statistics.median(each) for side, each in seconds.items()}
     best = min(medians, key=medians.__getitem__)
@@ -185,11 +195,11 @@ def four_boxes(rounds: int) -> list[Finding]:
     ]
 
 
-def in_one_box(rounds: int) -> list[Finding]:
+def in_one_box() -> list[Finding]:
     """2 ranks that share memory, as predicted."""
     sizes = (*MEMORY_PREDICTED, *AGAIN)
     with tempfile.TemporaryDirectory() as name:
-        found = run_ranks(measure, MEMORY_SIZES, sizes, False, rounds, num_ranks=2, directory=Path(name))
+        found = run_ranks(measure, MEMORY_SIZES, sizes, False, num_ranks=2, directory=Path(name))
     again = statistics.median(map(abs, _off(found, AGAIN).values()))
     return [predicted("2 ranks of one box", found, f"; sizes of the table, measured again: median {again:.1%}")]
 
@@ -228,20 +238,20 @@ def _check(target: str, right: bool, measured: str) -> Check:
 
 
 def _in_boxes(
-    boxes: tuple[int, ...], rates: tuple[float, ...], table: Sizes, sizes: Sequence[int], crossing: bool, rounds: int
+    boxes: tuple[int, ...], rates: tuple[float, ...], table: Sizes, sizes: Sequence[int], *, crossing: bool = False
 ) -> Found:
     with tempfile.TemporaryDirectory() as name:
         return run_in_boxes(
-            measure, table, tuple(sizes), crossing, rounds, boxes=boxes, rates_bits_per_s=rates, directory=Path(name)
+            measure, table, tuple(sizes), crossing, boxes=boxes, rates_bits_per_s=rates, directory=Path(name)
         )
 
 
-def findings(rounds: int = ROUNDS) -> list[Finding]:
+def findings() -> list[Finding]:
     """All targets."""
-    results = in_one_box(rounds)
+    results = in_one_box()
     if missing := why_not():
         return [*results, Check(target="emulated boxes", verdict="reported", measured=f"not measured: {missing}")]
-    return [*results, *two_boxes(rounds), *four_boxes(rounds)]
+    return [*results, *two_boxes(), *four_boxes()]
 
 
 PARTS = {"memory": in_one_box, "two": two_boxes, "four": four_boxes}
@@ -251,7 +261,7 @@ def main() -> int:
     """Measure and print; names on the command line are of ``PARTS``."""
     if not sys.argv[1:]:
         return alone(findings())
-    return max(alone(PARTS[one](ROUNDS)) for one in sys.argv[1:])
+    return max(alone(PARTS[one]()) for one in sys.argv[1:])
 
 
 if __name__ == "__main__":

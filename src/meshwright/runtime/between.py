@@ -96,13 +96,19 @@ def boxes_of_world() -> Places:
 
 def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTiming]:
     """Messages and collectives by level; every rank calls it."""
+    *_, rows = sweeps(sizes, places, advance)
+    return rows
+
+
+def sweeps(sizes: Sizes, places: Places, advance: Advance) -> Iterator[list[CollectiveTiming]]:
+    """What is known after each sweep: of every row the median so far. Every rank calls it."""
     found: dict[CollectiveTiming, list[float]] = {}
     pairs, groups = list(_pairs(places, dist.get_rank())), list(_groups(places, dist.get_rank()))
     memory = torch.zeros(max(sizes.bytes) // 4)  # one for all: memory that is new is slower for a while
     for _ in range(sizes.sweeps):
         for row in _sweep(sizes, memory, pairs, groups, advance):
             found.setdefault(msgspec.structs.replace(row, time_s=1.0), []).append(row.time_s)
-    return [msgspec.structs.replace(row, time_s=statistics.median(times)) for row, times in found.items()]
+        yield [msgspec.structs.replace(row, time_s=statistics.median(times)) for row, times in found.items()]
 
 
 def _sweep(
