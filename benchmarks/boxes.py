@@ -80,6 +80,7 @@ def measure(table: Sizes, sizes: Sequence[int], crossing: bool) -> Found:
         group = Group(dist.get_world_size())
         turns: dict[int, Callable[[], dict[str, list[float]]]] = {}
         seconds: dict[int, dict[str, list[float]]] = {num_bytes: {} for num_bytes in sizes}
+        rows, picked, predicted = [], {}, {}  # as they are after the last sweep
         for rows in sweeps(table, places, lambda what: None):
             network = Network(known(rows, places.num_boxes, places.each))
             picked = {size: chosen(network.algorithms(group), "all_reduce", size) for size in sizes}

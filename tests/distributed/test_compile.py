@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch._inductor.config import patch
 
 import meshwright as mw
 from meshwright.errors import CompileError
-from meshwright.lower.regions import WORTH, Compiler
+from meshwright.lower.regions import WORTH, Compiler, Region
 from meshwright.models import GPT, GPTConfig, classification_loss, language_model_loss
 from meshwright.ops import collectives
 from tests.distributed import oracle
@@ -111,6 +111,52 @@ def test_a_view_that_others_read_too_stays() -> None:
     assert sum(name.startswith("region") for name in targets(graph)) == 2
     for one, other in zip(run(graph, x, w), expected, strict=True):  # type: ignore[call-overload]
         torch.testing.assert_close(one, other)
+
+
+def gelu_and_gradient(x: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.ops.aten.gelu(x), torch.ops.aten.gelu_backward(gradient, x)]
+
+
+def test_gelu_and_its_gradient_share_an_exponential() -> None:
+    x = torch.cat([torch.linspace(-20, 20, 2 * WORTH), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e19, -1e19])])
+    gradient = torch.linspace(-1, 1, len(x))
+    graph = graph_of(gelu_and_gradient, x, gradient)
+    Compiler(torch.device("cpu")).compile(graph)
+    assert not any("gelu" in name for name in targets(graph))
+    for mine, true in zip(run(graph, x, gradient), gelu_and_gradient(x.double(), gradient.double()), strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(mine.double(), true, rtol=1e-6, atol=1e-6)
+
+
+def test_gelu_stays_where_its_formula_is_not_exact() -> None:
+    """In float64; and without its gradient in the same graph, where nothing is shared."""
+    x = torch.randn(2 * WORTH)
+    for graph in (
+        graph_of(gelu_and_gradient, x.double(), x.double()),
+        graph_of(lambda x: [torch.ops.aten.gelu(x) * 2], x),
+    ):
+        Compiler(torch.device("cpu")).compile(graph)
+        assert any("gelu" in name for name in targets(graph))
+
+
+def test_the_gradient_of_a_softmax_takes_its_exponentials() -> None:
+    made: list[fx.Graph] = []
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        logarithm = torch.log_softmax(x, 1)
+        return [logarithm.sum(1) * 2, logarithm.exp() - 1]
+
+    class Kept(Compiler):
+        def _kernel(self, inner: fx.Graph, values: Sequence[torch.Tensor]) -> Region | None:
+            made.append(inner)
+            return super()._kernel(inner, values)
+
+    x = torch.randn(64, 128) * 30
+    graph = graph_of(function, x)
+    Kept(torch.device("cpu")).compile(graph)
+    assert sum(targets(one).count("exp.default") for one in made) == 1
+    assert "exp.default" not in targets(graph)
+    for mine, true in zip(run(graph, x), function(x.double()), strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(mine.double(), true, rtol=1e-6, atol=2e-5)
 
 
 def test_small_operators_stay_as_they_are() -> None:

@@ -7,6 +7,7 @@ Everything else stays as it was lowered, in its order: products, attention, rand
 collectives, which a compiler that moves operators would have to be kept from moving (docs/decisions/0020).
 """
 
+import math
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -77,6 +78,8 @@ class Compiler:
 
     def compile(self, graph: fx.Graph) -> None:
         """Replace every region of the graph by a call of its kernel. Needs ``meta["val"]`` of every node."""
+        for node in graph.find_nodes(op="call_function", target=aten.gelu_backward.default):
+            _share_exponential(graph, node)
         for members in _regions(graph):
             _Extraction(graph, members).replace(self._kernel)
         graph.eliminate_dead_code(_is_impure)
@@ -101,20 +104,27 @@ def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | 
     """The kernel; None where a result of it would lie in the memory of what it is given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, of parts of it that inductor imports
-        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.config import patch
+
+    bare: list[Callable[[list[Tensor]], Sequence[Tensor]]] = []
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        made: Any = compile_fx_inner(*args, **kwargs)
+        bare.append(made.current_callable)
+        return made
 
     examples = [_example(value) for value in values]
     with torch.no_grad(), patch(compile_threads=1):
-        made: Any = compile_fx(fx.GraphModule(torch.nn.Module(), inner), examples)
+        made: Any = compile_fx(fx.GraphModule(torch.nn.Module(), inner), examples, inner_compile=compiled)
         results = made(*examples)
     given = {value.untyped_storage().data_ptr() for value in examples}
     if any(one.untyped_storage().data_ptr() in given for one in results):
         return None
+    (call,) = bare  # what torch.compile wraps around it, for what no region has, takes 0.1 ms where caches are cold
 
     def region(*arguments: Tensor) -> tuple[Tensor, ...]:
-        result: tuple[Tensor, ...] = made(*arguments)
-        return result
+        return tuple(call(list(arguments)))
 
     region.__name__ = region.__qualname__ = name
     return region
@@ -123,6 +133,44 @@ def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | 
 def _example(value: Tensor) -> Tensor:
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     return made.fill_(1)
+
+
+# --- gelu -------------------------------------------------------------------------------------------------------------
+
+_SCALE, _TAIL = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+"""erf(z) = 1 - (a1 t + ... + a5 t^5) exp(-z^2), t = 1 / (1 + p z), for z >= 0 within 1.5e-7 (Abramowitz, Stegun 1964,
+7.1.26)."""
+
+
+def _share_exponential(graph: fx.Graph, backward: fx.Node) -> None:
+    """gelu and its gradient need exp(-x^2 / 2), for the error function and for the density: it is computed once, in the
+    forward pass, which leaves the slope in place of x. In float32, where the error function's formula is exact."""
+    gradient, x = backward.args[:2]
+    assert isinstance(gradient, fx.Node)
+    assert isinstance(x, fx.Node)
+    forward = next((one for one in x.users if one.target is aten.gelu.default), None)
+    if forward is None or forward.kwargs or backward.kwargs or x.meta["val"].dtype != torch.float32:
+        return
+
+    def emit(target: Any, *args: Any) -> fx.Node:
+        with graph.inserting_before(forward):
+            made = graph.call_function(target, args)
+        values = fx.map_arg(args, lambda one: one.meta["val"])
+        made.meta = {**forward.meta, "val": target(*values)}
+        return made
+
+    bell = emit(aten.exp.default, emit(aten.mul.Tensor, emit(aten.mul.Tensor, x, x), -0.5))
+    size = emit(aten.mul.Tensor, emit(aten.abs.default, x), _SCALE / math.sqrt(2))
+    t = emit(aten.reciprocal.default, emit(aten.add.Tensor, size, 1.0))
+    tail = emit(aten.mul.Tensor, t, _TAIL[-1])
+    for factor in reversed(_TAIL[:-1]):
+        tail = emit(aten.mul.Tensor, emit(aten.add.Tensor, tail, factor), t)
+    tail = emit(aten.mul.Tensor, emit(aten.mul.Tensor, tail, bell), 0.5)
+    below = emit(aten.where.self, emit(aten.lt.Scalar, x, 0.0), tail, emit(aten.rsub.Scalar, tail, 1.0))
+    density = emit(aten.mul.Tensor, bell, 1 / math.sqrt(2 * math.pi))
+    slope = emit(aten.add.Tensor, below, emit(aten.mul.Tensor, x, density))
+    forward.target, forward.args = aten.mul.Tensor, (x, below)
+    backward.target, backward.args = aten.mul.Tensor, (gradient, slope)
 
 
 # --- which operators --------------------------------------------------------------------------------------------------
@@ -208,6 +256,8 @@ class _Extraction:
         self.inner = fx.Graph()
         self.inputs: dict[fx.Node, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
+        self.softmaxes: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        """By logarithm of a softmax (all in ``inner``), the exponentials and their sums."""
 
     def replace(self, kernel: Callable[[fx.Graph, Sequence[Tensor]], Region | None]) -> None:
         for node in self.members:
@@ -298,12 +348,28 @@ class _Extraction:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._copy)
         if node.target is aten.scatter_add.default:
             return self._add_to_rows(node, args)
+        if node.target is aten._log_softmax.default and node.meta["val"].dtype in (torch.float32, torch.float64):
+            return self._log_softmax(args)
+        parts = self.softmaxes.get(args[0]) if node.target is aten.exp.default else None  # type: ignore[arg-type]
+        if parts is not None:
+            return self.inner.call_function(aten.div.Tensor, parts)
         return self.inner.call_function(node.target, args, dict(kwargs))  # type: ignore[arg-type]
 
     def _is_view_of_member(self, node: fx.Node) -> bool:
         while node.op == "call_function" and node.target in _FREE and isinstance(node.args[0], fx.Node):
             node = node.args[0]
         return node in self.inside
+
+    def _log_softmax(self, args: Any) -> fx.Node:
+        """In parts, so that the exponentials are there for the gradient, which wants exp(log_softmax(x))."""
+        x, dim, _ = args
+        call = self.inner.call_function
+        shifted = call(aten.sub.Tensor, (x, call(aten.amax.default, (x, [dim], True))))
+        parts = call(aten.exp.default, (shifted,))
+        whole = call(aten.sum.dim_IntList, (parts, [dim], True))
+        made = call(aten.sub.Tensor, (shifted, call(aten.log.default, (whole,))))
+        self.softmaxes[made] = (parts, whole)
+        return made
 
     def _add_to_rows(self, node: fx.Node, args: Any) -> fx.Node:
         """A scatter of one number a row, as element-wise operators."""
