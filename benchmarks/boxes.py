@@ -42,8 +42,9 @@ LARGE_BYTES = 2**26
 FASTER, OF_THE_BOUND, OF_THE_BEST = 1.35, 1.10, 1.05
 """Than a ring that crosses boxes at every hop; what the slow link allows; the best of all algorithms."""
 OFF, OFF_MEDIAN = 0.20, 0.10
-BLOCK_S, MOST_STEPS = 0.05, 500
-"""Of a block of the fastest algorithm: ranks do not begin at once, which must not count."""
+BLOCK_S, MOST_STEPS = 0.01, 500
+"""Of a block of the fastest algorithm: ranks do not begin at once, which must not count. In longer blocks it would
+count every time that somebody else has the cores for a while."""
 UNEQUAL = (GBIT, GBIT, GBIT / 2, GBIT / 4)
 UNEQUAL_BYTES = 2**24
 SWEEPS = 5
@@ -51,7 +52,7 @@ LINK_SIZES = Sizes(bytes=tuple(2**power for power in range(18, 27)), repeats=3, 
 LINK_PREDICTED_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-1], sweeps=SWEEPS)
 LINK_PREDICTED = tuple(3 * 2**power for power in (18, 20, 22, 23))
 UNEQUAL_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-2], sweeps=SWEEPS)
-MEMORY_SIZES = Sizes(sweeps=SWEEPS, operations=("all_reduce",))
+MEMORY_SIZES = msgspec.structs.replace(Sizes(), bytes=Sizes().bytes[:-1], sweeps=5 * SWEEPS, operations=("all_reduce",))
 MEMORY_PREDICTED = tuple(3 * 2**power for power in (10, 13, 17, 19, 21, 23))
 AGAIN = (2**15, 2**19, 2**21, 2**23)
 """Bytes that the table has: how far they are off when they are measured again is what the machine drifts."""
@@ -89,9 +90,8 @@ def measure(table: Sizes, sizes: Sequence[int], crossing: bool) -> Found:
                 if size not in turns:
                     sides = _crossing(picked[size], size) if crossing else _all(list(predicted[size]), size)
                     steps = max(1, min(MOST_STEPS, round(BLOCK_S / min(predicted[size].values()))))
-                    turns[size] = partial(
-                        alternate, sides, rounds=ROUNDS if crossing else 1, steps=steps, warmup_steps=1
-                    )
+                    rounds = ROUNDS if crossing or steps > 1 else 1  # of short ones
+                    turns[size] = partial(alternate, sides, rounds=rounds, steps=steps, warmup_steps=1)
                 for name, found in turns[size]().items():
                     seconds[size].setdefault(name, []).extend(found)
     return Found(tuple(rows), seconds, picked, predicted)
