@@ -429,6 +429,22 @@ def test_ctrl_c_stops_all_ranks_and_keeps_the_checkpoint(tmp_path: Path) -> None
     assert api.train(small_run(tmp_path / "run", steps=step + 1)).resumed_from == step
 
 
+def test_a_script_that_starts_ranks_whenever_it_is_imported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom meshwright.runtime.ranks import run_ranks\n"
+        "run_ranks(os.getpid, num_ranks=2, directory=Path(sys.argv[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    error = re.search(r"LaunchError: rank [01]: (.*)\n  -> (.*)", done.stderr)
+    assert error is not None, done.stderr
+    assert error[1] == "a rank that was started has imported the script that starts it, and ended meanwhile"
+    assert error[2].startswith('put what the script does under `if __name__ == "__main__":`')
+
+
 def test_under_torchrun_no_further_ranks_are_started(tmp_path: Path) -> None:
     path = tmp_path / "RUN.toml"
     config.save(small_run(tmp_path / "run", steps=2), path)

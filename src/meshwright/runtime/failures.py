@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from meshwright import errors
-from meshwright.errors import FailedRankError, LostRankError, MeshwrightError, RankError
+from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
 from meshwright.ir import files
 
 
@@ -95,6 +95,10 @@ def lost_peer(error: BaseException | None) -> bool:
     return False
 
 
+UNGUARDED = "a rank that was started has imported the script that starts it"
+GUARD = 'put what the script does under `if __name__ == "__main__":`; other errors of the import stand above'
+
+
 def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -> MeshwrightError:
     """The error of the rank that failed first; ``rank`` is the one that the agent saw fail."""
     paths = [file_of(directory, one, "failure") for one in range(num_ranks)]
@@ -105,6 +109,8 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) ->
     doing = Status.read(directory, rank)
     if exit_code >= 0 and found:
         return as_error(found[0], directory)
+    if exit_code >= 0 and not file_of(directory, rank, "log").exists():
+        return LaunchError(f"{UNGUARDED}, and ended meanwhile", where=f"rank {rank}", remedy=GUARD)
     end, memory = f"ended with exit code {exit_code}", ""
     if exit_code < 0:
         end = f"was killed by {_signal_name(-exit_code)}"

@@ -23,7 +23,16 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
 from meshwright.runtime import launch
-from meshwright.runtime.failures import Failure, Status, as_error, file_of, first_failure, record
+from meshwright.runtime.failures import (
+    GUARD,
+    UNGUARDED,
+    Failure,
+    Status,
+    as_error,
+    file_of,
+    first_failure,
+    record,
+)
 
 T = TypeVar("T")
 Again = Callable[[RankError, Path], bool]
@@ -56,9 +65,12 @@ def run_ranks(
     Raises:
         MeshwrightError: that a rank raised; of several ranks, the first one's.
         FailedRankError: a rank raised something else, was killed, or ended.
-        LaunchError: the port is taken, or another run is at work in the directory.
+        LaunchError: the port is taken, another run is at work in the directory, or the script that calls this does so
+            whenever it is imported, as every rank does.
         KeyboardInterrupt: Ctrl-C; all ranks are stopped.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself looks
+        raise LaunchError(f"{UNGUARDED}, which starts ranks again", where="main module", remedy=GUARD)
     if port:
         launch.check_port(port)
     with _locked(directory):
