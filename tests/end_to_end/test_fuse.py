@@ -48,6 +48,23 @@ def test_random_graphs_give_the_same_values(data: st.DataObject) -> None:
         assert torch.equal(before, after), "an input of the step was written"
 
 
+def test_a_copy_is_made_once() -> None:
+    """As where several products read what was gathered along its columns."""
+
+    def build(graph: fx.Graph, value: fx.Node) -> list[fx.Node]:
+        turned = graph.call_function(aten.t.default, (value,))
+        copies = [graph.call_function(aten.reshape.default, (turned, shape)) for shape in ([16], [16], [2, 8], [16])]
+        copies[3].meta["backward"] = True  # is computed again
+        return [graph.call_function(aten.exp.default, (one,)) for one in copies]
+
+    graph = _traced(build)
+    fuse(graph)
+    assert _targets(graph).count(aten.reshape.default) == 3
+    value = torch.rand(SHAPE, dtype=torch.float64)
+    for one, shape in zip(boxed_function(graph, {})([value]), ([16], [16], [2, 8], [16]), strict=True):
+        assert torch.equal(one, value.t().reshape(shape).exp())
+
+
 def _copy(graph: fx.Graph) -> fx.Graph:
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))

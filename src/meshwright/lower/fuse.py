@@ -46,9 +46,10 @@ _ALIASES = VIEWS | {
 def fuse(graph: fx.Graph) -> None:
     """mm + add of a bias -> addmm, where both run on the same rank without a collective between them; both gradients of
     a convolution in one call; relu -> clamp_min, which can write into its input; argmax -> max, which finds
-    the same indices in less time; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x).
-    What is known by its name (``meta["returned"]``) keeps its node."""
+    the same indices in less time; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x), and one of x for all that want the
+    same: it may be a copy. What is known by its name (``meta["returned"]``) keeps its node."""
     gradients: dict[tuple[object, ...], fx.Node] = {}
+    shaped: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -68,6 +69,10 @@ def fuse(graph: fx.Graph) -> None:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.target is aten.reshape.default:
                 node.args = (source.args[0], *node.args[1:])
+            when = node.meta.get("phase"), node.meta.get("backward")  # what is computed again is not kept instead
+            first = shaped.setdefault((node.args[0], str(node.args[1]), *when), node)
+            if first is not node and not node.meta.get("returned"):
+                node.replace_all_uses_with(first)
     graph.eliminate_dead_code()
 
 
