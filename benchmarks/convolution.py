@@ -30,7 +30,7 @@ from benchmarks.report import judged, show
 from benchmarks.zero import _resident_bytes as resident_bytes
 from meshwright.bench.repeat import alternate
 from meshwright.cost.closed_form import Predicted, predict_step
-from meshwright.cost.optimizer import MOMENTUM
+from meshwright.cost.optimizer import SGD
 from meshwright.ir.graph import Graph
 from meshwright.ir.kind import COMPUTE, kind_of
 from meshwright.ir.layout import layout_text
@@ -399,7 +399,7 @@ def chosen_layout(name: str) -> mw.Layout:
     make, loss_fn, image, label = CHOSEN[name]
     batch = {"image": torch.zeros(image), "label": torch.zeros(label, dtype=torch.int64)}
     graph = mw.capture(make(), loss_fn, batch)
-    return mw.plan(graph, "cpu-local", devices=NUM_RANKS, optimizer=MOMENTUM).layout
+    return mw.plan(graph, "cpu-local", devices=NUM_RANKS, optimizer=SGD).layout
 
 
 def timed_choice(

@@ -36,7 +36,8 @@ LIMIT = 1.10
 SETTINGS = "GPT-S in two boxes"
 MODEL = MODELS["GPT-S"]
 LAYOUTS = [mw.Layout(dp=2), mw.Layout(dp=2, zero=1), mw.Layout(dp=2, zero=3)]
-TABLE = msgspec.structs.replace(LINK_SIZES, operations=("all_reduce", "all_gather", "reduce_scatter"))
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+TABLE = msgspec.structs.replace(LINK_SIZES, repeats=5, most_s=2.0, operations=OPERATIONS)
 
 
 class Exposed(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 from functools import cache
 
 import msgspec
@@ -13,6 +14,7 @@ import torch
 import meshwright as mw
 from benchmarks import quality
 from meshwright import optim
+from meshwright.api import plans
 from meshwright.api.plans import cost_of
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
@@ -224,6 +226,14 @@ def test_no_layout_by_hand_is_faster(tied: bool) -> None:
         (lambda parameters: torch.optim.SGD(parameters), cost.SGD),
         (lambda parameters: torch.optim.SGD(parameters, momentum=0.9), cost.MOMENTUM),
         (lambda parameters: torch.optim.RMSprop(parameters), cost.MOMENTUM),
+        (
+            lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
+            msgspec.structs.replace(cost.MOMENTUM, states=3, moved=cost.MOMENTUM.moved + 4),
+        ),
+        (
+            lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+            msgspec.structs.replace(cost.ADAMW, states=3, moved=cost.ADAMW.moved + 2),
+        ),
         (lambda parameters: optim.LAMB(parameters), cost.LAMB),
         (lambda parameters: optim.LARC(parameters), cost.LARS),
         (lambda parameters: torch.optim.SGD([{"params": [one for _, one in parameters if one.dim() > 1]}]), cost.SGD),
@@ -244,3 +254,30 @@ def test_a_costly_optimizer_is_not_run_whole_on_every_rank() -> None:
     times = [foretell(graph, one, FOUR, optimizer=HEAVY).played.step_s for one in (whole, chosen)]
     assert times[1] < 0.6 * times[0]
     assert mw.plan(graph, FOUR, devices=2, optimizer=cost.SGD, pipelines=False).layout.dp == 2
+
+
+def test_parallelize_tells_the_planner_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at where a layout is searched, and only there."""
+    asked: list[tuple[OptimizerCost, bool]] = []
+
+    def searched(
+        graph: Graph, world_size: int, cluster: mw.Cluster, *, optimizer: OptimizerCost, clips: bool, offload: bool
+    ) -> mw.Plan:
+        asked.append((optimizer, clips))
+        return plan_layout(graph, mw.Layout(), world_size=world_size)
+
+    monkeypatch.setattr(plans, "plan_auto", searched)
+    calls: list[int] = []
+
+    def factory(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        calls.append(1)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    subject = oracle.gpt(False, layers=1)
+    given = subject.model, subject.loss_fn, subject.batches[0]
+    mw.parallelize(*given, optimizer=factory, max_grad_norm=1.0)
+    assert asked == [(cost.SGD, True)]
+    assert len(calls) == 2
+    mw.parallelize(*given, plan=mw.Layout(), optimizer=factory)
+    assert len(asked) == 1
+    assert len(calls) == 3

@@ -439,10 +439,10 @@ def test_a_script_that_starts_ranks_whenever_it_is_imported(tmp_path: Path) -> N
         [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
-    error = re.search(r"LaunchError: rank [01]: (.*)\n  -> (.*)", done.stderr)
-    assert error is not None, done.stderr
-    assert error[1] == "a rank that was started has imported the script that starts it, and ended meanwhile"
-    assert error[2].startswith('put what the script does under `if __name__ == "__main__":`')
+    assert "has imported the script that starts it, which starts ranks again\n  -> put what the script" in done.stderr
+    last = re.search(r"FailedRankError: rank [01] ended before it began: (.*)\n  -> (.*)", done.stderr)
+    assert last is not None, done.stderr
+    assert 'if __name__ == "__main__":' in last[2]
 
 
 def test_under_torchrun_no_further_ranks_are_started(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_what_cannot_be_cut_is_named() -> None:
     assert misfit(MATMUL, {"dp": "b", TIME: "b"}, {"dp": 3, TIME: 1}) == ("b", 3), "micro-batches are equal"
     assert misfit(ring, {"cp": "st"}, {"cp": 4}) is None
     assert misfit(ring, {"cp": "st"}, {"cp": 3}) == ("s", 3), "whole parts go round"
+    assert misfit(ring, {"cp": "st", "dp": "st"}, {"cp": 2, "dp": 2}) == ("st", 4), "a ring lies along one axis"
 
 
 def test_two_axes_may_split_two_factors_of_one_dim() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -73,9 +74,10 @@ def plan(
 
     ``memory_bytes`` are for each rank (default: what a device of the cluster has). Without a layout the fastest that
     fits them is searched (``planner.auto``); with one they say how large buckets may be. ``optimizer`` says what it
-    keeps and moves (``cost.optimizer``), ``clips`` whether gradients are clipped. ``pipelines=False`` divides operators
-    alone, and makes no stages; ``offload=True`` may put optimizer state on the host, where nothing fits otherwise. An
-    operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
+    keeps and moves (``cost.optimizer``), ``clips``, where a layout is searched, whether gradients are clipped.
+    ``pipelines=False`` divides operators alone, and makes no stages; ``offload=True`` may put optimizer state on the
+    host, where nothing fits otherwise. An operator without a rule runs whole on every rank, and the plan says what that
+    costs; ``strict`` refuses it.
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory.
@@ -166,19 +168,24 @@ def choose(
 
 def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
     """What the optimizer that a function makes of ``graph``'s parameters keeps and moves. It is made over parameters
-    without memory. RMSprop and Adagrad count as SGD with momentum, LARC as LARS; what is not known, and what cannot be
-    made so, as AdamW, which keeps most."""
+    without memory. RMSprop and Adagrad move as much as SGD with momentum, LARC as LARS; what is not known, and what
+    cannot be made so, counts as AdamW, and the log says so."""
     if factory is None:
         return ADAMW
     shapes = {name: graph.tensors[name].shape for name in graph.parameters}
     try:
-        made = factory([(name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in shapes.items()])
+        made: Any = factory([(name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in shapes.items()])
     except Exception as error:  # noqa: BLE001 - by code that we do not know; where it is wrong, training says so
-        log.debug("planned as for AdamW: the optimizer cannot be made over parameters without memory: %s", error)
+        log.info("planned as for AdamW: over parameters without memory the optimizer cannot be made: %s", error)
         return ADAMW
-    if isinstance(made, torch.optim.SGD):
-        return cost.MOMENTUM if any(group["momentum"] for group in made.param_groups) else cost.SGD
-    return next((found for kinds, found in _COSTS if isinstance(made, kinds)), ADAMW)
+    if isinstance(made, torch.optim.SGD) and any(group["momentum"] for group in made.param_groups):
+        return cost.MOMENTUM
+    found = next((one for kinds, one in _COSTS if isinstance(made, kinds)), None)
+    if found is None:
+        log.info("planned as for AdamW: what %s keeps and moves is not known", type(made).__name__)
+        return ADAMW
+    more = sum(any(group.get(option) for group in made.param_groups) for option in _STATES.get(type(made), ()))
+    return msgspec.structs.replace(found, states=found.states + more, moved=found.moved + 2 * more)
 
 
 _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...] = (
@@ -187,8 +194,15 @@ _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...
     ((optim.LAMB,), cost.LAMB),
     ((optim.LARS, optim.LARC), cost.LARS),
     ((torch.optim.RMSprop, torch.optim.Adagrad), cost.MOMENTUM),
+    ((torch.optim.SGD,), cost.SGD),
 )
 """The first that an optimizer is one of: AdamW is an Adam."""
+_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("amsgrad",),
+    torch.optim.Adam: ("amsgrad",),
+    torch.optim.RMSprop: ("centered", "momentum"),
+}
+"""Options for which one more number is kept of every element."""
 
 
 def _fitting(cluster: Cluster | str | None, device: torch.device, world_size: int) -> Cluster:

@@ -15,6 +15,7 @@ from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.cost.occupancy import Verdict, memory_verdict
+from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.graph import Graph
@@ -57,14 +58,12 @@ def plan_run(run: Run, ranks: int = 0, memory_bytes: float | None = None) -> Pla
     Raises:
         LayoutError: the layout does not fit the model or the batch; nothing that may be searched fits in memory.
     """
-    graph, made = _planned(run, ranks, memory_bytes)
+    graph, made, optimizer = _planned(run, ranks, memory_bytes)
     known = known_cluster(run.layout.cluster or None, torch.device("cpu"), made.mesh.world_size)
     limit = memory_bytes or known.device.memory_bytes
     if made.uneven:
         return Planned(plan=made, memory_bytes=limit)
-    found = foretell(
-        graph, made, known, optimizer=cost_of(build.optimizer(run), graph), clips=run.train.max_grad_norm > 0
-    ).prediction
+    found = foretell(graph, made, known, optimizer=optimizer, clips=run.train.max_grad_norm > 0).prediction
     verdict = memory_verdict(found.peak_memory_bytes, limit)
     return Planned(plan=msgspec.structs.replace(made, prediction=found), memory_bytes=limit, verdict=verdict)
 
@@ -79,19 +78,19 @@ def simulate_run(
     seed: int = 0,
 ) -> Trace:
     """One step of a RUN.toml, played; see ``simulate``."""  # fmt: skip
-    graph, made = _planned(run, ranks, None)
+    graph, made, optimizer = _planned(run, ranks, None)
     return simulate(
         graph,
         run.layout.cluster or None,
         made,
-        optimizer=cost_of(build.optimizer(run), graph),
+        optimizer=optimizer,
         clips=run.train.max_grad_norm > 0,
         contention=contention,
         faults=Faults(slow=slow or {}, jitter=jitter, seed=seed),
     )
 
 
-def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, Plan]:
+def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, Plan, OptimizerCost]:
     asked = run.layout.chosen()
     graph = capture(
         build.model(run),
@@ -106,7 +105,7 @@ def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, P
     cluster = run.layout.cluster or None
     optimizer, clips = cost_of(build.optimizer(run), graph), run.train.max_grad_norm > 0
     if run.layout.searched:
-        return graph, plan_auto(
+        made = plan_auto(
             graph,
             world_size,
             known_cluster(cluster, torch.device("cpu"), world_size),
@@ -115,7 +114,9 @@ def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, P
             clips=clips,
             offload=run.layout.offload != "none",
         )
-    return graph, choose(asked, graph, world_size, cluster, torch.device("cpu"), optimizer, clips=clips)
+    else:
+        made = choose(asked, graph, world_size, cluster, torch.device("cpu"), optimizer, clips=clips)
+    return graph, made, optimizer
 
 
 def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ...]:

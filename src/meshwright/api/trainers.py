@@ -14,6 +14,7 @@ from meshwright.api.plans import Rules, capture, check_plan, choose, cost_of, lo
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import from_every_rank, from_rank_0
+from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LayoutError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
@@ -73,7 +74,8 @@ def parallelize(
         batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch, and of numbers.
         plan: ``"auto"`` (the fastest layout that fits, see ``plan``), a Layout, a Plan, or the path of a plan file.
         optimizer: gets a list of (name, parameter), as torch.optim takes it:
-            ``lambda p: torch.optim.AdamW(p, lr=3e-4)``.
+            ``lambda p: torch.optim.AdamW(p, lr=3e-4)``. ``"auto"`` calls it once more, before, with parameters that
+            have no memory, to see what it keeps and moves.
         max_grad_norm: clip gradients to this norm over the whole model.
         seed: of dropout and of meta models' initial values.
         precision: what products compute in (``Layout.precision``), where the plan does not say it: ``"bfloat16"``,
@@ -108,8 +110,10 @@ def parallelize(
         check_strict(graph)
     _agree(graph)
 
+    kept = cost_of(optimizer, graph) if plan == "auto" else ADAMW
+    clips = max_grad_norm is not None
+
     def planned() -> bytes:
-        kept, clips = cost_of(optimizer, graph), max_grad_norm is not None
         return files.encode_json(choose(plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload))
 
     made = from_rank_0(planned)

@@ -163,8 +163,13 @@ def parts_of(rule: Rule, strategy: Mapping[str, str], letter: str, sizes: Mappin
 
 def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[str, int] | None:
     """The first letter that cannot be cut in as many parts as ``strategy`` asks for, and these parts; None where all
-    can. Parts may differ by one unit where the rule bears it, but no part may be empty; micro-batches are equal."""
+    can. Parts may differ by one unit where the rule bears it, but no part may be empty; micro-batches are equal. What
+    goes round a ring of ranks, or from each to each, is cut over one axis only."""
     for choice in strategy.values():
+        if choice in rule.decompositions and rule.of_one_axis(choice):
+            axes = [axis for axis, other in strategy.items() if other == choice]
+            if len(axes) > 1:
+                return choice, prod(sizes[axis] for axis in axes)
         for letter in rule.members(choice) if choice and not is_linear(choice) else ():
             parts, size = parts_of(rule, strategy, letter, sizes), rule.sizes[letter]
             if size % parts == 0:

@@ -341,6 +341,12 @@ def starred(name: str) -> str:
 
 def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int, place: str) -> PlanError:
     """That a factor cannot be cut so often."""
+    if letter in rule.joint:
+        return PlanError(
+            f"factor {letter!r} goes round, or from each rank to each, along one axis, and is cut over several",
+            where=place,
+            remedy="leave it out on all axes but one",
+        )
     alike = [axis for axis, one in strategy.items() if not is_linear(one) and letter in rule.members(one)]
     axes = f"axis {alike[0]!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"
     few = rule.sizes[letter] < parts

@@ -9,6 +9,8 @@ import msgspec
 from meshwright.errors import RuleError
 from meshwright.ir.halo import WORD as HALO
 
+ONE_AXIS = ("ring", "all_to_all")
+"""Words of decompositions whose ranks are those of one mesh axis."""
 OWN = "own"
 """The factor of samples each part of which has statistics of its own, and how the words of what it does begin."""
 
@@ -132,6 +134,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def sums(self, name: str) -> bool:
         """Whether outputs without factor ``name`` are terms of a sum where it is split."""
         return all(text.split()[0] == OWN or text.startswith(HALO) for text in self.decompositions.get(name, ()))
+
+    def of_one_axis(self, name: str) -> bool:
+        """Whether what factor ``name`` exchanges goes over one mesh axis: round its ring, or from each rank to each."""
+        return any(text.split()[0] in ONE_AXIS for text in self.decompositions.get(name, ()))
 
     def owns(self, name: str, output: int) -> bool:
         """Whether splitting ``name`` leaves on each rank an output number ``output`` of its own."""

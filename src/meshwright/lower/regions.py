@@ -144,12 +144,14 @@ _SCALE, _TAIL = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027
 
 def _share_exponential(graph: fx.Graph, backward: fx.Node) -> None:
     """gelu and its gradient need exp(-x^2 / 2), for the error function and for the density: it is computed once, in the
-    forward pass, which leaves the slope in place of x. In float32, where the error function's formula is exact."""
+    forward pass, which leaves the slope in place of x. In float32, which the error function's formula is as good as."""
     gradient, x = backward.args[:2]
     assert isinstance(gradient, fx.Node)
     assert isinstance(x, fx.Node)
     forward = next((one for one in x.users if one.target is aten.gelu.default), None)
-    if forward is None or forward.kwargs or backward.kwargs or x.meta["val"].dtype != torch.float32:
+    if forward is None or backward < forward or forward.kwargs or backward.kwargs:
+        return
+    if x.meta["val"].dtype != torch.float32 or _size(forward) < WORTH:
         return
 
     def emit(target: Any, *args: Any) -> fx.Node:

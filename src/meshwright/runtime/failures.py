@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from meshwright import errors
-from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
+from meshwright.errors import FailedRankError, LostRankError, MeshwrightError, RankError
 from meshwright.ir import files
 
 
@@ -95,8 +95,7 @@ def lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-UNGUARDED = "a rank that was started has imported the script that starts it"
-GUARD = 'put what the script does under `if __name__ == "__main__":`; other errors of the import stand above'
+GUARD = 'often a script must have what it does under `if __name__ == "__main__":`; what the import said stands above'
 
 
 def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -> MeshwrightError:
@@ -110,7 +109,7 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) ->
     if exit_code >= 0 and found:
         return as_error(found[0], directory)
     if exit_code >= 0 and not file_of(directory, rank, "log").exists():
-        return LaunchError(f"{UNGUARDED}, and ended meanwhile", where=f"rank {rank}", remedy=GUARD)
+        return _failed(f"rank {rank} ended before it began: it could not import what it was to run", GUARD, doing)
     end, memory = f"ended with exit code {exit_code}", ""
     if exit_code < 0:
         end = f"was killed by {_signal_name(-exit_code)}"

@@ -23,16 +23,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
 from meshwright.runtime import launch
-from meshwright.runtime.failures import (
-    GUARD,
-    UNGUARDED,
-    Failure,
-    Status,
-    as_error,
-    file_of,
-    first_failure,
-    record,
-)
+from meshwright.runtime.failures import Failure, Status, as_error, file_of, first_failure, record
 
 T = TypeVar("T")
 Again = Callable[[RankError, Path], bool]
@@ -70,7 +61,11 @@ def run_ranks(
         KeyboardInterrupt: Ctrl-C; all ranks are stopped.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself looks
-        raise LaunchError(f"{UNGUARDED}, which starts ranks again", where="main module", remedy=GUARD)
+        raise LaunchError(
+            "a rank that was started has imported the script that starts it, which starts ranks again",
+            where="main module",
+            remedy='put what the script does under `if __name__ == "__main__":`',
+        )
     if port:
         launch.check_port(port)
     with _locked(directory):
