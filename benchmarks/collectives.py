@@ -41,6 +41,8 @@ COMMAND = "make bench-collectives"
 SIZES = (4, 2**10, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 RANKS = (2, 4)
 ROUNDS = 7
+SHORT_BYTES, SHORT_ROUNDS = 2**18, 25
+"""Vectors of at most so many bytes, whose times vary most and cost least, are timed in at least so many rounds."""
 ROUND_BYTES, MAX_CALLS = 2**25, 200
 """A round makes as many calls as move so many bytes, at most ``MAX_CALLS``."""
 OURS, GLOO, MPI, LIMIT = "meshwright", "gloo", "Open MPI", "copy and add"
@@ -95,9 +97,9 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
             sums[side] = float(value[0])
         value.fill_(0)
         sides[LIMIT] = limit
-        found[num_bytes] = {
-            "seconds": alternate(sides, rounds=rounds, steps=calls), "calls": calls, "algorithm": name, "sums": sums,
-        }  # fmt: skip
+        num_rounds = max(rounds, SHORT_ROUNDS) if num_bytes <= SHORT_BYTES else rounds
+        seconds = alternate(sides, rounds=num_rounds, steps=calls)
+        found[num_bytes] = {"seconds": seconds, "calls": calls, "algorithm": name, "sums": sums}
     return found
 
 
@@ -225,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{one.verdict:<8}  {one.target}\n          {one.measured}", markup=False)
         timed = (
             "An all-reduce in place of a float32 vector, one thread a rank; all sides by turns in the same processes, "
-            f"{options.rounds} rounds, from when all ranks have met until the slowest is done."
+            f"{options.rounds} rounds ({max(options.rounds, SHORT_ROUNDS)} up to {_size(SHORT_BYTES)}), from when all "
+            "ranks have met until the slowest is done."
         )
         text = (__doc__ or "").partition("\n\n")[2].partition("All sides")
         report.write(

@@ -105,9 +105,14 @@ def _close(found: Tensor, expected: Tensor | int) -> None:
     torch.testing.assert_close(found, torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
 
 
-def over_shared_memory(message_bytes: int) -> int:
-    with small_messages(message_bytes):
-        return run_all(_ours())
+def over_shared_memory(message_bytes: int, short_bytes: int) -> int:
+    ours = _ours()
+    ours._kinds.clear()  # of which other tests made some
+    with small_messages(message_bytes), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "SHORT_BYTES", short_bytes)
+        done = run_all(ours)
+    ours._kinds.clear()
+    return done
 
 
 def over_send_and_receive(message_bytes: int) -> int:
@@ -144,9 +149,12 @@ def _over_wires() -> Collectives:
     return Collectives(rank, size, lanes, f"rank {rank}")
 
 
-@pytest.mark.parametrize(("num_ranks", "message_bytes"), [(2, 256), (3, 512), (4, 1024)])
-def test_every_algorithm_over_shared_memory(ranks: Ranks, num_ranks: int, message_bytes: int) -> None:
-    assert ranks(num_ranks, over_shared_memory, message_bytes)[0] == len(SIZES) * len(ALGORITHMS["all_reduce"])
+@pytest.mark.parametrize(
+    ("num_ranks", "message_bytes", "short_bytes"), [(2, 256, 0), (3, 512, 2**14), (3, 512, 0), (4, 1024, 2**14)]
+)
+def test_every_algorithm_over_shared_memory(ranks: Ranks, num_ranks: int, message_bytes: int, short_bytes: int) -> None:
+    done = ranks(num_ranks, over_shared_memory, message_bytes, short_bytes)
+    assert done[0] == len(SIZES) * len(ALGORITHMS["all_reduce"])
 
 
 @pytest.mark.parametrize(("num_ranks", "message_bytes"), [(2, 2**19), (3, 1024)])
@@ -329,7 +337,7 @@ def short(cases: list[Short]) -> list[bytes]:
 CASES = st.lists(
     st.tuples(
         st.sampled_from([0, 1, 2, 63, 64, 1000]) | st.integers(0, 3000),
-        st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]),
+        st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool]),
         st.sampled_from(["sum", "max", "min"]),
         st.sampled_from(["", "gradient of a", "gradient of b"]),
     ),
@@ -346,6 +354,30 @@ def test_short_all_reduces_of_any_kind_have_the_same_bits_everywhere(
 ) -> None:
     first, *others = ranks(num_ranks, short, cases)
     assert all(other == first for other in others)
+
+
+def elsewhere() -> list[list[float]]:
+    """All-reduces of short tensors that are not simply in memory of their own: strided, of a parameter, at an address
+    at which there was another."""
+    ours, found = _ours(), []
+    spread = torch.arange(8.0)[::2]
+    ours.all_reduce(spread).wait()
+    found.append(spread.tolist())
+    parameter = torch.nn.Parameter(torch.ones(4))
+    with torch.no_grad():
+        ours.all_reduce(parameter).wait()
+    found.append(parameter.tolist())
+    memory = torch.zeros(8)
+    for begin in (0, 4, 0):
+        memory[begin : begin + 4] += 1
+        ours.all_reduce(memory[begin : begin + 4]).wait()
+    found.append(memory.tolist())
+    return found
+
+
+def test_short_tensors_may_lie_anywhere(ranks: Ranks) -> None:
+    expected = [[0.0, 4.0, 8.0, 12.0], [2.0] * 4, [6.0] * 4 + [2.0] * 4]
+    assert ranks(2, elsewhere) == [expected, expected]
 
 
 def alike(repeats: int) -> str:

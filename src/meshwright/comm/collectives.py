@@ -1,11 +1,14 @@
 """Runs the steps of collectives among the ranks of a group: one executor, over any lanes."""
 
+import ctypes
+import operator
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,10 +31,20 @@ def _minimum(mine: Tensor, theirs: Tensor) -> Tensor:
 
 REDUCE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": Tensor.add_, "max": _maximum, "min": _minimum}
 """In place of the first. ``Tensor.add_`` takes less time than ``torch.add(..., out=...)`` where tensors are short."""
+REDUCE_ARRAY: Mapping[str, Callable[[Any, Any], object]] = {
+    "sum": operator.iadd,
+    "max": lambda mine, theirs: np.maximum(mine, theirs, out=mine),
+    "min": lambda mine, theirs: np.minimum(mine, theirs, out=mine),
+}
+SHORT_BYTES = 2**14
+"""A vector of at most so many, in memory that ranks share, is copied and reduced by numpy, not by PyTorch's dispatcher,
+which takes longer than what it dispatches."""
 HEAR_S = 1.0
 """How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
 SLOTS = 8
 """Messages of a lane that may not have been taken."""
+ARRAYS = 64
+"""Vectors of which a kind of collective keeps the arrays."""
 LABELS = 4096
 """Labels of which a kind of collective keeps what is said."""
 _Step = tuple[int, Any, int, int, int]
@@ -49,6 +62,7 @@ class Collectives:
         self.rank, self.num_ranks, self._lanes, self._name = rank, num_ranks, lanes, name or f"rank {rank}"
         self._each = tuple(lanes.values())
         self._expects = any(lane.expects for lane in self._each)
+        self._all_shared = all(isinstance(lane, SharedMemory) for lane in self._each)
         for lane in lanes.values():
             if isinstance(lane, SharedMemory):
                 lane.look = self._look
@@ -156,7 +170,9 @@ class Collectives:
                 steps = _rooted(operation, algorithm, self.num_ranks, length, root)
             else:
                 steps = build(operation, algorithm, self.num_ranks, length)
-            found = self._kinds[key] = _Kind(self.rank, steps, dtype, op, root, self._lanes, expects=self._expects)
+            found = self._kinds[key] = _Kind(
+                self.rank, steps, dtype, op, root, self._lanes, expects=self._expects, in_arrays=self._all_shared
+            )
         return found
 
     def _start(
@@ -248,6 +264,7 @@ class _Kind:
         lanes: Mapping[int, Lane],
         *,
         expects: bool,
+        in_arrays: bool,
     ) -> None:
         found = compiled(programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, SLOTS, expects=expects)
         self.steps: tuple[_Step, ...] = tuple((one.kind, lanes.get(one.peer), *one[2:]) for one in found.steps)
@@ -256,12 +273,29 @@ class _Kind:
         self.rest = tuple(one for index, one in enumerate(self.steps) if index not in ahead)
         self.ahead, self.rest_puts, self.writes = found.ahead, found.rest_puts, found.writes
         self.lanes, self.num_first = tuple(lanes.values()) if expects else (), len(self.first)
-        self.dtype, self.reduce = dtype, REDUCE[op]
+        self.tensors = _Means(dtype, REDUCE[op], Tensor.copy_)
+        short = in_arrays and 0 < steps.space * dtype.itemsize <= SHORT_BYTES
+        array = _array_type(dtype) if short else None
+        self.arrays = _Means(array, REDUCE_ARRAY[op], np.copyto) if array is not None else None
         self.whole = all(one[2:] == (0, steps.space, 0) for one in found.steps)
         text = f"{steps.operation} of {steps.length} x {str(dtype).removeprefix('torch.')}, {op}, {steps.algorithm}"
         self._text = text + (f", root {root}" if root else "")
+        self._arrays: dict[int, np.ndarray[Any, Any]] = {}
         self.code = zlib.crc32(self._text.encode())
         self.said: dict[str, bytes] = {}
+
+    def array(self, memory: Tensor) -> np.ndarray[Any, Any]:
+        """The memory of a tensor as an array, valid while the tensor lives. Arrays are kept by address, for to make one
+        takes longer than to reduce it."""
+        address = memory.data_ptr()
+        found = self._arrays.get(address)
+        if found is None:
+            assert self.arrays is not None
+            if len(self._arrays) >= ARRAYS:
+                self._arrays.clear()
+            whole = memoryview((ctypes.c_char * memory.nbytes).from_address(address)).cast("B")
+            found = self._arrays[address] = np.frombuffer(whole, self.arrays.dtype)
+        return found
 
     def say(self, label: str) -> bytes:
         """What such a collective is, in words; ``said`` keeps them."""
@@ -271,10 +305,27 @@ class _Kind:
         return words
 
 
+class _Means(NamedTuple):
+    """In what messages are: tensors of a dtype or arrays of one; how they are reduced, and kept, in place of the first
+    of two."""
+
+    dtype: Any
+    reduce: Callable[[Any, Any], object]
+    keep: Callable[[Any, Any], object]
+
+
+def _array_type(dtype: torch.dtype) -> "np.dtype[Any] | None":
+    """What numpy calls that type, if it has it."""
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return None
+
+
 class _Run:
     """A collective under way."""
 
-    __slots__ = ("_early", "_finish", "_memory", "_owner", "done", "kind", "label", "number", "tag")
+    __slots__ = ("_early", "_finish", "_kept", "_means", "_memory", "_owner", "done", "kind", "label", "number", "tag")
 
     def __init__(
         self,
@@ -285,7 +336,11 @@ class _Run:
         label: str,
         finish: Callable[[], object] | None,
     ) -> None:
-        self._owner, self.kind, self._memory, self.number = owner, kind, memory, number
+        self._owner, self.kind, self.number = owner, kind, number
+        self._means, self._kept = kind.tensors, memory
+        self._memory: Any = memory
+        if kind.arrays is not None and isinstance(memory, Tensor) and memory.is_cpu and memory.is_contiguous():
+            self._means, self._memory = kind.arrays, kind.array(memory)
         self.label, self._finish = label, finish
         self.tag = (number << 32) | kind.code
         self._early = 0
@@ -301,8 +356,7 @@ class _Run:
 
     def begin(self) -> None:
         """Send ahead, as far as there is room."""
-        kind, tag = self.kind, self.tag
-        memory: Any = self._memory
+        kind, tag, memory = self.kind, self.tag, self._memory
         for step in kind.first:
             what, lane, begin, end, _ = step
             if what != PUT:
@@ -327,29 +381,28 @@ class _Run:
         if self._finish is not None:
             self._finish()
         self.done = True
-        self._memory = self._finish = None  # type: ignore[assignment]
+        self._memory = self._kept = self._finish = None  # type: ignore[assignment]
 
     def _do(self, steps: tuple[_Step, ...]) -> None:
-        memory: Any = self._memory
-        kind, tag = self.kind, self.tag
-        whole, dtype = kind.whole, kind.dtype  # whole: to make a view takes longer than to send a short one
+        memory, tag, whole = self._memory, self.tag, self.kind.whole
+        dtype, reduce, keep = self._means  # whole: to make a view takes longer than to send a short one
         for what, lane, begin, end, into in steps:
             if what == ADD:
                 mine = memory if whole else self._into(begin, end)
-                kind.reduce(mine, lane.take(end - begin, dtype, tag))
+                reduce(mine, lane.take(end - begin, dtype, tag))
                 lane.release()
             elif what == PUT:
                 lane.put(memory if whole else memory[begin:end], tag)
             elif what == KEEP:
                 mine = memory if whole else self._into(begin, end)
-                mine.copy_(lane.take(end - begin, dtype, tag))
+                keep(mine, lane.take(end - begin, dtype, tag))
                 lane.release()
             elif what == EXPECT:
                 lane.expect(end - begin, memory.like if isinstance(memory, _Written) else memory)
             else:
-                memory[into : into + end - begin].copy_(memory[begin:end])
+                keep(memory[into : into + end - begin], memory[begin:end])
 
-    def _into(self, begin: int, end: int) -> Tensor:
+    def _into(self, begin: int, end: int) -> Any:
         memory = self._memory
         return memory.into(begin, end) if isinstance(memory, _Written) else memory[begin:end]
 
@@ -360,9 +413,6 @@ class _Written:
     def __init__(self, read: Tensor, written: Tensor, begin: int) -> None:
         self._read, self._written, self._begin = read, written, begin
         self.dtype, self.like = read.dtype, written
-
-    def element_size(self) -> int:
-        return self._read.element_size()
 
     def __getitem__(self, part: slice) -> Tensor:
         return self._read[part]

@@ -30,8 +30,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,10 +50,8 @@ FLUSH_S = 0.0005
 SPINS, YIELDS = 100, 16
 """Looks before it sleeps, and looks between which others may have the core: less than a sleep costs."""
 ENDED = "it has ended"
-SHORT_BYTES = 2**14
-"""A message of at most so many, in one piece, is copied without PyTorch's dispatcher, which takes longer."""
 VIEWS = 4096
-"""Tensors over slots that are kept."""
+"""Tensors and arrays over slots that are kept."""
 
 _PUBLISHED, _CONSUMED, _FINISHED, _SLEEPING, _FAILED, _TOKEN, _BEGUN, _TOLD = 0, 64, 72, 128, 136, 192, 248, 256
 """A line of the cache for what changes with every message, another for what seldom does: who looks finds it at hand."""
@@ -65,8 +64,6 @@ _BEHIND = 2**31
 """The bit of ``word - number`` that is set while a counter of 32 bits has not come to ``number`` (which has more)."""
 _FUTEX = 202  # the system call's number on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-
-_MOVE = ctypes.memmove
 
 _log = logging.getLogger(__name__)
 
@@ -91,8 +88,7 @@ class _Segment:
             self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
         self.heads = memoryview(self.memory)[_SLOTS_AT : _SLOTS_AT + slots * _SLOT_BYTES].cast("Q")
         self._begins = range(0, slots * MESSAGE_BYTES, MESSAGE_BYTES)
-        self.addresses = [self._arena.data_ptr() + begin for begin in self._begins]
-        self.views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self.views: dict[tuple[int, int, Any], Any] = {}
 
     def write(self, begin: int, words: bytes) -> None:
         """Lay words there."""
@@ -102,13 +98,15 @@ class _Segment:
         """The words that were laid there."""
         return self.memory[begin : begin + num].split(b"\0")[0].decode(errors="replace")
 
-    def view(self, slot: int, num: int, dtype: torch.dtype) -> Tensor:
-        """``num`` elements at the start of a slot; ``views`` keeps it."""
+    def view(self, slot: int, num_bytes: int, dtype: Any) -> Any:
+        """So many bytes at the start of a slot: a tensor, or an array where the dtype is numpy's. ``views`` keeps
+        it."""
         if len(self.views) >= VIEWS:
             self.views.clear()
         begin = self._begins[slot]
-        found = self._arena[begin : begin + num * dtype.itemsize].view(dtype)
-        self.views[slot, num, dtype] = found
+        found: Any = self._arena[begin : begin + num_bytes]
+        found = found.view(dtype) if isinstance(dtype, torch.dtype) else found.numpy().view(dtype)
+        self.views[slot, num_bytes, dtype] = found
         return found
 
 
@@ -201,25 +199,26 @@ class SharedMemory:
         """Wait until a slot is free."""
         self._await(self._theirs.consumed, self._num_put - self._slots + 1, "room for a message")
 
-    def put(self, part: Tensor, tag: int) -> None:
+    def put(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> None:
         """Copy a message into its slot, and tell the peer."""
         while not self.put_at_once(part, tag):
             self.wait_for_room()
 
     # A short message takes as long as these lines do: what does not change is looked up once.
 
-    def put_at_once(self, part: Tensor, tag: int) -> bool:
+    def put_at_once(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> bool:
         """Where a slot is free."""
         number, slots, mine, theirs = self._num_put, self._slots, self._mine, self._theirs
         if (theirs.consumed.value - number + slots - 1) & _BEHIND:
             return False
-        slot, num_bytes = number % slots, part.nbytes
-        if num_bytes <= SHORT_BYTES and part.is_contiguous() and part.is_cpu:
-            _MOVE(mine.addresses[slot], part.data_ptr(), num_bytes)
+        slot, num_bytes, dtype = number % slots, part.nbytes, part.dtype
+        into = mine.views.get((slot, num_bytes, dtype))
+        if into is None:
+            into = mine.view(slot, num_bytes, dtype)
+        if isinstance(part, np.ndarray):
+            into[...] = part
         else:
-            num, dtype = part.numel(), part.dtype
-            into = mine.views.get((slot, num, dtype))
-            (mine.view(slot, num, dtype) if into is None else into).copy_(part)
+            into.copy_(part)
         heads, at = mine.heads, 2 * slot
         heads[at], heads[at + 1] = num_bytes, tag
         self._num_put = number = number + 1
@@ -231,18 +230,17 @@ class SharedMemory:
     def expect(self, num: int, like: Tensor) -> None:
         """Nothing: the room is there."""
 
-    def take(self, num: int, dtype: torch.dtype, tag: int, label: str = "") -> Tensor:
-        """The next message, in place."""
+    def take(self, num: int, dtype: Any, tag: int, label: str = "") -> Any:
+        """The next message, in place: a tensor, or an array where the dtype is numpy's."""
         number, theirs = self._num_taken, self._theirs
         if (theirs.published.value - number - 1) & _BEHIND:
             self._await(theirs.published, number + 1, label)
-        slot, heads = number % self._slots, theirs.heads
+        slot, heads, num_bytes = number % self._slots, theirs.heads, num * dtype.itemsize
         found_bytes, found_tag = heads[2 * slot], heads[2 * slot + 1]
-        if found_tag != tag or found_bytes != num * dtype.itemsize:
-            found, wanted = (found_bytes, found_tag), (num * dtype.itemsize, tag)
-            check_message(self.peer, found, wanted, label or f"message {number + 1}")
-        view = theirs.views.get((slot, num, dtype))
-        return theirs.view(slot, num, dtype) if view is None else view
+        if found_tag != tag or found_bytes != num_bytes:
+            check_message(self.peer, (found_bytes, found_tag), (num_bytes, tag), label or f"message {number + 1}")
+        view = theirs.views.get((slot, num_bytes, dtype))
+        return theirs.view(slot, num_bytes, dtype) if view is None else view
 
     def release(self) -> None:
         """Tell the peer that its message is done with."""
