@@ -45,6 +45,8 @@ OFF, OFF_MEDIAN = 0.20, 0.10
 BLOCK_S, MOST_STEPS = 0.01, 500
 """Of a block of the fastest algorithm: ranks do not begin at once, which must not count. In longer blocks it would
 count every time that somebody else has the cores for a while."""
+TURN_S = 0.1
+"""Of its blocks between two sweeps, of which there are at most ``ROUNDS``."""
 UNEQUAL = (GBIT, GBIT, GBIT / 2, GBIT / 4)
 UNEQUAL_BYTES = 2**24
 SWEEPS = 5
@@ -89,8 +91,9 @@ def measure(table: Sizes, sizes: Sequence[int], crossing: bool) -> Found:
             for size in sizes:
                 if size not in turns:
                     sides = _crossing(picked[size], size) if crossing else _all(list(predicted[size]), size)
-                    steps = max(1, min(MOST_STEPS, round(BLOCK_S / min(predicted[size].values()))))
-                    rounds = ROUNDS if crossing or steps > 1 else 1  # of short ones
+                    fastest_s = min(predicted[size].values())
+                    steps = max(1, min(MOST_STEPS, round(BLOCK_S / fastest_s)))
+                    rounds = ROUNDS if crossing else max(1, min(ROUNDS, round(TURN_S / (steps * fastest_s))))
                     turns[size] = partial(alternate, sides, rounds=rounds, steps=steps, warmup_steps=1)
                 for name, found in turns[size]().items():
                     seconds[size].setdefault(name, []).extend(found)

@@ -40,9 +40,8 @@ from meshwright.schedules.collectives.choice import candidates
 COMMAND = "make bench-collectives"
 SIZES = (4, 2**10, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 RANKS = (2, 4)
-ROUNDS = 7
-SHORT_BYTES, SHORT_ROUNDS = 2**18, 25
-"""Vectors of at most so many bytes, whose times vary most and cost least, are timed in at least so many rounds."""
+ROUNDS, CHOICE_ROUNDS = 25, 9
+"""Of all sides, and before them of our algorithms, of which the fastest is taken."""
 ROUND_BYTES, MAX_CALLS = 2**25, 200
 """A round makes as many calls as move so many bytes, at most ``MAX_CALLS``."""
 OURS, GLOO, MPI, LIMIT = "meshwright", "gloo", "Open MPI", "copy and add"
@@ -77,7 +76,7 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
             return lambda: ours.all_reduce(value, "sum", name).wait()
 
         tried = {name: by(name) for name in candidates("all_reduce", world.size()) if name != "native"}
-        quick = alternate(tried, rounds=5, steps=max(1, calls // 4))
+        quick = alternate(tried, rounds=CHOICE_ROUNDS, steps=max(1, calls // 4))
         times = [{name: sorted(seconds)[len(seconds) // 2] for name, seconds in quick.items()}]
         dist.broadcast_object_list(times)
         name = min(times[0], key=times[0].__getitem__)
@@ -97,8 +96,7 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
             sums[side] = float(value[0])
         value.fill_(0)
         sides[LIMIT] = limit
-        num_rounds = max(rounds, SHORT_ROUNDS) if num_bytes <= SHORT_BYTES else rounds
-        seconds = alternate(sides, rounds=num_rounds, steps=calls)
+        seconds = alternate(sides, rounds=rounds, steps=calls)
         found[num_bytes] = {"seconds": seconds, "calls": calls, "algorithm": name, "sums": sums}
     return found
 
@@ -227,8 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{one.verdict:<8}  {one.target}\n          {one.measured}", markup=False)
         timed = (
             "An all-reduce in place of a float32 vector, one thread a rank; all sides by turns in the same processes, "
-            f"{options.rounds} rounds ({max(options.rounds, SHORT_ROUNDS)} up to {_size(SHORT_BYTES)}), from when all "
-            "ranks have met until the slowest is done."
+            f"{options.rounds} rounds, from when all ranks have met until the slowest is done."
         )
         text = (__doc__ or "").partition("\n\n")[2].partition("All sides")
         report.write(

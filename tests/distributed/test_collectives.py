@@ -253,7 +253,7 @@ def in_boxes(boxes: str) -> tuple[int, str]:
     lanes: dict[int, Lane] = {}
     for peer in range(size):
         if peer in box and peer != rank:
-            lane = shared_memory.SharedMemory.connect(_world().get_group_store(), "levels", rank, peer, 30.0)
+            lane = shared_memory.SharedMemory.connect(_world().get_group_store(), "levels", rank, peer, 30.0, 8)
             assert lane is not None
             lanes[peer] = lane
         elif peer != rank:
@@ -509,7 +509,7 @@ def share_and_forget() -> tuple[int, int, list[str]]:
     before, usual = set(os.listdir("/dev/shm")), _shared_parts()
     me, others = _world().rank(), [one for one in range(_world().size()) if one != _world().rank()]
     store = _world().get_group_store()
-    made = {peer: shared_memory.SharedMemory.connect(store, "forgotten", me, peer, 0.2) for peer in others}
+    made = {peer: shared_memory.SharedMemory.connect(store, "forgotten", me, peer, 0.2, 8) for peer in others}
     ours = Collectives(me, _world().size(), {peer: lane for peer, lane in made.items() if lane is not None})
     held = _shared_parts() - usual
     if me == 0:
@@ -570,5 +570,5 @@ def without_memory() -> str:
 
 def test_memory_that_one_rank_cannot_have_is_an_error_on_all(ranks: Ranks) -> None:
     one, *others = ranks(3, without_memory)
-    assert one.startswith("rank 1: no 4 MiB of memory to share with another rank: File too large\n  -> free memory")
+    assert one.startswith("rank 1: no 2 MiB of memory to share with another rank: File too large\n  -> free memory")
     assert others == [one, one]

@@ -41,8 +41,11 @@ SHORT_BYTES = 2**14
 which takes longer than what it dispatches."""
 HEAR_S = 1.0
 """How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
-SLOTS = 8
-"""Messages of a lane that may not have been taken."""
+SLOTS = 4
+"""Messages of a lane of shared memory that may not have been taken: one more than must be (``compiled.LAG``), for in
+more of them long vectors go round more of the cache."""
+AHEAD = 7
+"""Messages to a peer that a collective over wires sends when it starts."""
 ARRAYS = 64
 """Vectors of which a kind of collective keeps the arrays."""
 LABELS = 4096
@@ -266,11 +269,12 @@ class _Kind:
         expects: bool,
         in_arrays: bool,
     ) -> None:
-        found = compiled(programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, SLOTS, expects=expects)
+        ahead = AHEAD if expects else SLOTS - 1
+        found = compiled(programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, ahead, expects=expects)
         self.steps: tuple[_Step, ...] = tuple((one.kind, lanes.get(one.peer), *one[2:]) for one in found.steps)
         self.first = tuple(self.steps[index] for index in found.ahead)
-        ahead = set(found.ahead)
-        self.rest = tuple(one for index, one in enumerate(self.steps) if index not in ahead)
+        early = set(found.ahead)
+        self.rest = tuple(one for index, one in enumerate(self.steps) if index not in early)
         self.ahead, self.rest_puts, self.writes = found.ahead, found.rest_puts, found.writes
         self.lanes, self.num_first = tuple(lanes.values()) if expects else (), len(self.first)
         self.tensors = _Means(dtype, REDUCE[op], Tensor.copy_)

@@ -42,8 +42,9 @@ class Compiled(NamedTuple):
     """What is written, by the begin and end of each receive and copy."""
 
 
-def compiled(program: Program, num_per_message: int, slots: int, *, expects: bool) -> Compiled:
-    """The messages of at most ``num_per_message`` elements that a rank puts and takes, and (``expects``) expects.
+def compiled(program: Program, num_per_message: int, most_ahead: int, *, expects: bool) -> Compiled:
+    """The messages of at most ``num_per_message`` elements that a rank puts and takes, and (``expects``) expects; at
+    most so many to (and from) each peer ahead of all others.
 
     Raises:
         ScheduleError: a round would overwrite what it has still to send.
@@ -71,7 +72,7 @@ def compiled(program: Program, num_per_message: int, slots: int, *, expects: boo
         this = _in_turn(list(puts.values()), list(takes.values()), expects)
         _check(this)
         if not index and not copies:
-            ahead = _first_of_each(this, slots - 1)
+            ahead = _first_of_each(this, most_ahead)
         found += copies + this
     rest = set(range(len(found))) - set(ahead)
     return Compiled(tuple(found), tuple(ahead), any(found[index].kind == PUT for index in rest), tuple(writes))

@@ -40,7 +40,6 @@ from torch import Tensor
 from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Trouble, check_message
 from meshwright.errors import LostRankError, RankError
 
-SLOTS = 8
 SLEEP_S = 0.5
 """After so long without news a sleeper looks whether its peer still lives."""
 NAP_S = 0.001
@@ -130,9 +129,7 @@ class SharedMemory:
         self._num_taken = 0
 
     @classmethod
-    def connect(
-        cls, store: dist.Store, name: str, rank: int, peer: int, timeout_s: float, slots: int | None = None
-    ) -> Self | None:
+    def connect(cls, store: dist.Store, name: str, rank: int, peer: int, timeout_s: float, slots: int) -> Self | None:
         """Share memory with another rank that calls this with the same name; None (for both) where they cannot.
 
         Ranks in other network namespaces are on other machines, as far as we are concerned: containers, or emulated
@@ -141,7 +138,6 @@ class SharedMemory:
         Raises:
             RankError: this machine has no memory left for it, or the other rank has ``refused``.
         """
-        slots = slots or SLOTS
         token = secrets.token_bytes(16)
         descriptor = mine = None
         if sys.platform == "linux" and platform.machine() == "x86_64":
