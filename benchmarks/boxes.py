@@ -46,7 +46,7 @@ BLOCK_S, MOST_STEPS = 0.01, 500
 """Of a block of the fastest algorithm: ranks do not begin at once, which must not count. In longer blocks it would
 count every time that somebody else has the cores for a while."""
 TURN_S = 0.1
-"""Of its blocks between two sweeps, of which there are at most ``ROUNDS``."""
+"""Of all blocks of the fastest algorithm between two sweeps, of which there are at most ``ROUNDS``."""
 UNEQUAL = (GBIT, GBIT, GBIT / 2, GBIT / 4)
 UNEQUAL_BYTES = 2**24
 SWEEPS = 5

@@ -4,6 +4,7 @@ over shared memory, over send and receive, and between threads; ranks that diffe
 import functools
 import gc
 import itertools
+import math
 import os
 import random
 import re
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -253,7 +255,9 @@ def in_boxes(boxes: str) -> tuple[int, str]:
     lanes: dict[int, Lane] = {}
     for peer in range(size):
         if peer in box and peer != rank:
-            lane = shared_memory.SharedMemory.connect(_world().get_group_store(), "levels", rank, peer, 30.0, 8)
+            lane = shared_memory.SharedMemory.connect(
+                _world().get_group_store(), "levels", rank, peer, 30.0, running.SLOTS
+            )
             assert lane is not None
             lanes[peer] = lane
         elif peer != rank:
@@ -324,7 +328,8 @@ def short(cases: list[Short]) -> list[bytes]:
     """All-reduces of one message a round, one after the other; the bits of their results."""
     ours, size, found = _ours(), _world().size(), []
     for number, (num, dtype, op, label) in enumerate(cases):
-        values = [(100 * _values(num, one, number)).to(dtype) for one in range(size)]
+        values = [100 * _values(num, one, number) for one in range(size)]
+        values = [one > 0 if dtype == torch.bool else one.to(dtype) for one in values]
         mine = values[ours.rank].clone()
         ours.all_reduce(mine, op, "butterfly", label).wait()
         while len(values) > 1:  # a butterfly adds up neighbours, then pairs of them
@@ -367,17 +372,31 @@ def elsewhere() -> list[list[float]]:
     with torch.no_grad():
         ours.all_reduce(parameter).wait()
     found.append(parameter.tolist())
-    memory = torch.zeros(8)
-    for begin in (0, 4, 0):
-        memory[begin : begin + 4] += 1
-        ours.all_reduce(memory[begin : begin + 4]).wait()
-    found.append(memory.tolist())
+    kept = []
+    for number in range(2 * running.ARRAYS):  # half of them stay, so that addresses both return and do not
+        one = torch.full((4,), float(number))
+        ours.all_reduce(one).wait()
+        found.append(one.tolist())
+        kept += [one] * (number % 2)
     return found
 
 
 def test_short_tensors_may_lie_anywhere(ranks: Ranks) -> None:
-    expected = [[0.0, 4.0, 8.0, 12.0], [2.0] * 4, [6.0] * 4 + [2.0] * 4]
+    expected = [[0.0, 4.0, 8.0, 12.0], [2.0] * 4, *([2.0 * number] * 4 for number in range(2 * running.ARRAYS))]
     assert ranks(2, elsewhere) == [expected, expected]
+
+
+def infinite(num: int) -> list[float]:
+    """Sums without a value, where numpy is told to raise."""
+    value = torch.full((num,), torch.inf if _ours().rank else -torch.inf)
+    with np.errstate(all="raise"):
+        _ours().all_reduce(value).wait()
+    return value[:2].tolist()
+
+
+@pytest.mark.parametrize("num", [2, 10_000])
+def test_infinities_are_added_without_a_word(ranks: Ranks, num: int) -> None:
+    assert all(math.isnan(one) for each in ranks(2, infinite, num) for one in each)
 
 
 def alike(repeats: int) -> str:

@@ -6,6 +6,8 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -36,16 +38,21 @@ REDUCE_ARRAY: Mapping[str, Callable[[Any, Any], object]] = {
     "max": lambda mine, theirs: np.maximum(mine, theirs, out=mine),
     "min": lambda mine, theirs: np.minimum(mine, theirs, out=mine),
 }
+ARRAY_TYPES: Mapping[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
+    torch.int16: np.int16, torch.int8: np.int8, torch.uint8: np.uint8, torch.bool: np.bool_,
+}  # fmt: skip
+"""What numpy reduces as PyTorch does, and as fast."""
 SHORT_BYTES = 2**14
-"""A vector of at most so many, in memory that ranks share, is copied and reduced by numpy, not by PyTorch's dispatcher,
-which takes longer than what it dispatches."""
+"""A vector of ``ARRAY_TYPES`` of at most so many, in memory that ranks share, is copied and reduced by numpy, not by
+PyTorch's dispatcher, which takes longer than what it dispatches."""
 HEAR_S = 1.0
 """How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
 SLOTS = 4
 """Messages of a lane of shared memory that may not have been taken: one more than must be (``compiled.LAG``), for in
 more of them long vectors go round more of the cache."""
 AHEAD = 7
-"""Messages to a peer that a collective over wires sends when it starts."""
+"""Messages to a peer that a collective sends when it starts, where some lanes of the group are wires."""
 ARRAYS = 64
 """Vectors of which a kind of collective keeps the arrays."""
 LABELS = 4096
@@ -255,6 +262,7 @@ class _Kind:
     """What collectives of one kind have in common: the steps of this rank, and what they are called.
 
     ``first`` are the steps that may be done before all others, ``whole`` says that each is of the whole vector.
+    ``tensors`` and, where it is short, ``arrays`` are the means by which it is carried out.
     """
 
     def __init__(
@@ -278,9 +286,8 @@ class _Kind:
         self.ahead, self.rest_puts, self.writes = found.ahead, found.rest_puts, found.writes
         self.lanes, self.num_first = tuple(lanes.values()) if expects else (), len(self.first)
         self.tensors = _Means(dtype, REDUCE[op], Tensor.copy_)
-        short = in_arrays and 0 < steps.space * dtype.itemsize <= SHORT_BYTES
-        array = _array_type(dtype) if short else None
-        self.arrays = _Means(array, REDUCE_ARRAY[op], np.copyto) if array is not None else None
+        short = in_arrays and dtype in ARRAY_TYPES and 0 < steps.space * dtype.itemsize <= SHORT_BYTES
+        self.arrays = _arrays(dtype, op) if short else None
         self.whole = all(one[2:] == (0, steps.space, 0) for one in found.steps)
         text = f"{steps.operation} of {steps.length} x {str(dtype).removeprefix('torch.')}, {op}, {steps.algorithm}"
         self._text = text + (f", root {root}" if root else "")
@@ -297,7 +304,7 @@ class _Kind:
             assert self.arrays is not None
             if len(self._arrays) >= ARRAYS:
                 self._arrays.clear()
-            whole = memoryview((ctypes.c_char * memory.nbytes).from_address(address)).cast("B")
+            whole: Any = (ctypes.c_char * memory.nbytes).from_address(address)
             found = self._arrays[address] = np.frombuffer(whole, self.arrays.dtype)
         return found
 
@@ -318,12 +325,12 @@ class _Means(NamedTuple):
     keep: Callable[[Any, Any], object]
 
 
-def _array_type(dtype: torch.dtype) -> "np.dtype[Any] | None":
-    """What numpy calls that type, if it has it."""
-    try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:
-        return None
+def _arrays(dtype: torch.dtype, op: str) -> _Means:
+    """By numpy, in a context in which it does not warn of infinities and the like, or raise, as PyTorch does not. To
+    enter a context takes a tenth of what ``np.errstate`` does."""
+    quiet = copy_context()
+    quiet.run(lambda: np.seterr(all="ignore"))
+    return _Means(np.dtype(ARRAY_TYPES[dtype]), partial(quiet.run, REDUCE_ARRAY[op]), np.copyto)  # type: ignore[call-arg]
 
 
 class _Run:
@@ -341,7 +348,7 @@ class _Run:
         finish: Callable[[], object] | None,
     ) -> None:
         self._owner, self.kind, self.number = owner, kind, number
-        self._means, self._kept = kind.tensors, memory
+        self._means, self._kept = kind.tensors, memory  # kept, because an array over its memory does not hold it
         self._memory: Any = memory
         if kind.arrays is not None and isinstance(memory, Tensor) and memory.is_cpu and memory.is_contiguous():
             self._means, self._memory = kind.arrays, kind.array(memory)
