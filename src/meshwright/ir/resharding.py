@@ -96,8 +96,8 @@ def _cheapest(
     tensor = _tensor(sizes, links, shape, item_bytes)
     cuts = _cuts(tensor, start, end)
     differ = sum(1 << axis for axis, (one, other) in enumerate(zip(start, end, strict=True)) if one != other)
-    # what lies right is only moved where it blocks what does not
-    found = _path(tensor, start, end, cuts, differ) if Flat() not in start else None
+    # what lies right is only moved where it blocks what does not, or is a shortcut for it
+    found = None if Flat() in start or tensor.has_shortcut(start, differ) else _path(tensor, start, end, cuts, differ)
     if found is None:
         found = _path(tensor, start, end, cuts, (1 << len(sizes)) - 1)
     lost = [tensor.names[axis] for axis, one in enumerate(end) if isinstance(one, Partial) and start[axis] != one]
@@ -226,6 +226,26 @@ class _Tensor:
             for cut in cuts[group.number]:
                 if (step := self._cut(state, group, cut)) and (step.even or all(end[a] == cut for a in group.axes)):
                     yield step
+
+    def has_shortcut(self, start: _State, differ: int) -> bool:
+        """Whether a gather over axes that move as one may take less than gathers over those of them whose bits
+        ``differ`` has, though it gathers more."""
+        for group in self.groups:
+            mine = [axis for axis in group.axes if differ >> axis & 1]
+            others = [axis for axis in group.axes if axis not in mine]
+            if not mine or not others or not all(isinstance(start[axis], Shard) for axis in others):
+                continue
+            latency_s, byte_s = self._gather(group.name, group.axes)
+            apart = [self._gather(self.names[axis], (axis,)) for axis in mine]
+            less = latency_s < sum(one for one, _ in apart)
+            if less or self._parts(*others) * byte_s < sum(one for _, one in apart):
+                return True
+        return False
+
+    def _gather(self, name: str, axes: tuple[int, ...]) -> tuple[float, float]:
+        """Seconds of an all-gather's messages, and of each byte that there is afterwards."""
+        parts, link = self._parts(*axes), self.links.get(name) or Link()
+        return ceil(log2(parts)) * link.latency_s, (parts - 1) / parts * link.byte_s
 
     def _starts_of(self, state: _State) -> Iterator[_Start]:
         """What is Flat cuts what other axes leave: until it is gathered, these may only be reduced."""
