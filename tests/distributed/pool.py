@@ -44,7 +44,7 @@ import torch.distributed as dist
 MAX_RANKS = 8
 HOST = "127.0.0.1"
 STOP = b""
-PRELOAD = ["torch", "torch.distributed", "meshwright", "meshwright.models"]
+PRELOAD = ["torch", "torch.distributed", "hypothesis", "pytest", "meshwright.api", "meshwright.models"]
 """What ranks find imported: a server does it once, and every rank starts as a fork of it."""
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
