@@ -37,6 +37,8 @@ HOPELESS_BYTES, HOPELESS = 2**22, 3.0
 
 BLOCK_S, MOST_CALLS, LEAST_BLOCKS = 1e-3, 50, 3
 """Calls are timed in blocks of about so long, of at most so many, at least so often."""
+WARM_S = 0.01
+"""So long, calls are made before they are timed: after something that lets the cores idle, they take longer."""
 
 Advance = Callable[[str], None]
 Call = Callable[[], object]
@@ -232,6 +234,8 @@ def _in_step(call: Call, sizes: Sizes) -> float:
     several = min(MOST_CALLS, max(1, int(BLOCK_S / once_s)))
     blocks = min(sizes.repeats, max(LEAST_BLOCKS, int(sizes.most_s / once_s / several)))
     meet()
+    for _ in range(int(WARM_S / once_s)):
+        call()
     found = []
     for _ in range(blocks):
         start = time.perf_counter()
