@@ -55,7 +55,9 @@ LINK_SIZES = Sizes(bytes=tuple(2**power for power in range(18, 27)), repeats=3, 
 LINK_PREDICTED_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-1], sweeps=SWEEPS)
 LINK_PREDICTED = tuple(3 * 2**power for power in (18, 20, 22, 23))
 UNEQUAL_SIZES = msgspec.structs.replace(LINK_SIZES, bytes=LINK_SIZES.bytes[:-2], sweeps=SWEEPS)
-MEMORY_SIZES = msgspec.structs.replace(Sizes(), bytes=Sizes().bytes[:-1], sweeps=10 * SWEEPS, operations=("all_reduce",))
+MEMORY_SIZES = msgspec.structs.replace(
+    Sizes(), bytes=Sizes().bytes[:-1], sweeps=10 * SWEEPS, operations=("all_reduce",)
+)
 MEMORY_PREDICTED = tuple(3 * 2**power for power in (10, 13, 17, 19, 21, 23))
 AGAIN = (2**15, 2**19, 2**21, 2**23)
 """Bytes that the table has: how far they are off when they are measured again is what the machine drifts."""

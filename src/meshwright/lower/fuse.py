@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshwright.capture.outputs import Outputs
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
 
@@ -129,6 +131,7 @@ def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) 
     ``inputs`` are (shape, dtype) of each placeholder, or an int.
     """
     values: dict[fx.Node, Any] = {}
+    outputs = Outputs()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         given = iter(inputs)
         for node in graph.nodes:
@@ -142,7 +145,8 @@ def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) 
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
                 if "device" in kwargs:
                     kwargs = {**kwargs, "device": torch.device("cpu")}
-                values[node] = node.target(*args, **kwargs)
+                is_operator = isinstance(node.target, OpOverload)
+                values[node] = outputs(node.target, args, kwargs) if is_operator else node.target(*args, **kwargs)
             node.meta["val"] = values.get(node)
 
 
