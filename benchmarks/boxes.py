@@ -47,7 +47,7 @@ BLOCK_S, MOST_STEPS = 0.05, 5000
 TURN_S = 0.1
 """Of all blocks of the fastest algorithm between two sweeps, of which there are at most ``ROUNDS``."""
 SLOW = 10
-"""PyTorch's own, which is not judged, takes part where it does not take this many times as long as the fastest."""
+"""PyTorch's own takes part where it does not take this many times as long as the fastest, by the first sweep."""
 UNEQUAL = (GBIT, GBIT, GBIT / 2, GBIT / 4)
 UNEQUAL_BYTES = 2**24
 SWEEPS = 5
@@ -77,7 +77,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def measure(table: Sizes, sizes: Sequence[int], crossing: bool) -> Found:
-    """The table; and by turns, after each of its sweeps, every algorithm that it has such sizes of at other sizes; or,
+    """The table; and by turns, after each of its sweeps, every algorithm that may be taken, at other sizes; or,
     where ``crossing``, what is picked and a ring that leaves its box at every hop, ``ROUNDS`` times."""
     torch.set_num_threads(1)
     launch.start("cpu")
@@ -124,7 +124,7 @@ def _names(places: Places, num_bytes: int) -> list[str]:
 
 
 def _all(predicted: dict[str, float], num_bytes: int) -> dict[str, Callable[[], object]]:
-    """What there are predictions for, by the operators that a training step calls, as the table has them."""
+    """Predicted algorithms, but PyTorch's own where it is ``SLOW``, by the operators that a training step calls."""
     names = [name for name, time_s in predicted.items() if name != NATIVE or time_s < SLOW * min(predicted.values())]
     group = axis_groups(Mesh.of(all=dist.get_world_size()), dist.get_rank(), {"all": OURS})["all"]
     value = torch.zeros(num_bytes // 4)

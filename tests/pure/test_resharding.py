@@ -229,6 +229,20 @@ def cheapest(have: Placements, want: Placements, links: dict[str, Link]) -> floa
     return min(took for took, one in zip(cost, states, strict=True) if one == explicit(want))
 
 
+def test_what_lies_right_does_not_keep_a_sum_from_going_along_levels() -> None:
+    """The parts that are summed apart are of a dim that is not cut."""
+    links = {"pod": Link(5e-5, 8e-9), "dp": Link(1e-5, 5e-10), "tp": Link(1e-5, 2e-10)}
+    mover = Mover({"pod": 2, "dp": 8, "tp": 2}, links)
+    for dim in (0, 1):
+        cut: Placements = {"tp": Shard(dim)}
+        found = mover.moves({"pod": SUM, "dp": SUM, **cut}, cut, (4096, 4096), 4)
+        assert [(move.axis, move.kind) for move in found] == [
+            ("dp", "reduce_scatter"),
+            ("pod", "all_reduce"),
+            ("dp", "all_gather"),
+        ]
+
+
 SOLID = st.dictionaries(
     st.sampled_from(sorted(SIZES)), PLACEMENTS.filter(lambda one: not isinstance(one, Flat))
 ).filter(legal)

@@ -107,9 +107,11 @@ def _cheapest(
 
 def _cuts(tensor: "_Tensor", start: _State, end: _State) -> list[list[Shard]]:
     """What a search tries, by group: an axis is cut as at the end or the beginning, and for a sum over levels, each
-    axis of it on a part; axes that move as one, alike."""
+    axis of it on a part, of a dim that no other axis cuts where there is one; axes that move as one, alike."""
     terms = [isinstance(one, Partial) for one in start]
-    part = [Shard(dim) for dim, size in enumerate(tensor.shape) if size > 1][:1] if sum(terms) > 1 else []
+    taken = {one.dim for one in start if isinstance(one, Shard)}
+    dims = sorted((dim for dim, size in enumerate(tensor.shape) if size > 1), key=taken.__contains__)
+    part = [Shard(dim) for dim in dims[:1]] if sum(terms) > 1 else []
     own = [
         list(dict.fromkeys([*(one for one in ends if isinstance(one, Shard)), *(part if term else [])]))
         for term, *ends in zip(terms, end, start, strict=True)

@@ -38,7 +38,7 @@ HOPELESS_BYTES, HOPELESS = 2**22, 3.0
 BLOCK_S, MOST_CALLS, LEAST_BLOCKS = 1e-3, 50, 3
 """Calls are timed in blocks of about so long, of at most so many, at least so often."""
 WARM_S = 0.01
-"""So long, calls are made before they are timed: after something that lets the cores idle, they take longer."""
+"""For up to so long, calls are made before they are timed: after something that lets cores idle, they take longer."""
 
 Advance = Callable[[str], None]
 Call = Callable[[], object]
