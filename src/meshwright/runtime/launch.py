@@ -171,7 +171,7 @@ def _take_over_from_mpi() -> None:
         raise LaunchError(
             f"mpirun started {os.environ['WORLD_SIZE']} ranks, and mpi4py cannot be loaded: {error}",
             where="environment",
-            remedy="pip install mpi4py, or set MASTER_ADDR and MASTER_PORT",
+            remedy="pip install 'meshwright[mpi]', or set MASTER_ADDR and MASTER_PORT",
         ) from None
     address = HOST if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else socket.gethostname()
     with socket.socket() as probe:
