@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.capture import builder
-from meshwright.capture.outputs import Outputs
+from meshwright.capture import builder, outputs
+from meshwright.capture.outputs import outputs_of
 from meshwright.capture.rules import Rules
 from meshwright.errors import CaptureError
 from meshwright.ops.base import Call
@@ -62,11 +63,10 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_second_call_makes_what_running_the_operator_would(ran: Ran, name: str) -> None:
     function, args, kwargs = CALLS[name]
-    outputs = Outputs()
-    outputs(function, args(), kwargs)
+    outputs_of(function, args(), kwargs)
     again = args()
     before = ran.count
-    made = outputs(function, again, kwargs)
+    made = outputs_of(function, again, kwargs)
     assert ran.count == before
     wanted = function(*again, **kwargs)
     assert type(made) is type(wanted)
@@ -78,43 +78,149 @@ def test_a_second_call_makes_what_running_the_operator_would(ran: Ran, name: str
             assert (one.untyped_storage()._cdata in given) == (other.untyped_storage()._cdata in given)
 
 
+def image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def norm_arguments(x: Tensor, *tail: Any) -> tuple[Any, ...]:
+    return x, *[torch.empty(x.shape[1], dtype=x.dtype) for _ in range(4)], *tail
+
+
+def norm_gradient(x: Tensor) -> tuple[Any, ...]:
+    gain, *_ = vectors = [torch.empty(x.shape[1], dtype=x.dtype) for _ in range(5)]
+    return torch.empty_like(x), x, gain, *vectors[1:], True, 1e-5, [True, False, True]
+
+
+def per_row(x: Tensor) -> list[Tensor]:
+    return [torch.empty(*x.shape[:-1], 1, dtype=x.dtype) for _ in range(2)]
+
+
+IN_PYTHON = {
+    aten._native_batch_norm_legit.default: lambda x: norm_arguments(x, True, 0.1, 1e-5),
+    aten._native_batch_norm_legit.no_stats: lambda x: (*norm_arguments(x)[:3], True, 0.1, 1e-5),
+    aten._native_batch_norm_legit_functional.default: lambda x: norm_arguments(x, True, 0.1, 1e-5),
+    aten.native_batch_norm_backward.default: norm_gradient,
+    aten.native_layer_norm.default: lambda x: (x, [x.shape[-1]], image(x.shape[-1], dtype=x.dtype), None, 1e-5),
+    aten.native_layer_norm_backward.default: lambda x: (
+        x, x, [x.shape[-1]], *per_row(x), image(x.shape[-1], dtype=x.dtype), None, [True, True, False],
+    ),
+    aten.threshold_backward.default: lambda x: (x, x, 0),
+    aten.gelu_backward.default: lambda x: (x, x),
+    aten.hardtanh.default: lambda x: (x, 0.0, 6.0),
+    aten.hardtanh_backward.default: lambda x: (x, x, 0.0, 6.0),
+    aten.nll_loss_forward.default: lambda x: (x[:, :, 0, 0], image(len(x), dtype=torch.int64), None, 1, -100),
+    aten.nll_loss_backward.default: lambda x: (
+        x[0, 0, 0, 0], x[:, :, 0, 0], image(len(x), dtype=torch.int64), None, 1, -100, x[0, 0, 0, 0],
+    ),
+    aten.nll_loss2d_forward.default: lambda x: (
+        x, image(len(x), *x.shape[2:], dtype=torch.int64), None, 1, -100,
+    ),
+    aten._log_softmax.default: lambda x: (x, 1, False),
+    aten._log_softmax_backward_data.default: lambda x: (x, x, 1, x.dtype),
+    aten._softmax_backward_data.default: lambda x: (x, x, 1, x.dtype),
+    aten.upsample_bilinear2d.default: lambda x: (x, [12, 16], False),
+}  # fmt: skip
+"""Arguments from an image [4, 6, 8, 10]."""
+FORMS = {
+    "contiguous": lambda dtype: image(4, 6, 8, 10, dtype=dtype),
+    "channels last": lambda dtype: image(4, 8, 10, 6, dtype=dtype).permute(0, 3, 1, 2),
+    "transposed": lambda dtype: image(4, 6, 10, 8, dtype=dtype).transpose(2, 3),
+    "expanded": lambda dtype: image(1, 6, 1, 10, dtype=dtype).expand(4, 6, 8, 10),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("function", outputs._IN_PYTHON, ids=str)
+def test_what_is_found_without_fake_tensors_is_what_pytorch_finds_with_them(
+    ran: Ran, monkeypatch: pytest.MonkeyPatch, function: Any, form: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(outputs, "_KNOWN", {})
+    args = IN_PYTHON[function](FORMS[form](dtype))
+    before = ran.count
+    made = outputs_of(function, args, {})
+    assert (ran.count == before) == (dtype in outputs._WIDE)
+    wanted = function(*args)
+    for one, other in zip(*[[x] if isinstance(x, Tensor) else x for x in (made, wanted)], strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or layout(one) == layout(other)
+
+
 def test_numbers_that_are_equal_but_not_of_one_type_are_other_calls(ran: Ran) -> None:
-    outputs, counts = Outputs(), torch.empty(4, dtype=torch.int64)
-    dtypes = [outputs(aten.mul.Tensor, (counts, number), {}).dtype for number in (1, 1.0, True)]
+    counts = torch.empty(4, dtype=torch.int64)
+    dtypes = [outputs_of(aten.mul.Tensor, (counts, number), {}).dtype for number in (1, 1.0, True)]
     assert dtypes == [torch.int64, torch.float32, torch.int64]
 
 
 def test_the_default_dtype_is_a_part_of_a_call(ran: Ran) -> None:
-    outputs, counts = Outputs(), torch.empty(4, dtype=torch.int64)
-    first = outputs(aten.mul.Tensor, (counts, 0.5), {})
+    counts = torch.empty(4, dtype=torch.int64)
+    first = outputs_of(aten.mul.Tensor, (counts, 0.5), {})
     torch.set_default_dtype(torch.float64)
     try:
-        second = outputs(aten.mul.Tensor, (counts, 0.5), {})
+        second = outputs_of(aten.mul.Tensor, (counts, 0.5), {})
     finally:
         torch.set_default_dtype(torch.float32)
     assert (first.dtype, second.dtype) == (torch.float32, torch.float64)
 
 
 def test_what_works_in_place_runs_each_time(ran: Ran) -> None:
-    outputs, value = Outputs(), torch.empty(4)
+    value = torch.empty(4)
     before, version = ran.count, value._version
-    assert all(outputs(aten.add_.Tensor, (value, 1), {}) is value for _ in range(3))
+    assert all(outputs_of(aten.add_.Tensor, (value, 1), {}) is value for _ in range(3))
     assert (ran.count - before, value._version - version) == (3, 3)
 
 
 def test_a_known_value_is_no_fake_tensor_like_others(ran: Ran) -> None:
-    outputs = Outputs()
     one, two = torch.tensor(1), torch.tensor(2)
     assert isinstance(one, FakeTensor)
     assert one.constant is not None
-    assert [outputs(aten._local_scalar_dense.default, (value,), {}) for value in (one, two)] == [1, 2]
+    assert [outputs_of(aten._local_scalar_dense.default, (value,), {}) for value in (one, two)] == [1, 2]
 
 
 def test_views_of_one_tensor_are_told_from_two_tensors(ran: Ran) -> None:
-    outputs, value = Outputs(), torch.empty(4)
-    outputs(aten.add.Tensor, (value, value), {})
-    apart = outputs(aten.add.Tensor, (torch.empty(4), torch.empty(4)), {})
+    value = torch.empty(4)
+    outputs_of(aten.add.Tensor, (value, value), {})
+    apart = outputs_of(aten.add.Tensor, (torch.empty(4), torch.empty(4)), {})
     assert apart.untyped_storage()._cdata != value.untyped_storage()._cdata
+
+
+def test_what_is_made_belongs_to_the_mode_of_the_call() -> None:
+    for _ in range(2):
+        with FakeTensorMode() as mode:
+            assert outputs_of(aten.relu.default, (torch.empty(2, 7),), {}).fake_mode is mode
+
+
+class Narrow(TorchFunctionMode):
+    """Makes all casts casts to float16."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **{**(kwargs or {}), **({"dtype": torch.float16} if "dtype" in (kwargs or {}) else {})})
+
+
+def test_what_a_user_does_with_functions_does_not_reach_into_operators(ran: Ran) -> None:
+    value = torch.empty(3, 11, dtype=torch.bfloat16)
+    with Narrow():
+        assert outputs_of(aten._to_copy.default, (value,), {"dtype": torch.float32}).dtype is torch.float32
+    assert outputs_of(aten._to_copy.default, (value,), {"dtype": torch.float32}).dtype is torch.float32
+
+
+def test_a_users_operator_may_be_defined_anew(ran: Ran) -> None:
+    with torch.library._scoped_library("tests_outputs", "FRAGMENT") as library:
+        library.define("grown(Tensor value) -> Tensor")
+        rows = 4
+        torch.library.register_fake("tests_outputs::grown", lambda value: value.new_empty(rows), lib=library)
+        operator = torch.ops.tests_outputs.grown.default
+        assert outputs_of(operator, (torch.empty(2),), {}).shape == (4,)
+        rows = 5
+        assert outputs_of(operator, (torch.empty(2),), {}).shape == (5,)
+
+
+def test_too_many_calls_are_forgotten(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "_KNOWN", {})
+    monkeypatch.setattr(outputs, "MOST_KNOWN", 2)
+    for size in (3, 4, 5, 3):
+        outputs_of(aten.neg.default, (torch.empty(size),), {})
+    assert len(outputs._KNOWN) == 2
 
 
 def test_the_rule_of_a_call_is_found_once_for_its_shapes(ran: Ran) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.capture import refusals
-from meshwright.capture.outputs import Outputs
+from meshwright.capture.outputs import outputs_of
 from meshwright.capture.recorder import Recorder
 from meshwright.capture.tracer import Traced
 from meshwright.ops.loss import SUM
@@ -32,11 +32,10 @@ def functionalized(traced: Traced) -> Traced:
         pairs = zip(traced.parameters, traced.placeholders, strict=False)
         refusals.changed_parameters([name for name, node in pairs if node in copied])
     _simplify(traced.graph)
-    outputs = Outputs()
 
     def without_gradient(value: Any) -> Any:
         if isinstance(value, Tensor) and value.requires_grad:
-            return outputs(aten.detach.default, (value,), {})
+            return outputs_of(aten.detach.default, (value,), {})
         return value
 
     with traced.mode, torch.no_grad():

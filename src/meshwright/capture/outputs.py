@@ -1,4 +1,4 @@
-"""What operators return on fake tensors, once for all calls that are alike: a model repeats its blocks."""
+"""What operators return on fake tensors, once for all calls of a process that are alike: models repeat their blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+aten = torch.ops.aten
 _META = torch.device("meta")
 _as_subclass: Any = Tensor._make_subclass
 _PLAIN = frozenset({
@@ -19,6 +20,21 @@ _VALUES_MATTER = frozenset({
 })  # fmt: skip
 """Operators whose results follow from more than how their inputs are laid out."""
 
+_NAMESPACES = frozenset({"aten", "prims", "meshwright", "meshwright_comm"})
+"""Of the operators that do on all days what they once did; a user may define one anew."""
+
+_IN_PYTHON = frozenset({
+    aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default,
+    aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten.threshold_backward.default,
+    aten.gelu_backward.default, aten.hardtanh.default, aten.hardtanh_backward.default, aten.nll_loss_forward.default,
+    aten.nll_loss_backward.default, aten.nll_loss2d_forward.default, aten._log_softmax.default,
+    aten._log_softmax_backward_data.default, aten._softmax_backward_data.default, aten.upsample_bilinear2d.default,
+})  # fmt: skip
+"""Operators that PyTorch runs on fake tensors as Python functions of dozens of others, and whose results do not depend
+on the device in these dtypes. Those of batch norm that write into running statistics do nothing else to them."""
+_WIDE = frozenset({torch.float32, torch.float64})
+
 
 class UnlikeError(Exception):
     """A call with an argument that tells nothing about other calls."""
@@ -26,8 +42,8 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class _Form:
-    """How a fake tensor is laid out, and the attributes that PyTorch has given it. ``alias``: which tensor of the call
-    has the same storage; None: it has its own."""
+    """How a fake tensor is laid out, and the attributes that PyTorch has given it, but for its mode, which is that of
+    the call. ``alias``: which tensor of the call has the same storage; None: it has its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,7 +52,7 @@ class _Form:
     attributes: Mapping[str, Any]
     alias: int | None
 
-    def made(self, tensors: Sequence[Tensor]) -> FakeTensor:
+    def made(self, tensors: Sequence[FakeTensor]) -> FakeTensor:
         """Another tensor of this form: ``FakeTensor(mode, value, device)`` without its checks, four fifths of it."""
         with torch._C._DisableTorchDispatch():
             value = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
@@ -45,40 +61,74 @@ class _Form:
         fake: FakeTensor = _as_subclass(
             FakeTensor, value, False, dispatch_device=True, device_for_backend_keys=self.attributes["_fake_device"]
         )
-        if self.attributes["fake_mode"]._allow_unsafe_data_ptr_access:
+        mode = tensors[0].fake_mode
+        if mode._allow_unsafe_data_ptr_access:
             torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
         else:
             torch._C._set_throw_on_mutable_data_ptr(fake)
-        fake.__dict__.update(self.attributes)
+        fake.__dict__.update(self.attributes, fake_mode=mode)
         return fake
 
 
-class Outputs:
-    """Calls operators on fake tensors. Where an equal call (operator, arguments, and how tensors are laid out) has
-    been made before, it makes the like of what that returned: a tenth of the time of PyTorch's own cache of such calls.
+MOST_KNOWN = 100_000
+"""Calls that are remembered, a kilobyte or two each; then all are forgotten."""
+_KNOWN: dict[Any, _Form | list[_Form | None] | tuple[_Form | None, ...]] = {}
 
-    Not so where results may differ all the same: the operator works in place or looks at values, a tensor is no fake
-    one or has a known value, results are laid out in ways that a new tensor is not.
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors are fake, without PyTorch's cache of calls: looking into it takes a call's time again."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
+
+
+def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function(*args, **kwargs)`` of an operator. Where this process has made an equal call before (operator,
+    arguments, and how tensors are laid out), it makes the like of what that returned: a tenth of the time of PyTorch's
+    own cache of such calls.
+
+    Not so where results may differ all the same: the operator works in place, looks at values or is not PyTorch's or
+    ours, a tensor is no fake one or has a known value, results are laid out in ways that a new tensor is not.
     """
+    tensors: list[FakeTensor] = []
+    try:
+        state = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
+        key = (function, state, described(args, tensors), described(kwargs, tensors))
+    except UnlikeError:
+        return _run(function, args, kwargs)
+    known = _KNOWN.get(key)
+    if known is not None:
+        return _tree(lambda form: form.made(tensors), known)
+    if not tensors or torch.is_inference_mode_enabled():
+        return _run(function, args, kwargs)
+    if len(_KNOWN) >= MOST_KNOWN:
+        _KNOWN.clear()
+    if function in _IN_PYTHON and tensors[0].dtype in _WIDE:
+        _KNOWN[key] = known = _without_fakes(function, args, kwargs, tensors)
+        return _tree(lambda form: form.made(tensors), known)
+    result = _run(function, args, kwargs)
+    if _follows(function):
+        with suppress(UnlikeError):
+            _KNOWN[key] = _tree(lambda value: _form(value, tensors), result)
+    return result
 
-    def __init__(self) -> None:
-        self._known: dict[Any, _Form | list[_Form | None] | tuple[_Form | None, ...]] = {}
 
-    def __call__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)``."""
-        tensors: list[FakeTensor] = []
-        try:
-            key = (function, torch.get_default_dtype(), described(args, tensors), described(kwargs, tensors))
-        except UnlikeError:
-            return function(*args, **kwargs)
-        known = self._known.get(key)
-        if known is not None:
-            return _tree(lambda form: form.made(tensors), known)
-        result = function(*args, **kwargs)
-        if tensors and _follows(function) and not torch.is_inference_mode_enabled():
-            with suppress(UnlikeError):
-                self._known[key] = _tree(lambda value: _form(value, tensors), result)
-        return result
+def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call without the modes that see a user's functions: within an operator PyTorch's own functions run."""
+    with torch._C.DisableTorchFunction():
+        return function(*args, **kwargs)
+
+
+def _without_fakes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> Any:
+    """The forms of an operator's results, which share no memory with what it is given, from tensors on the meta
+    device, on which the operators in it go through no mode."""
+    attributes = {**dict.fromkeys(tensors[0].__dict__), "_fake_device": tensors[0].fake_device}
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        like = {id(one): torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META) for one in tensors}
+        result = function(
+            *[like.get(id(one), one) for one in args], **{name: like.get(id(one), one) for name, one in kwargs.items()}
+        )
+    return _tree(lambda value: _Form(tuple(value.shape), value.stride(), 0, value.dtype, attributes, None), result)
 
 
 def _tree(make: Callable[[Any], Any], value: Any) -> Any:
@@ -89,7 +139,8 @@ def _tree(make: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _follows(function: Any) -> bool:
-    return not function._schema.is_mutable and _VALUES_MATTER.isdisjoint(function.tags)
+    own = function.namespace in _NAMESPACES
+    return own and not function._schema.is_mutable and _VALUES_MATTER.isdisjoint(function.tags)
 
 
 def described(value: Any, tensors: list[FakeTensor]) -> Any:
@@ -124,8 +175,8 @@ def _form(value: Any, tensors: list[FakeTensor]) -> _Form:
     if len(aliases) > 1 or any(value is tensor for tensor in tensors):
         raise UnlikeError
     form = _Form(
-        tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, dict(value.__dict__),
-        aliases[0] if aliases else None,
+        tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype,
+        {**value.__dict__, "fake_mode": None}, aliases[0] if aliases else None,
     )  # fmt: skip
     like = form.made(tensors)
     if (

@@ -10,7 +10,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.capture.outputs import Outputs
+from meshwright.capture.fx_graph import Graph
+from meshwright.capture.outputs import outputs_of
 
 _DEVICE = torch.ops.prim.device.default
 Place = Callable[[], dict[str, Any]]
@@ -28,11 +29,10 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor], place: Place, rewrites: Rewrites) -> None:
         super().__init__()
-        self.graph = fx.Graph()
+        self.graph = Graph()
         self.constants: dict[str, Tensor] = {}
         self.mutates = False
         self._place, self._rewrites = place, rewrites
-        self._outputs = Outputs()
         self._nodes: dict[int, fx.Node] = {}
         self._seen: list[Tensor] = []  # kept alive, so that no other tensor takes one's id
         for index, value in enumerate(inputs):
@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
                 result = (rewrite or function.decompose)(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = self._outputs(function, args, kwargs)
+        result = outputs_of(function, args, kwargs)
         several = isinstance(result, (tuple, list))
         if not several and not isinstance(result, Tensor):
             return result  # a number, known from a constant
@@ -77,11 +77,7 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         given, named = self._argument(args), self._argument(kwargs)  # constants become nodes before this one
-        node = self.graph.call_function(function)  # arguments that this is given, it searches for symbols first
-        node.args = given
-        if named:
-            node.kwargs = named
-        return node
+        return self.graph.call_function(function, given, named)
 
     def _is(self, value: Tensor, node: fx.Node) -> None:
         self._nodes[id(value)] = node

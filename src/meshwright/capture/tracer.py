@@ -14,6 +14,7 @@ from meshwright.capture import refusals
 from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.experts import one_operator
+from meshwright.capture.outputs import fake_mode
 from meshwright.capture.precision import LOW, called, check_masters, computing_in
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
@@ -95,7 +96,7 @@ def trace(
     """
     leaves = take_apart(batch)
     actual = leaves.size
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     step = _Step(model, loss_fn)
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.capture.outputs import Outputs
+from meshwright.capture.outputs import fake_mode, outputs_of
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
 
@@ -131,8 +130,7 @@ def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) 
     ``inputs`` are (shape, dtype) of each placeholder, or an int.
     """
     values: dict[fx.Node, Any] = {}
-    outputs = Outputs()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with fake_mode() as mode:
         given = iter(inputs)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -146,7 +144,7 @@ def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) 
                 if "device" in kwargs:
                     kwargs = {**kwargs, "device": torch.device("cpu")}
                 is_operator = isinstance(node.target, OpOverload)
-                values[node] = outputs(node.target, args, kwargs) if is_operator else node.target(*args, **kwargs)
+                values[node] = outputs_of(node.target, args, kwargs) if is_operator else node.target(*args, **kwargs)
             node.meta["val"] = values.get(node)
 
 

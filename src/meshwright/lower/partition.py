@@ -1,11 +1,13 @@
 """One graph whose nodes belong to phases -> a function for every phase; backward computes again what is not kept."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, fx
 
+from meshwright.capture.fx_graph import Graph
 from meshwright.ir.recomputation import Recomputation
 from meshwright.lower.fuse import accumulate_products, reuse_memory
 from meshwright.lower.prefetch import prefetch
@@ -26,12 +28,24 @@ _SAME = dict.fromkeys(("backward",), _LATE) | {"input": ("input", "backward"), "
 
 @dataclass(frozen=True)
 class Phase:
-    """A function with the names of the values that it takes (in one list, which it empties) and returns."""
+    """A function with the names of the values that it takes (in one list, which it empties) and returns. It is made
+    when first asked for: a schedule runs backward in one piece or in two, and none in an evaluation."""
 
-    function: BoxedFunction
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    graph: fx.Graph
+    make: Callable[[], tuple[BoxedFunction, fx.Graph]]
+
+    @cached_property
+    def _made(self) -> tuple[BoxedFunction, fx.Graph]:
+        return self.make()
+
+    @property
+    def function(self) -> BoxedFunction:
+        return self._made[0]
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self._made[1]
 
 
 def partition(
@@ -59,7 +73,8 @@ def partition(
     for phase, nodes in members.items():
         others = [taken[other] for other in _PHASES if other not in _SAME.get(phase, (phase,))]
         outputs = [node for node in nodes if node.meta.get("returned") or any(node in one for one in others)]
-        result[phase] = split.function(phase, orders[phase], taken[phase], outputs)
+        make = partial(split.function, phase, orders[phase], taken[phase], outputs)
+        result[phase] = Phase(tuple(node.name for node in taken[phase]), tuple(node.name for node in outputs), make)
     return result
 
 
@@ -152,10 +167,12 @@ class _Partition:
             if source not in made and source.op != "get_attr"
         }
 
-    def function(self, phase: str, order: list[fx.Node], taken: dict[fx.Node, None], outputs: list[fx.Node]) -> Phase:
+    def function(
+        self, phase: str, order: list[fx.Node], taken: dict[fx.Node, None], outputs: list[fx.Node]
+    ) -> tuple[BoxedFunction, fx.Graph]:
         """The nodes as a graph of their own, compiled."""
         constants = {source: None for node in order for source in node.all_input_nodes if source.op == "get_attr"}
-        new = fx.Graph()
+        new = Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in taken:
             copies[node] = new.placeholder(node.name)
@@ -171,8 +188,7 @@ class _Partition:
         reuse_memory(new)
         new.lint()
         used = {str(node.target): self.constants[str(node.target)] for node in constants}
-        function = boxed_function(new, used, self.kernels)
-        return Phase(function, tuple(node.name for node in taken), tuple(node.name for node in outputs), new)
+        return boxed_function(new, used, self.kernels), new
 
     def _computed_again(self, node: fx.Node) -> bool:
         """Whether backward computes a forward node again, instead of getting it from forward."""

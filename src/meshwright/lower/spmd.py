@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.capture.builder import Capture
+from meshwright.capture.fx_graph import Graph
 from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
@@ -84,7 +85,7 @@ class Lowering:
         self.capture, self.plan, self.groups, self.device = capture, plan, groups, device
         self.ir = capture.graph
         self.sizes, self.at = sizes_of(groups)
-        self.graph = fx.Graph()
+        self.graph = Graph()
         self.values: dict[str, Value] = {}
         self.names: dict[fx.Node, str] = {}
         self.resharder = Resharder(self.emit, groups, plan.links)

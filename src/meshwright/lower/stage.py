@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from meshwright.capture.fx_graph import Graph
+
 BoxedFunction = Callable[[list[Any]], list[Any]]
 Kernels = Mapping[Any, Callable[..., Any]]
 """By operator, what a graph calls in its place: PyTorch's dispatcher takes longer than a short collective."""
@@ -29,7 +31,7 @@ def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels:
     root = nn.Module()
     for name, value in constants.items():
         root.register_buffer(name, value, persistent=False)
-    direct = fx.Graph()
+    direct = Graph()
     direct.output(direct.graph_copy(graph, {}))
     for node in direct.nodes:
         if node.op == "call_function":

@@ -176,7 +176,8 @@ def _program(stage: EmulatedStage, number: int, num_stages: int, device: _Device
     def phase(kind: ActionKind | None, inputs: list[str], outputs: list[str]) -> Phase:
         doings = stage.actions.get(kind.value, ()) if kind is not None else ()
         made = [seconds[name] for name in outputs]
-        return Phase(_waiting(doings, number, made, device), tuple(inputs), tuple(outputs), fx.Graph())
+        waiting = _waiting(doings, number, made, device)
+        return Phase(tuple(inputs), tuple(outputs), lambda: (waiting, fx.Graph()))
 
     return StageProgram(
         stage=number,

@@ -5,7 +5,7 @@ A stage's program (``lower/pipeline.py``) says what each function takes and retu
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,11 @@ _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+_PHASES = {
+    ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "input", ActionKind.W: "weight",
+    ActionKind.REDUCE_GRAD: "reduce",
+}  # fmt: skip
+"""By kind of action, the function that it runs; others go round all actions of a step."""
 Place = tuple[slice, ...]
 """A box of a tensor."""
 
@@ -59,19 +64,18 @@ class StepResult:
 class _Stage:
     """A stage's program with the values of the step that is under way."""
 
-    def __init__(self, program: StageProgram, device: torch.device) -> None:
+    def __init__(self, program: StageProgram, phases: Iterable[str], device: torch.device) -> None:
         self.program = program
+        self.functions = {name: program.phases[name].function for name in phases}
         self.step: Values = {}
         self.joined: dict[str, Tensor] = {}
         self.buckets: dict[str, Tensor] = {
             name: torch.empty(count, dtype=dtype, device=device) for name, (count, dtype) in program.buckets.items()
         }
         self.totals = {one.value: self._memory(one, device) for one in program.accumulators}
-        phases = program.phases
-        late = {name for phase in ("backward", "input", "weight") for name in phases[phase].inputs}
-        self.kept = {
-            name for name in (*phases["forward"].outputs, *(one.value for one in program.received_up)) if name in late
-        }
+        late = {name for phase in ("backward", "input", "weight") for name in program.phases[phase].inputs}
+        ready = (*program.phases["forward"].outputs, *(one.value for one in program.received_up))
+        self.kept = {name for name in ready if name in late}
         self.sent = {one.value for one in program.sent_up}
 
     def _memory(self, one: Accumulator, device: torch.device) -> Tensor:
@@ -96,10 +100,12 @@ class Executor:
         channels: Mapping[int, Channel],
         device: torch.device,
     ) -> None:
-        self.stages = {stage: _Stage(program, device) for stage, program in programs.items()}
         self.schedule, self.device = schedule, device
         self._actions = schedule.ranks[pipeline_rank].actions
-        self._splits = any(action.kind is ActionKind.W for action in self._actions)
+        kinds = {action.kind for action in self._actions}
+        self._splits = ActionKind.W in kinds
+        phases = ["prologue", *(phase for kind, phase in _PHASES.items() if kind in kinds), "finish"]
+        self.stages = {stage: _Stage(program, phases, device) for stage, program in programs.items()}
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
         self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[_Arrival]]]] = {}
@@ -175,14 +181,14 @@ class Executor:
         step.update({value: buffers[name] for value, name in program.buffers.items()})
         step.update({value: inputs[name] for value, name in program.inputs.items()})
         step.update(stage.totals)
-        self._call(program.phases["prologue"], step, step)
+        self._call(stage, "prologue", step)
         for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
             memory.zero_()
 
     def _finish(self, stage: _Stage, result: StepResult) -> None:
         program, step = stage.program, stage.step
         step.update(stage.joined)
-        self._call(program.phases["finish"], step, step)
+        self._call(stage, "finish", step)
         for name, value in program.gradients.items():
             other = result.gradients.get(name)  # of another chunk, where weights are tied
             result.gradients[name] = step[value] if other is None else other + step[value]
@@ -191,10 +197,11 @@ class Executor:
         stage.joined.clear()
         step.clear()
 
-    def _call(self, phase: Phase, into: Values, *places: Values) -> None:
-        """Run a function on values from ``places``, and keep what it returns in ``into``."""
-        arguments = [next(place[name] for place in places if name in place) for name in phase.inputs]
-        into.update(zip(phase.outputs, phase.function(arguments), strict=True))
+    def _call(self, stage: _Stage, name: str, values: Values) -> None:
+        """Run a function on ``values``, and keep what it returns there."""
+        phase = stage.program.phases[name]
+        returned = stage.functions[name]([values[one] for one in phase.inputs])
+        values.update(zip(phase.outputs, returned, strict=True))
 
     def _part(self, stage: _Stage, microbatch: int, name: str) -> Tensor:
         """A micro-batch's part of a value of the step."""
@@ -227,7 +234,8 @@ class Executor:
         program, microbatch = stage.program, _microbatch(action)
         live = self._arrived(stage, action, ActionKind.RECV_F)
         phase = program.phases["forward"]
-        live.update(zip(phase.outputs, phase.function(self._arguments(stage, microbatch, phase, live)), strict=True))
+        returned = stage.functions["forward"](self._arguments(stage, microbatch, phase, live))
+        live.update(zip(phase.outputs, returned, strict=True))
         for one in program.scalars:
             if one.value:
                 new, old = live[one.value], stage.joined.get(one.joined)
@@ -258,10 +266,10 @@ class Executor:
         wanted = {one.value for one in stage.program.sent_down}
         if not last:
             wanted.update(stage.program.phases["weight"].inputs)
-        kept = {name: value for name, value in live.items() if name in wanted}
+        kept = {one: value for one, value in live.items() if one in wanted}
         del live  # what only the arguments hold is freed at its last use
-        results = zip(phase.outputs, phase.function(arguments), strict=True)
-        kept.update((name, value) for name, value in results if name in wanted)
+        results = zip(phase.outputs, stage.functions[name](arguments), strict=True)
+        kept.update((one, value) for one, value in results if one in wanted)
         if kept:
             self._live[key] = kept
 
@@ -329,7 +337,7 @@ class Executor:
 
     def _reduce(self, stage: _Stage, action: Action) -> None:
         stage.step.update(stage.buckets)
-        self._call(stage.program.phases["reduce"], stage.step, stage.step)
+        self._call(stage, "reduce", stage.step)
 
 
 @dataclass(frozen=True)
