@@ -1,17 +1,18 @@
-"""Long-lived worker processes, joined by gloo, on which the distributed tests run their functions.
+"""Long-lived worker processes on which the distributed tests run their functions, each call joined by gloo.
 
-    test process                     world of 2 (another for every size asked for)
+    test process
     ┌──────────────┐  call   ┌────────┐
-    │ ranks(2, fn) ├────────▶│ rank 0 │◀┐
+    │ ranks(n, fn) ├────────▶│ rank 0 │◀┐
     │              │◀────────┤        │ │ gloo, met through
     │              │ outcome └────────┘ │ a TCPStore that the
     │              ├────────▶┌────────┐ │ test process hosts
     │              │◀────────┤ rank 1 │◀┘
     └──────────────┘         └────────┘
 
-A world starts when first asked for and serves every later call; each call has a gloo group of its own, so that what
-one leaves behind (subgroups, messages under way) does not reach the next. When a rank dies or does not answer, the
-others may be anywhere, also inside a collective: the world is killed, and the next call starts a fresh one.
+A rank starts when a call first needs it and serves every later one, of any number of ranks: what it has imported and
+found out once it need not again. Each call has a gloo group of its own, so that what one leaves behind (subgroups,
+messages under way) does not reach the next. When a rank dies or does not answer, the others may be anywhere, also
+inside a collective: all are killed, and the next call starts fresh ones.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ import torch.distributed as dist
 MAX_RANKS = 8
 HOST = "127.0.0.1"
 STOP = b""
-PRELOAD = ["torch", "torch.distributed", "hypothesis", "pytest", "meshwright.api", "meshwright.models"]
+PRELOAD = [
+    "torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "transformers.models.gpt2.modeling_gpt2",
+    "meshwright.api", "meshwright.models",
+]  # fmt: skip
 """What ranks find imported: a server does it once, and every rank starts as a fork of it."""
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
@@ -69,40 +73,12 @@ class RanksFailedError(Exception):
         super().__init__("\n".join(parts))
 
 
-class Ranks:
-    """The worlds by their size, each started when first asked for."""
-
-    def __init__(self) -> None:
-        self._worlds: dict[int, World] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for world in self._worlds.values():
-            world.tell_to_stop()
-        for world in self._worlds.values():
-            world.stop()
-
-    def __call__(self, num_ranks: int, fn: Callable[..., T], /, *args: Any, timeout: float = 120.0) -> list[T]:
-        """Run `fn(*args)` on each of `num_ranks` ranks and return the results by rank.
-
-        `fn` is a top-level function of an importable module, `args` and results can be pickled. Every call starts with
-        the same seeds, float32 as default dtype and the caller's warning filters. `timeout` is in seconds.
-
-        Raises RanksFailedError with the text of each rank that raised, died or did not answer in time.
-        """
-        __tracebackhide__ = True
-        if not 1 <= num_ranks <= MAX_RANKS:
-            raise ValueError(f"num_ranks is {num_ranks}; the pool has 1 to {MAX_RANKS} ranks")
-        world = self._worlds.setdefault(num_ranks, World(num_ranks))
-        return world.run(fn, args, timeout)
-
-
 @dataclass(frozen=True)
 class Call:
-    """What the test process sends to each rank."""
+    """What the test process sends to each rank: ``name`` is of its group, of the first ``num_ranks`` ranks."""
 
+    name: str
+    num_ranks: int
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     warning_filters: list[Any]
@@ -116,46 +92,56 @@ class Outcome:
     error: str | None = None
 
 
-class World:
-    """`size` processes. They run from the first call on, and again from the first one after they had to be killed."""
+class Ranks:
+    """The processes, by rank. Each runs from the first call that needs it on, and again after it had to be killed."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
+        self._num_calls = 0
         self._store: dist.TCPStore | None = None
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
         self._stacks: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, fn: Callable[..., T], args: tuple[Any, ...], timeout_s: float) -> list[T]:
-        __tracebackhide__ = True
-        # Before the start, so that what cannot be pickled costs nothing.
-        message = pickle.dumps(Call(fn, args, list(warnings.filters)))
-        if not self._processes:
-            self._start()
-        try:
-            for pipe in self._pipes:
-                with suppress(BrokenPipeError):  # it died since the last call, and collecting says so
-                    pipe.send_bytes(message)
-            return self._collect(f"{fn.__module__}.{fn.__qualname__}", timeout_s)
-        except RanksFailedError:
-            raise
-        except BaseException:  # Ctrl-C, or the test's own time limit: the ranks are still at work
-            self.kill()
-            raise
+    def __enter__(self) -> Self:
+        return self
 
-    def tell_to_stop(self) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Let the ranks end by themselves, as a program's would; kill those that do not."""
         for pipe in self._pipes:
             with suppress(BrokenPipeError):
                 pipe.send_bytes(STOP)
-
-    def stop(self) -> None:
-        """Let the ranks end by themselves, as a program's would; kill those that do not."""
-        self.tell_to_stop()
         for process in self._processes:
             process.join(STOP_TIMEOUT_S)
-        self.kill()
+        self._kill()
 
-    def kill(self) -> None:
+    def __call__(self, num_ranks: int, fn: Callable[..., T], /, *args: Any, timeout: float = 120.0) -> list[T]:
+        """Run `fn(*args)` on each of `num_ranks` ranks and return the results by rank.
+
+        `fn` is a top-level function of an importable module, `args` and results can be pickled. Every call starts with
+        the same seeds, float32 as default dtype and the caller's warning filters. `timeout` is in seconds.
+
+        Raises RanksFailedError with the text of each rank that raised, died or did not answer in time.
+        """
+        __tracebackhide__ = True
+        if not 1 <= num_ranks <= MAX_RANKS:
+            raise ValueError(f"num_ranks is {num_ranks}; the pool has 1 to {MAX_RANKS} ranks")
+        self._num_calls += 1
+        # Before the start, so that what cannot be pickled costs nothing.
+        message = pickle.dumps(Call(f"call{self._num_calls}", num_ranks, fn, args, list(warnings.filters)))
+        if len(self._processes) < num_ranks:
+            self._start(num_ranks)
+        try:
+            for pipe in self._pipes[:num_ranks]:
+                with suppress(BrokenPipeError):  # it died since the last call, and collecting says so
+                    pipe.send_bytes(message)
+            return self._collect(f"{fn.__module__}.{fn.__qualname__}", range(num_ranks), timeout)
+        except RanksFailedError:
+            raise
+        except BaseException:  # Ctrl-C, or the test's own time limit: the ranks are still at work
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -167,38 +153,41 @@ class World:
             self._stacks.cleanup()
         self._processes, self._pipes, self._stacks, self._store = [], [], None, None
 
-    def _start(self) -> None:
+    def _start(self, num_ranks: int) -> None:
+        """The ranks that are missing up to so many."""
         __tracebackhide__ = True
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        # Port 0: the system gives a free port to the process that listens on it, so nobody can take it in between.
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")
+        if self._store is None:
+            # Port 0: the system gives a free port to the process that listens on it, so nobody can take it in between.
+            self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+            self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")
+        missing = range(len(self._processes), num_ranks)
         try:
-            for rank in range(self.size):
+            for rank in missing:
                 ours, theirs = context.Pipe()
                 self._pipes.append(ours)
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, rank, self.size, self._store.port, self._stack_file(rank)),
-                    name=f"rank {rank} of {self.size}",
+                    args=(theirs, rank, self._store.port, self._stack_file(rank)),
+                    name=f"rank {rank}",
                     daemon=True,
                 )
                 process.start()
                 self._processes.append(process)
                 theirs.close()  # the rank holds the only other end, so that its death ends the pipe
-            self._collect(f"starting {self.size} ranks", START_TIMEOUT_S)
+            self._collect(f"starting {num_ranks} ranks", missing, START_TIMEOUT_S)
         except BaseException:
-            self.kill()
+            self._kill()
             raise
 
-    def _collect(self, what: str, timeout_s: float) -> list[Any]:
-        """The values by rank, or RanksFailedError. When a rank does not answer, all are killed."""
+    def _collect(self, what: str, ranks: range, timeout_s: float) -> list[Any]:
+        """The values of these ranks in order, or RanksFailedError. When a rank does not answer, all are killed."""
         __tracebackhide__ = True
-        values: list[Any] = [None] * self.size
+        values: dict[int, Any] = {}
         failures: dict[int, str] = {}
         died = False
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        waiting = {self._pipes[rank]: rank for rank in ranks}
         deadline = time.monotonic() + timeout_s
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
@@ -220,10 +209,10 @@ class World:
             for rank, stack in self._ask_for_stacks(list(waiting.values())).items():
                 failures[rank] = f"no answer {reason}; it is at\n{stack}"
         if waiting or died:
-            self.kill()
+            self._kill()
         if failures:
             raise RanksFailedError(what, failures)
-        return values
+        return [values[rank] for rank in ranks]
 
     def _ask_for_stacks(self, silent: list[int]) -> dict[int, str]:
         """Where each of the silent ranks is: faulthandler answers a signal even inside a blocking C++ call."""
@@ -239,35 +228,34 @@ class World:
         return Path(self._stacks.name, f"rank{rank}.txt")
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, stack_file: Path) -> None:
+def _serve(pipe: Connection, rank: int, port: int, stack_file: Path) -> None:
     """The life of one rank: report in, then answer calls until told to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process; the test process decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", LOCAL_WORLD_SIZE=f"{size}")
+    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         pipe.send_bytes(pickle.dumps(Outcome()))
-        num_calls = 0
         while (message := pipe.recv_bytes()) != STOP:
-            num_calls += 1
-            pipe.send_bytes(_answer(message, f"call{num_calls}", rank, size, port))
+            pipe.send_bytes(_answer(message, rank, port))
         _leave_group()
 
 
-def _answer(message: bytes, name: str, rank: int, size: int, port: int) -> bytes:
+def _answer(message: bytes, rank: int, port: int) -> bytes:
     """The pickled Outcome of one call."""
     try:
         _leave_group()  # the last call's: only now has every rank answered it, so that nobody loses what is under way
-        store = dist.PrefixStore(name, dist.TCPStore(HOST, port, is_master=False))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        call = pickle.loads(message)
+        assert isinstance(call, Call)
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(call.num_ranks)
+        store = dist.PrefixStore(call.name, dist.TCPStore(HOST, port, is_master=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=call.num_ranks)
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
-        call = pickle.loads(message)
-        assert isinstance(call, Call)
         with warnings.catch_warnings():
             warnings.filters[:] = call.warning_filters  # type: ignore[index]
             return pickle.dumps(Outcome(call.fn(*call.args)))
