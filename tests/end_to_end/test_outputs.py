@@ -95,7 +95,7 @@ def per_row(x: Tensor) -> list[Tensor]:
     return [torch.empty(*x.shape[:-1], 1, dtype=x.dtype) for _ in range(2)]
 
 
-IN_PYTHON = {
+ON_META = {
     aten._native_batch_norm_legit.default: lambda x: norm_arguments(x, True, 0.1, 1e-5),
     aten._native_batch_norm_legit.no_stats: lambda x: (*norm_arguments(x)[:3], True, 0.1, 1e-5),
     aten._native_batch_norm_legit_functional.default: lambda x: norm_arguments(x, True, 0.1, 1e-5),
@@ -119,6 +119,33 @@ IN_PYTHON = {
     aten._log_softmax_backward_data.default: lambda x: (x, x, 1, x.dtype),
     aten._softmax_backward_data.default: lambda x: (x, x, 1, x.dtype),
     aten.upsample_bilinear2d.default: lambda x: (x, [12, 16], False),
+    **{
+        one: lambda x: (x,)
+        for one in (
+            aten.relu.default, aten.silu.default, aten.gelu.default, aten.tanh.default, aten.exp.default,
+            aten.rsqrt.default, aten.neg.default, aten.clone.default,
+        )
+    },
+    **{
+        one: lambda x: (x, x[:, :1])
+        for one in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.silu_backward.default)
+    },
+    aten.pow.Tensor_Scalar: lambda x: (x, 3),
+    aten._softmax.default: lambda x: (x, 1, False),
+    aten.mm.default: lambda x: (x[0, 0], x[0, 1].t()),
+    aten.bmm.default: lambda x: (x[0], x[1].mT),
+    aten.addmm.default: lambda x: (x[0, 0, 0, :8], x[0, 0], x[0, 1].t()),
+    aten.sum.dim_IntList: lambda x: (x, [0, 2], True),
+    aten.mean.dim: lambda x: (x, [1]),
+    aten.view.default: lambda x: (x, [2, 2, *x.shape[1:], 1]),
+    aten._unsafe_view.default: lambda x: (x, [2, 2, *x.shape[1:]]),
+    aten.t.default: lambda x: (x[1, 2],),
+    aten.transpose.int: lambda x: (x[1:], 0, 2),
+    aten.permute.default: lambda x: (x[:, 1:], [2, 0, 3, 1]),
+    aten.expand.default: lambda x: (x[:, 1:2], [-1, 5, -1, -1]),
+    aten.slice.Tensor: lambda x: (x[:, 1:], 2, 1, 7, 2),
+    aten.select.int: lambda x: (x[:, 1:], 1, -1),
+    aten.unsqueeze.default: lambda x: (x[:, 1:], -1),
 }  # fmt: skip
 """Arguments from an image [4, 6, 8, 10]."""
 FORMS = {
@@ -131,19 +158,24 @@ FORMS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("function", outputs._IN_PYTHON, ids=str)
-def test_what_is_found_without_fake_tensors_is_what_pytorch_finds_with_them(
+@pytest.mark.parametrize("function", outputs._AS_ON_META, ids=str)
+def test_what_is_found_on_the_meta_device_is_what_pytorch_finds_with_fake_tensors(
     ran: Ran, monkeypatch: pytest.MonkeyPatch, function: Any, form: str, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(outputs, "_KNOWN", {})
-    args = IN_PYTHON[function](FORMS[form](dtype))
+    args = ON_META[function](FORMS[form](dtype))
     before = ran.count
     made = outputs_of(function, args, {})
     assert (ran.count == before) == (dtype in outputs._WIDE)
     wanted = function(*args)
+    given = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
     for one, other in zip(*[[x] if isinstance(x, Tensor) else x for x in (made, wanted)], strict=True):
         assert (one is None) == (other is None)
-        assert one is None or layout(one) == layout(other)
+        if one is not None:
+            assert layout(one) == layout(other)
+            assert [one.untyped_storage()._cdata == x for x in given] == [
+                other.untyped_storage()._cdata == x for x in given
+            ]
 
 
 def test_numbers_that_are_equal_but_not_of_one_type_are_other_calls(ran: Ran) -> None:
