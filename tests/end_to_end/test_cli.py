@@ -15,6 +15,7 @@ import torch
 import meshwright as mw
 from meshwright import api, config
 from meshwright.cli import run as cli
+from meshwright.cli.calibrate import measure_rank
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger
@@ -363,7 +364,11 @@ def test_a_factory_and_a_loss_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     assert "model.arguments: mine:net cannot be called with them: got an unexpected" in capsys.readouterr().err
 
 
-def test_the_demo_is_a_run_file_that_writes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_is_a_run_file_that_writes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(api, "calibrate", lambda measured_by: measured.append(measured_by))  # it takes half a minute
     assert cli(["demo", "--print"]) == 0
     text = capsys.readouterr().out
     assert config.make(config.tables(text.encode(), where="demo"), where="demo").train.steps >= 100
@@ -373,7 +378,9 @@ def test_the_demo_is_a_run_file_that_writes(capsys: pytest.CaptureFixture[str]) 
         )
         == 0
     )
+    assert measured == [measure_rank]
     text = capsys.readouterr().out
+    assert "measuring this machine, once" in text
     assert re.search(r"--- it writes, after 'The':\n.*\n---\n", text, re.DOTALL)
     assert re.search(r"held out: after step 0: loss \S+ \S+ bits per byte\n +after step 2: loss \S+ \S+ bits", text)
     (directory,) = Path("runs").iterdir()

@@ -1,6 +1,7 @@
 """Results of operators that are alike, made without running them; and rules found once."""
 
 import gc
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,26 +157,32 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("function", outputs._AS_ON_META, ids=str)
+def shared(tensor: Tensor, args: tuple[Any, ...]) -> list[bool]:
+    """Whose memory a result has."""
+    storage = tensor.untyped_storage()._cdata
+    return [one.untyped_storage()._cdata == storage for one in args if isinstance(one, Tensor)]
+
+
+def test_every_operator_that_is_run_on_the_meta_device_is_compared() -> None:
+    assert ON_META.keys() == outputs._AS_ON_META
+
+
+@pytest.mark.parametrize("function", ON_META, ids=str)
 def test_what_is_found_on_the_meta_device_is_what_pytorch_finds_with_fake_tensors(
-    ran: Ran, monkeypatch: pytest.MonkeyPatch, function: Any, form: str, dtype: torch.dtype
+    ran: Ran, monkeypatch: pytest.MonkeyPatch, function: Any
 ) -> None:
-    monkeypatch.setattr(outputs, "_KNOWN", {})
-    args = ON_META[function](FORMS[form](dtype))
-    before = ran.count
-    made = outputs_of(function, args, {})
-    assert (ran.count == before) == (dtype in outputs._WIDE)
-    wanted = function(*args)
-    given = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
-    for one, other in zip(*[[x] if isinstance(x, Tensor) else x for x in (made, wanted)], strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert layout(one) == layout(other)
-            assert [one.untyped_storage()._cdata == x for x in given] == [
-                other.untyped_storage()._cdata == x for x in given
-            ]
+    for form, dtype in itertools.product(FORMS, (torch.float32, torch.float64, torch.bfloat16)):
+        monkeypatch.setattr(outputs, "_KNOWN", {})
+        args = ON_META[function](FORMS[form](dtype))
+        before = ran.count
+        made = outputs_of(function, args, {})
+        assert (ran.count == before) == (dtype in outputs._WIDE)
+        wanted = function(*args)
+        for one, other in zip(*[[x] if isinstance(x, Tensor) else x for x in (made, wanted)], strict=True):
+            assert (one is None) == (other is None), (form, dtype)
+            if one is not None:
+                assert layout(one) == layout(other), (form, dtype)
+                assert shared(one, args) == shared(other, args), (form, dtype)
 
 
 def test_numbers_that_are_equal_but_not_of_one_type_are_other_calls(ran: Ran) -> None:
