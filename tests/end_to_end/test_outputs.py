@@ -34,7 +34,8 @@ class Ran(TorchDispatchMode):
 
 
 @pytest.fixture
-def ran() -> Iterator[Ran]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
+    monkeypatch.setattr(outputs, "_KNOWN", {})
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Ran() as mode:
         yield mode
 
@@ -185,6 +186,25 @@ def test_what_is_found_on_the_meta_device_is_what_pytorch_finds_with_fake_tensor
                 assert shared(one, args) == shared(other, args), (form, dtype)
 
 
+@pytest.mark.parametrize(
+    "function", [aten._native_batch_norm_legit.default, aten._native_batch_norm_legit_functional.default], ids=str
+)
+def test_a_batch_norm_with_given_statistics_is_not_as_on_the_meta_device(ran: Ran, function: Any) -> None:
+    args = norm_arguments(image(4, 6, 8, 10), False, 0.1, 1e-5)
+    assert [one.shape for one in outputs_of(function, args, {})] == [one.shape for one in function(*args)]
+
+
+def test_tensors_on_several_devices_are_refused(ran: Ran) -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        outputs_of(aten.add.Tensor, (torch.empty(4), torch.empty(4, device="cuda")), {})
+
+
+def test_attributes_of_an_argument_are_not_the_results(ran: Ran) -> None:
+    value = torch.empty(4)
+    value.scale = 2.0  # type: ignore[attr-defined]
+    assert not hasattr(outputs_of(aten.relu.default, (value,), {}), "scale")
+
+
 def test_numbers_that_are_equal_but_not_of_one_type_are_other_calls(ran: Ran) -> None:
     counts = torch.empty(4, dtype=torch.int64)
     dtypes = [outputs_of(aten.mul.Tensor, (counts, number), {}).dtype for number in (1, 1.0, True)]
@@ -255,7 +275,6 @@ def test_a_users_operator_may_be_defined_anew(ran: Ran) -> None:
 
 
 def test_too_many_calls_are_forgotten(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "_KNOWN", {})
     monkeypatch.setattr(outputs, "MOST_KNOWN", 2)
     for size in (3, 4, 5, 3):
         outputs_of(aten.neg.default, (torch.empty(size),), {})

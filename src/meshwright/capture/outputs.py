@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,10 +38,14 @@ _AS_ON_META = frozenset({
     aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
     aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
 })  # fmt: skip
-"""Operators whose results are laid out on the meta device as on the CPU, in these dtypes. On it they run through no
-mode, in a tenth of the time; PyTorch runs many on fake tensors as Python functions of dozens of others. Those of batch
-norm that write into running statistics do nothing else to them."""
+"""Operators whose results are laid out on the meta device as on the CPU, in these dtypes (batch norm: in training). On
+it they run through no mode, in less time: PyTorch runs many on fake tensors as Python functions of dozens of others.
+Those of batch norm that write into running statistics do nothing else to them."""
 _WIDE = frozenset({torch.float32, torch.float64})
+_BATCH_NORMS = frozenset({
+    aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+})  # fmt: skip
 
 
 class UnlikeError(Exception):
@@ -77,8 +82,8 @@ class _Form:
         return fake
 
 
-MOST_KNOWN = 100_000
-"""Calls that are remembered, a kilobyte or two each; then all are forgotten."""
+MOST_KNOWN = 20_000
+"""Calls that are remembered, some kilobytes each; then all are forgotten."""
 _KNOWN: dict[Any, _Form | list[_Form | None] | tuple[_Form | None, ...]] = {}
 
 
@@ -94,12 +99,14 @@ def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     arguments, and how tensors are laid out), it makes the like of what that returned: a tenth of the time of PyTorch's
     own cache of such calls.
 
-    Not so where results may differ all the same: the operator works in place, looks at values or is not PyTorch's or
-    ours, a tensor is no fake one or has a known value, results are laid out in ways that a new tensor is not.
+    Not so where results may differ all the same: the operator works in place (but for running statistics), looks at
+    values or is not PyTorch's or ours, a tensor is no fake one or has a known value, results are laid out in ways that
+    a new tensor is not.
     """
     tensors: list[FakeTensor] = []
     try:
-        state = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        state = torch.get_default_dtype(), cast, torch.is_inference_mode_enabled()
         key = (function, state, described(args, tensors), described(kwargs, tensors))
     except UnlikeError:
         return _run(function, args, kwargs)
@@ -110,7 +117,7 @@ def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _run(function, args, kwargs)
     if len(_KNOWN) >= MOST_KNOWN:
         _KNOWN.clear()
-    if function in _AS_ON_META and tensors[0].dtype in _WIDE:
+    if _is_as_on_meta(function, args, tensors):
         _KNOWN[key] = known = _on_meta(function, args, kwargs, tensors)
         return _tree(lambda form: form.made(tensors), known)
     result = _run(function, args, kwargs)
@@ -126,9 +133,15 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
 
 
+def _is_as_on_meta(function: Any, args: tuple[Any, ...], tensors: Sequence[FakeTensor]) -> bool:
+    if function not in _AS_ON_META or tensors[0].dtype not in _WIDE:
+        return False
+    in_training = function not in _BATCH_NORMS or any(one is True for one in args)
+    return in_training and all(one.fake_device.type == "cpu" for one in tensors)
+
+
 def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> Any:
     """The forms of an operator's results, from tensors on the meta device."""
-    attributes = {**dict.fromkeys(tensors[0].__dict__), "_fake_device": tensors[0].fake_device}
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         like = {id(one): torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META) for one in tensors}
         result = function(
@@ -140,9 +153,16 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
         storage = value.untyped_storage()._cdata
         alias = storages.index(storage) if storage in storages else None
         offset = int(value.storage_offset()) + (0 if alias is None else int(tensors[alias].storage_offset()))
-        return _Form(tuple(value.shape), value.stride(), offset, value.dtype, attributes, alias)
+        return _Form(tuple(value.shape), value.stride(), offset, value.dtype, _attributes(), alias)
 
     return _tree(form, result)
+
+
+@cache
+def _attributes() -> Mapping[str, Any]:
+    """Those of a fake tensor on the CPU that nobody has touched."""
+    with FakeTensorMode():
+        return {**torch.empty(()).__dict__, "fake_mode": None}
 
 
 def _tree(make: Callable[[Any], Any], value: Any) -> Any:
@@ -188,9 +208,10 @@ def _form(value: Any, tensors: list[FakeTensor]) -> _Form:
     aliases = [index for index, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage]
     if len(aliases) > 1 or any(value is tensor for tensor in tensors):
         raise UnlikeError
+    attributes = {**value.__dict__, "fake_mode": None}
     form = _Form(
         tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype,
-        {**value.__dict__, "fake_mode": None}, aliases[0] if aliases else None,
+        _attributes() if attributes == _attributes() else attributes, aliases[0] if aliases else None,
     )  # fmt: skip
     like = form.made(tensors)
     if (

@@ -1,7 +1,6 @@
 """One graph whose nodes belong to phases -> a function for every phase; backward computes again what is not kept."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -26,18 +25,26 @@ _SAME = dict.fromkeys(("backward",), _LATE) | {"input": ("input", "backward"), "
 """Phases that do not hand values to each other: a backward runs in one piece or in two."""
 
 
-@dataclass(frozen=True)
 class Phase:
     """A function with the names of the values that it takes (in one list, which it empties) and returns. It is made
     when first asked for: a schedule runs backward in one piece or in two, and none in an evaluation."""
 
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    make: Callable[[], tuple[BoxedFunction, fx.Graph]]
+    def __init__(
+        self, inputs: Iterable[str], outputs: Iterable[str], make: Callable[[], tuple[BoxedFunction, fx.Graph]]
+    ) -> None:
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self._make: Callable[[], tuple[BoxedFunction, fx.Graph]] | None = make
 
     @cached_property
     def _made(self) -> tuple[BoxedFunction, fx.Graph]:
-        return self.make()
+        assert self._make is not None, "it was forgotten"
+        made = self._make()
+        self._make = None
+        return made
+
+    def forget(self) -> None:
+        """Let go of what it would be made of, which is the whole stage: nobody will ask for it."""
+        self._make = None
 
     @property
     def function(self) -> BoxedFunction:
@@ -74,7 +81,7 @@ def partition(
         others = [taken[other] for other in _PHASES if other not in _SAME.get(phase, (phase,))]
         outputs = [node for node in nodes if node.meta.get("returned") or any(node in one for one in others)]
         make = partial(split.function, phase, orders[phase], taken[phase], outputs)
-        result[phase] = Phase(tuple(node.name for node in taken[phase]), tuple(node.name for node in outputs), make)
+        result[phase] = Phase((node.name for node in taken[phase]), (node.name for node in outputs), make)
     return result
 
 

@@ -31,7 +31,7 @@ _PHASES = {
     ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "input", ActionKind.W: "weight",
     ActionKind.REDUCE_GRAD: "reduce",
 }  # fmt: skip
-"""By kind of action, the function that it runs; others go round all actions of a step."""
+"""By kind of action, the function that it runs. ``prologue`` and ``finish`` run once a step."""
 Place = tuple[slice, ...]
 """A box of a tensor."""
 
@@ -67,6 +67,8 @@ class _Stage:
     def __init__(self, program: StageProgram, phases: Iterable[str], device: torch.device) -> None:
         self.program = program
         self.functions = {name: program.phases[name].function for name in phases}
+        for phase in program.phases.values():
+            phase.forget()
         self.step: Values = {}
         self.joined: dict[str, Tensor] = {}
         self.buckets: dict[str, Tensor] = {
