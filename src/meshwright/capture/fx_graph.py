@@ -1,4 +1,4 @@
-"""Graphs of operators whose nodes are made in two thirds of the time."""
+"""Graphs of operators without symbolic numbers."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from torch import fx
 
 
 class Graph(fx.Graph):
-    """An ``fx.Graph`` without symbolic numbers: a node gets its arguments when it is made, and they are not searched
-    for such numbers before, which takes a third of the time."""
+    """An ``fx.Graph`` whose nodes get their arguments when they are made: given to ``create_node``, arguments are first
+    searched for symbolic numbers, and we have none."""
 
     def create_node(
         self,
