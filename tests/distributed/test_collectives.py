@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright.comm import collectives as running
+from meshwright.comm import collective_kind
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import collectives
 from meshwright.comm.transport import base, shared_memory
@@ -111,7 +111,7 @@ def over_shared_memory(message_bytes: int, short_bytes: int) -> int:
     ours = _ours()
     ours._kinds.clear()  # of which other tests made some
     with small_messages(message_bytes), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "SHORT_BYTES", short_bytes)
+        patch.setattr(collective_kind, "SHORT_BYTES", short_bytes)
         done = run_all(ours)
     ours._kinds.clear()
     return done
@@ -129,7 +129,7 @@ class small_messages:  # noqa: N801 - used like a function
         self._patch, self._num_bytes = pytest.MonkeyPatch(), num_bytes
 
     def __enter__(self) -> None:
-        for module in (running, shared_memory, base):
+        for module in (collective_kind, shared_memory, base):
             self._patch.setattr(module, "MESSAGE_BYTES", self._num_bytes)
 
     def __exit__(self, *error: object) -> None:
@@ -208,7 +208,7 @@ def test_seven_workers_add_up_along_a_binary_tree(monkeypatch: pytest.MonkeyPatc
         sums.append(float(mine))
         return mine
 
-    monkeypatch.setitem(running.REDUCE, "sum", add)
+    monkeypatch.setitem(collective_kind.REDUCE, "sum", add)
     values = [torch.tensor([float(value)]) for value in (10, 4, 7, 2, 5, 1, 6)]
     each = threads(7, slots=3)
 
@@ -256,7 +256,7 @@ def in_boxes(boxes: str) -> tuple[int, str]:
     for peer in range(size):
         if peer in box and peer != rank:
             lane = shared_memory.SharedMemory.connect(
-                _world().get_group_store(), "levels", rank, peer, 30.0, running.SLOTS
+                _world().get_group_store(), "levels", rank, peer, 30.0, collective_kind.SLOTS
             )
             assert lane is not None
             lanes[peer] = lane
@@ -333,7 +333,9 @@ def short(cases: list[Short]) -> list[bytes]:
         mine = values[ours.rank].clone()
         ours.all_reduce(mine, op, "butterfly", label).wait()
         while len(values) > 1:  # a butterfly adds up neighbours, then pairs of them
-            values = [running.REDUCE[op](one, other) for one, other in zip(values[::2], values[1::2], strict=True)]
+            values = [
+                collective_kind.REDUCE[op](one, other) for one, other in zip(values[::2], values[1::2], strict=True)
+            ]
         assert torch.equal(mine, values[0])
         found.append(mine.view(torch.uint8).numpy().tobytes() if num else b"")
     return found
@@ -373,7 +375,7 @@ def elsewhere() -> list[list[float]]:
         ours.all_reduce(parameter).wait()
     found.append(parameter.tolist())
     kept = []
-    for number in range(2 * running.ARRAYS):  # half of them stay, so that addresses both return and do not
+    for number in range(2 * collective_kind.ARRAYS):  # half of them stay, so that addresses both return and do not
         one = torch.full((4,), float(number))
         ours.all_reduce(one).wait()
         found.append(one.tolist())
@@ -382,7 +384,7 @@ def elsewhere() -> list[list[float]]:
 
 
 def test_short_tensors_may_lie_anywhere(ranks: Ranks) -> None:
-    expected = [[0.0, 4.0, 8.0, 12.0], [2.0] * 4, *([2.0 * number] * 4 for number in range(2 * running.ARRAYS))]
+    expected = [[0.0, 4.0, 8.0, 12.0], [2.0] * 4, *([2.0 * number] * 4 for number in range(2 * collective_kind.ARRAYS))]
     assert ranks(2, elsewhere) == [expected, expected]
 
 

@@ -3,6 +3,7 @@
 import gc
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -34,8 +35,8 @@ class Ran(TorchDispatchMode):
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
-    monkeypatch.setattr(outputs, "_KNOWN", {})
+def ran() -> Iterator[Ran]:
+    outputs._forms.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Ran() as mode:
         yield mode
 
@@ -169,11 +170,9 @@ def test_every_operator_that_is_run_on_the_meta_device_is_compared() -> None:
 
 
 @pytest.mark.parametrize("function", ON_META, ids=str)
-def test_what_is_found_on_the_meta_device_is_what_pytorch_finds_with_fake_tensors(
-    ran: Ran, monkeypatch: pytest.MonkeyPatch, function: Any
-) -> None:
+def test_what_is_found_on_the_meta_device_is_what_pytorch_finds_with_fake_tensors(ran: Ran, function: Any) -> None:
     for form, dtype in itertools.product(FORMS, (torch.float32, torch.float64, torch.bfloat16)):
-        monkeypatch.setattr(outputs, "_KNOWN", {})
+        outputs._forms.cache_clear()
         args = ON_META[function](FORMS[form](dtype))
         before = ran.count
         made = outputs_of(function, args, {})
@@ -201,7 +200,7 @@ def test_tensors_on_several_devices_are_refused(ran: Ran) -> None:
 
 def test_attributes_of_an_argument_are_not_the_results(ran: Ran) -> None:
     value = torch.empty(4)
-    value.scale = 2.0  # type: ignore[attr-defined]
+    value.__dict__["scale"] = 2.0
     assert not hasattr(outputs_of(aten.relu.default, (value,), {}), "scale")
 
 
@@ -275,10 +274,11 @@ def test_a_users_operator_may_be_defined_anew(ran: Ran) -> None:
 
 
 def test_too_many_calls_are_forgotten(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "MOST_KNOWN", 2)
+    assert outputs._forms.cache_info().maxsize == outputs.MOST_KNOWN
+    monkeypatch.setattr(outputs, "_forms", lru_cache(maxsize=2)(outputs._forms.__wrapped__))
     for size in (3, 4, 5, 3):
         outputs_of(aten.neg.default, (torch.empty(size),), {})
-    assert len(outputs._KNOWN) == 2
+    assert outputs._forms.cache_info().currsize == 2
 
 
 def test_the_rule_of_a_call_is_found_once_for_its_shapes(ran: Ran) -> None:

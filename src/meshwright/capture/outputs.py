@@ -1,9 +1,8 @@
 """What operators return on fake tensors, once for all calls of a process that are alike: models repeat their blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -83,8 +82,23 @@ class _Form:
 
 
 MOST_KNOWN = 20_000
-"""Calls that are remembered, some kilobytes each; then all are forgotten."""
-_KNOWN: dict[Any, _Form | list[_Form | None] | tuple[_Form | None, ...]] = {}
+"""Calls that are remembered, some kilobytes each."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call, which equals others of the same ``key``. A memo keeps it, but not what it was made with: ``given`` and
+    ``result`` go when it is done."""
+
+    key: tuple[Any, ...]
+    given: tuple[Any, tuple[Any, ...], dict[str, Any], list[FakeTensor]] | None
+    result: Any = None
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Call) and self.key == other.key
 
 
 def fake_mode() -> FakeTensorMode:
@@ -106,25 +120,35 @@ def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors: list[FakeTensor] = []
     try:
         cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        state = torch.get_default_dtype(), cast, torch.is_inference_mode_enabled()
-        key = (function, state, described(args, tensors), described(kwargs, tensors))
+        key = (function, torch.get_default_dtype(), cast, described(args, tensors), described(kwargs, tensors))
     except UnlikeError:
         return _run(function, args, kwargs)
-    known = _KNOWN.get(key)
-    if known is not None:
-        return _tree(lambda form: form.made(tensors), known)
-    if not tensors or torch.is_inference_mode_enabled():
+    if not tensors or torch.is_inference_mode_enabled() or not _follows(function):
         return _run(function, args, kwargs)
-    if len(_KNOWN) >= MOST_KNOWN:
-        _KNOWN.clear()
+    call = _Call(key, (function, args, kwargs, tensors))
+    try:
+        forms = _forms(call)
+    except UnlikeError:
+        return call.result
+    finally:
+        call.given = None
+    result, call.result = call.result, None
+    return result if result is not None else _tree(lambda form: form.made(tensors), forms)
+
+
+@lru_cache(maxsize=MOST_KNOWN)
+def _forms(call: _Call) -> Any:
+    """The forms of a call's results. They follow from its key.
+
+    Raises:
+        UnlikeError: a result, which ``call`` then has, is laid out in a way that a new tensor is not.
+    """
+    assert call.given is not None
+    function, args, kwargs, tensors = call.given
     if _is_as_on_meta(function, args, tensors):
-        _KNOWN[key] = known = _on_meta(function, args, kwargs, tensors)
-        return _tree(lambda form: form.made(tensors), known)
-    result = _run(function, args, kwargs)
-    if _follows(function):
-        with suppress(UnlikeError):
-            _KNOWN[key] = _tree(lambda value: _form(value, tensors), result)
-    return result
+        return _on_meta(function, args, kwargs, tensors)
+    call.result = _run(function, args, kwargs)
+    return _tree(lambda value: _form(value, tensors), call.result)
 
 
 def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,8 +185,9 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 @cache
 def _attributes() -> Mapping[str, Any]:
     """Those of a fake tensor on the CPU that nobody has touched."""
-    with FakeTensorMode():
-        return {**torch.empty(()).__dict__, "fake_mode": None}
+    with torch._C._DisableTorchDispatch():  # whatever mode records now does not see it
+        fake = FakeTensor(FakeTensorMode(), torch.empty((), device=_META), torch.device("cpu"))
+    return {**fake.__dict__, "fake_mode": None}
 
 
 def _tree(make: Callable[[Any], Any], value: Any) -> Any:
@@ -172,9 +197,12 @@ def _tree(make: Callable[[Any], Any], value: Any) -> Any:
     return make(value)
 
 
+@cache
 def _follows(function: Any) -> bool:
+    """Whether an operator's results follow from the key of a call."""
     own = function.namespace in _NAMESPACES
-    return own and not function._schema.is_mutable and _VALUES_MATTER.isdisjoint(function.tags)
+    writes = function._schema.is_mutable and function not in _AS_ON_META
+    return own and not writes and _VALUES_MATTER.isdisjoint(function.tags)
 
 
 def described(value: Any, tensors: list[FakeTensor]) -> Any:

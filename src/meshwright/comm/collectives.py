@@ -1,64 +1,24 @@
 """Runs the steps of collectives among the ranks of a group: one executor, over any lanes."""
 
-import ctypes
-import operator
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.comm.compiled import ADD, EXPECT, KEEP, PUT, compiled
-from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Lane, Work
+from meshwright.comm.collective_kind import Kind, LaneStep
+from meshwright.comm.compiled import ADD, EXPECT, KEEP, PUT
+from meshwright.comm.transport.base import OWN_ERROR, Lane, Work
 from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
 from meshwright.errors import LostRankError, MeshwrightError, RankError
 from meshwright.schedules.collectives import operations
 from meshwright.schedules.collectives.operations import build
-from meshwright.schedules.collectives.steps import Steps, programs
+from meshwright.schedules.collectives.steps import Steps
 
-
-def _maximum(mine: Tensor, theirs: Tensor) -> Tensor:
-    return torch.maximum(mine, theirs, out=mine)
-
-
-def _minimum(mine: Tensor, theirs: Tensor) -> Tensor:
-    return torch.minimum(mine, theirs, out=mine)
-
-
-REDUCE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": Tensor.add_, "max": _maximum, "min": _minimum}
-"""In place of the first. ``Tensor.add_`` takes less time than ``torch.add(..., out=...)`` where tensors are short."""
-REDUCE_ARRAY: Mapping[str, Callable[[Any, Any], object]] = {
-    "sum": operator.iadd,
-    "max": lambda mine, theirs: np.maximum(mine, theirs, out=mine),
-    "min": lambda mine, theirs: np.minimum(mine, theirs, out=mine),
-}
-ARRAY_TYPES: Mapping[torch.dtype, type[np.generic]] = {
-    torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
-    torch.int16: np.int16, torch.int8: np.int8, torch.uint8: np.uint8, torch.bool: np.bool_,
-}  # fmt: skip
-"""What numpy reduces as PyTorch does, and as fast."""
-SHORT_BYTES = 2**14
-"""A vector of ``ARRAY_TYPES`` of at most so many, in memory that ranks share, is copied and reduced by numpy, not by
-PyTorch's dispatcher, which takes longer than what it dispatches."""
 HEAR_S = 1.0
 """How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
-SLOTS = 4
-"""Messages of a lane of shared memory that may not have been taken: one more than must be (``compiled.LAG``), for in
-more of them long vectors go round more of the cache."""
-AHEAD = 7
-"""Messages to a peer that a collective sends when it starts, where some lanes of the group are wires."""
-ARRAYS = 64
-"""Vectors of which a kind of collective keeps the arrays."""
-LABELS = 4096
-"""Labels of which a kind of collective keeps what is said."""
-_Step = tuple[int, Any, int, int, int]
-"""A :class:`Step` with the lane to its peer."""
 
 
 class Collectives:
@@ -77,7 +37,7 @@ class Collectives:
             if isinstance(lane, SharedMemory):
                 lane.look = self._look
         self._open: deque[_Run] = deque()
-        self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._kinds: dict[tuple[object, ...], Kind] = {}
         self._number, self._said = 0, b""
         self._failed: MeshwrightError | None = None
 
@@ -169,7 +129,7 @@ class Collectives:
         op: str,
         root: int = 0,
         counts: tuple[tuple[int, ...], ...] | None = None,
-    ) -> "_Kind":
+    ) -> Kind:
         """What all collectives of that kind have in common."""
         key = (operation, algorithm, length, dtype, op, root, counts)
         found = self._kinds.get(key)
@@ -180,7 +140,7 @@ class Collectives:
                 steps = _rooted(operation, algorithm, self.num_ranks, length, root)
             else:
                 steps = build(operation, algorithm, self.num_ranks, length)
-            found = self._kinds[key] = _Kind(
+            found = self._kinds[key] = Kind(
                 self.rank, steps, dtype, op, root, self._lanes, expects=self._expects, in_arrays=self._all_shared
             )
         return found
@@ -258,81 +218,6 @@ class Collectives:
             time.sleep(HEAR_S / 50)
 
 
-class _Kind:
-    """What collectives of one kind have in common: the steps of this rank, and what they are called.
-
-    ``first`` are the steps that may be done before all others, ``whole`` says that each is of the whole vector.
-    ``tensors`` and, where it is short, ``arrays`` are the means by which it is carried out.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        steps: Steps,
-        dtype: torch.dtype,
-        op: str,
-        root: int,
-        lanes: Mapping[int, Lane],
-        *,
-        expects: bool,
-        in_arrays: bool,
-    ) -> None:
-        ahead = AHEAD if expects else SLOTS - 1
-        found = compiled(programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, ahead, expects=expects)
-        self.steps: tuple[_Step, ...] = tuple((one.kind, lanes.get(one.peer), *one[2:]) for one in found.steps)
-        self.first = tuple(self.steps[index] for index in found.ahead)
-        early = set(found.ahead)
-        self.rest = tuple(one for index, one in enumerate(self.steps) if index not in early)
-        self.ahead, self.rest_puts, self.writes = found.ahead, found.rest_puts, found.writes
-        self.lanes, self.num_first = tuple(lanes.values()) if expects else (), len(self.first)
-        self.tensors = _Means(dtype, REDUCE[op], Tensor.copy_)
-        short = in_arrays and dtype in ARRAY_TYPES and 0 < steps.space * dtype.itemsize <= SHORT_BYTES
-        self.arrays = _arrays(dtype, op) if short else None
-        self.whole = all(one[2:] == (0, steps.space, 0) for one in found.steps)
-        text = f"{steps.operation} of {steps.length} x {str(dtype).removeprefix('torch.')}, {op}, {steps.algorithm}"
-        self._text = text + (f", root {root}" if root else "")
-        self._arrays: dict[int, np.ndarray[Any, Any]] = {}
-        self.code = zlib.crc32(self._text.encode())
-        self.said: dict[str, bytes] = {}
-
-    def array(self, memory: Tensor) -> np.ndarray[Any, Any]:
-        """The memory of a tensor as an array, valid while the tensor lives. Arrays are kept by address, for to make one
-        takes longer than to reduce it."""
-        address = memory.data_ptr()
-        found = self._arrays.get(address)
-        if found is None:
-            assert self.arrays is not None
-            if len(self._arrays) >= ARRAYS:
-                self._arrays.clear()
-            whole: Any = (ctypes.c_char * memory.nbytes).from_address(address)
-            found = self._arrays[address] = np.frombuffer(whole, self.arrays.dtype)
-        return found
-
-    def say(self, label: str) -> bytes:
-        """What such a collective is, in words; ``said`` keeps them."""
-        if len(self.said) >= LABELS:
-            self.said.clear()
-        self.said[label] = words = (self._text + (f" ({label})" if label else "")).encode()
-        return words
-
-
-class _Means(NamedTuple):
-    """In what messages are: tensors of a dtype or arrays of one; how they are reduced, and kept, in place of the first
-    of two."""
-
-    dtype: Any
-    reduce: Callable[[Any, Any], object]
-    keep: Callable[[Any, Any], object]
-
-
-def _arrays(dtype: torch.dtype, op: str) -> _Means:
-    """By numpy, in a context in which it does not warn of infinities and the like, or raise, as PyTorch does not. To
-    enter a context takes a tenth of what ``np.errstate`` does."""
-    quiet = copy_context()
-    quiet.run(lambda: np.seterr(all="ignore"))
-    return _Means(np.dtype(ARRAY_TYPES[dtype]), partial(quiet.run, REDUCE_ARRAY[op]), np.copyto)  # type: ignore[call-arg]
-
-
 class _Run:
     """A collective under way."""
 
@@ -341,7 +226,7 @@ class _Run:
     def __init__(
         self,
         owner: Collectives,
-        kind: _Kind,
+        kind: Kind,
         memory: "Tensor | _Written",
         number: int,
         label: str,
@@ -394,7 +279,7 @@ class _Run:
         self.done = True
         self._memory = self._kept = self._finish = None  # type: ignore[assignment]
 
-    def _do(self, steps: tuple[_Step, ...]) -> None:
+    def _do(self, steps: tuple[LaneStep, ...]) -> None:
         memory, tag, whole = self._memory, self.tag, self.kind.whole
         dtype, reduce, keep = self._means  # whole: to make a view takes longer than to send a short one
         for what, lane, begin, end, into in steps:

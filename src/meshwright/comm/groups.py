@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from meshwright.comm import collectives as running
-from meshwright.comm import watch
+from meshwright.comm import collective_kind, watch
 from meshwright.comm.blocks import Blocks
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.record import blocking
@@ -179,7 +178,7 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
     mine = member(group)
     if mine.collectives is None:
         me, called = group.rank(), dist.get_process_group_ranks(group)
-        shared = _connected(group, "lane", [one for one in called if one != called[me]], running.SLOTS)
+        shared = _connected(group, "lane", [one for one in called if one != called[me]], collective_kind.SLOTS)
         lanes: dict[int, Lane] = {
             peer: shared[name] or Wire(group, peer) for peer, name in enumerate(called) if peer != me
         }

@@ -88,7 +88,7 @@ class _Stage:
 
 class Executor:
     """Runs one schedule again and again. ``routes`` are by stage and kind of action, one for each transfer; they lead
-    through ``channels``, by rank.
+    through ``channels``, by rank. What the schedule does not run of ``programs`` is forgotten.
 
     ``live_activations`` is the most (stage, micro-batch) pairs that values were kept of at once, in the last run.
     """
