@@ -48,7 +48,7 @@ _BATCH_NORMS = frozenset({
 
 
 class UnlikeError(Exception):
-    """A call with an argument that tells nothing about other calls."""
+    """A call, or what it returns, tells nothing about other calls."""
 
 
 @dataclass(frozen=True)
