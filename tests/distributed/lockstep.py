@@ -516,6 +516,7 @@ def rank_graph(
         inputs=tuple(name for name in tensors if name.startswith("input")),
         outputs=tuple(name for name in tensors if name.startswith("output")),
         rule=subject.rule,
+        letters=subject.letters,
     )
     empty = ir.Graph(
         model="", batch_size=1, tensors=tensors, operators=(operator,), factor_classes={}, inputs=(), parameters=(),
@@ -525,7 +526,7 @@ def rank_graph(
     assert all(is_linear(choice) or choice in subject.rule.sizes for choice in chosen.values())
     emit = graph.call_function
     local = LocalCall(
-        empty, groups, operator, subject.letters, chosen, (call.target, tuple(args), kwargs),
+        empty, groups, operator, chosen, (call.target, tuple(args), kwargs),
         lambda target, *args, **kwargs: emit(target, args, kwargs), key, interior=subject.interior,
     )  # fmt: skip
     graph.output(subject.operator.local(local))

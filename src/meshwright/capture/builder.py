@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from meshwright.capture import refusals
 from meshwright.capture.batch import take_apart
+from meshwright.capture.calls import written
 from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify
 from meshwright.capture.functionalize import functionalized, is_getitem
 from meshwright.capture.garbage import nothing_collected
@@ -32,12 +33,10 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 @dataclass
 class Capture:
-    """A graph and the traced operators that it describes; ``letters`` tells what each rule's letters became."""
+    """A graph, and of the traced step what is no data: its constants, and how its batch is put together."""
 
     graph: ir.Graph
     traced: Traced
-    nodes: dict[str, fx.Node]
-    letters: dict[str, dict[str, tuple[str, ...]]]
     rules: Mapping[Target, OperatorRule]
     training: bool = True
 
@@ -49,6 +48,7 @@ class _Operation:
     found: Found
     inputs: list[fx.Node]
     outputs: list[fx.Node | None]
+    positions: tuple[int, ...]
     name: str = ""
     bound: BoundRule | None = None
 
@@ -146,6 +146,7 @@ class _Builder:
                 continue
             value = node.meta["val"]
             outputs: list[fx.Node | None]
+            present: list[int] = []
             if isinstance(value, Tensor):
                 values, outputs = [value], [node]
             else:
@@ -154,7 +155,7 @@ class _Builder:
                 values, outputs = [value[index] for index in present], [taken.get(index) for index in present]
             fake = torch.fx.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
             call = Call(node.target, tuple(fake[0]), dict(fake[1]), tuple(values))
-            operation = _Operation(node, call, self.rules.of(call), _tensor_nodes(node), outputs)
+            operation = _Operation(node, call, self.rules.of(call), _tensor_nodes(node), outputs, tuple(present))
             module = node.meta.get("custom", {}).get("module", "")
             stem = f"{module}:{_short(node.target)}" if module else _short(node.target)
             operation.name = f"{stem}#{counts[stem]}"
@@ -227,13 +228,13 @@ class _Builder:
         prologue = self._prologue(operations)
         repeats = _repeats([operation.node.meta.get("custom", {}).get("module", "") for operation in operations])
         result: list[ir.Operator] = []
-        letters: dict[str, dict[str, tuple[str, ...]]] = {}
         lines = self._forward_lines(operations)
         for operation in operations:
             rule: Rule | None = None
             members: dict[str, str] = {}
+            letters: dict[str, tuple[str, ...]] = {}
             if operation.bound is not None:
-                rule, members, letters[operation.name] = self.rendered(operation.bound, names)
+                rule, members, letters = self.rendered(operation.bound, names)
             custom = operation.node.meta.get("custom", {})
             module = custom.get("module", "")
             found = operation.found
@@ -244,7 +245,10 @@ class _Builder:
                     inputs=tuple(self.names[node] for node in operation.inputs),
                     outputs=tuple(self._output_name(operation, index) for index in range(len(operation.outputs))),
                     rule=rule,
+                    arguments=written(operation.node.args, operation.node.kwargs, operation.name),
+                    positions=operation.positions,
                     classes=members,
+                    letters=letters,
                     reason=found.rule.reason if isinstance(found.rule, Unsplit) else "",
                     flops=found.flops,
                     bytes=found.num_bytes,
@@ -257,8 +261,7 @@ class _Builder:
                 )
             )
         graph = self._graph(tensors, tuple(result), classes)
-        nodes = {operation.name: operation.node for operation in operations}
-        return Capture(graph, self.traced, nodes, letters, self.own, training)
+        return Capture(graph, self.traced, self.own, training)
 
     @staticmethod
     def _forward_lines(operations: list[_Operation]) -> dict[int, str]:

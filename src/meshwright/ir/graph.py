@@ -39,17 +39,22 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One call of the step. ``name`` is ``module.path:op#k``; ``classes`` maps the letters of its rule to factor
-    classes; ``reason`` says why it has no rule, where it has none; ``repeat`` is the block it repeats
-    (``layers.*``); ``sequence`` pairs a forward operator with its backward ones; ``prologue`` operators depend
-    on no parameter and no random number."""
+    """One call of the step. ``name`` is ``module.path:op#k``. ``arguments`` are those of the call, with ``t0``, ``t1``,
+    ... for ``inputs``; ``positions`` are the places of ``outputs`` among the results, where there may be several.
+    ``classes`` maps the letters of its rule to factor classes, ``letters`` those of the operator's pattern to those of
+    its rule. ``reason`` says why it has no rule, where it has none; ``repeat`` is the block it repeats (``layers.*``);
+    ``sequence`` pairs a forward operator with its backward ones; ``prologue`` operators depend on no parameter and no
+    random number."""
 
     name: str
     target: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     rule: Rule | None
+    arguments: str = ""
+    positions: tuple[int, ...] = ()
     classes: dict[str, str] = {}
+    letters: dict[str, tuple[str, ...]] = {}
     reason: str = ""
     flops: float = 0.0
     bytes: int = 0

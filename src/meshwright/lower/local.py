@@ -28,7 +28,6 @@ class LocalCall:
         graph: Graph,
         groups: dict[str, AxisGroup],
         operator: Operator,
-        letters: dict[str, tuple[str, ...]],
         strategy: Strategy,
         call: tuple[Target, tuple[Any, ...], dict[str, Any]],
         emit: Callable[..., fx.Node],
@@ -41,7 +40,7 @@ class LocalCall:
         the halos that there are. ``interior``: it computes its interior while halos travel."""
         self.target, self.args, self.kwargs = call
         self.name = operator.name
-        self._graph, self._groups, self._operator, self._letters = graph, groups, operator, letters
+        self._graph, self._groups, self._operator, self._letters = graph, groups, operator, operator.letters
         self._strategy, self._emit, self._random_key = strategy, emit, random_key
         self._sizes, self._at = sizes_of(groups)
         self._drawn = drawn if drawn is not None else {}

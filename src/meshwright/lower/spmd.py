@@ -6,10 +6,12 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from meshwright.capture.builder import Capture
+from meshwright.capture.calls import read, target_of
 from meshwright.capture.fx_graph import Graph
+from meshwright.ir.graph import Operator
 from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Placements, Shard, input_placements, local_shape, output_placements
@@ -211,51 +213,38 @@ class Lowering:
         self.reduced: dict[str, fx.Node] = {}
         self.gradients = gradients
 
-    def _operator(self, operator: Any, storages: dict[str, int]) -> None:
-        source = self.capture.nodes[operator.name]
+    def _operator(self, operator: Operator, storages: dict[str, int]) -> None:
         strategy = self.strategies[operator.name]
         self.meta = {"operator": operator.name, "backward": operator.backward}
         arguments = []
         for position, name in enumerate(operator.inputs):
             wanted = input_placements(operator.rule, strategy, position, self.sizes) if operator.rule else {}
             arguments.append(self._want(name, wanted))
-        remaining = iter(arguments)
-
-        def replace(item: fx.Node) -> Any:
-            if not isinstance(item.meta.get("val"), Tensor):
-                raise AssertionError(f"{operator.name}: {item} is not a tensor")
-            return next(remaining)
-
-        args, kwargs = fx.map_arg((source.args, source.kwargs), replace)
+        args, kwargs = read(operator.arguments, arguments)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device}
-        assert callable(source.target)
+        target = target_of(operator.target)
         assert self.random_key is not None
         local = LocalCall(
             self.ir,
             self.groups,
             operator,
-            self.capture.letters.get(operator.name, {}),
             strategy,
-            (source.target, tuple(args), dict(kwargs)),
+            (target, args, kwargs),
             self.emit,
             self.random_key,
             self.drawn,
             self.exchanged,
             self.plan.computes_interior_first(operator.name),
         )
-        rule = operator_rule(source.target, self.capture.rules)
+        rule = operator_rule(target, self.capture.rules)
         emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged
         result = emit(local)
-        self._store(operator, source, strategy, result, storages)
+        self._store(operator, strategy, result, storages)
 
-    def _store(self, operator: Any, source: fx.Node, strategy: Strategy, result: Any, storages: dict[str, int]) -> None:
-        several = not isinstance(source.meta["val"], Tensor)
-        values = list(source.meta["val"]) if several else [source.meta["val"]]
-        present = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
-        for output, index in enumerate(present):
-            name = operator.outputs[output]
-            if several:
+    def _store(self, operator: Operator, strategy: Strategy, result: Any, storages: dict[str, int]) -> None:
+        for output, (name, index) in enumerate(zip(operator.outputs, operator.positions or (0,), strict=True)):
+            if operator.positions:
                 if name not in self.uses and name not in self.bucket_of:
                     continue
                 node = result[index] if isinstance(result, tuple) else self.emit(getitem, result, index)
@@ -264,7 +253,7 @@ class Lowering:
             placements = output_placements(operator.rule, strategy, output, self.sizes) if operator.rule else {}
             tensor = self.ir.tensors[name]
             node.meta.setdefault("local_shape", self.local_shape(tensor.shape, placements))
-            node.meta.setdefault("dtype", values[index].dtype)
+            node.meta.setdefault("dtype", getattr(torch, tensor.dtype))
             root = self.ir.tensors[tensor.storage]
             owned = root.kind in ("activation", "gradient") and storages.get(tensor.storage, 0) <= 1
             value = self.values[name] = Value(node, placements, owned=owned, phase=self.phase)
