@@ -34,7 +34,7 @@ from meshwright.ir.placement import (
 from meshwright.ir.plan import Plan
 from meshwright.ir.rule import OWN, Rule
 from meshwright.lower.local import LocalCall
-from meshwright.lower.spmd import lower
+from meshwright.lower.stage import lower_stage
 from meshwright.ops import collectives, ring
 from meshwright.ops.base import Call, OperatorRule, Unsplit
 from meshwright.ops.experts import Exchange, across, across_backward
@@ -313,35 +313,38 @@ def run_step(
     """
     mesh = {axis.name: axis.size for axis in plan.mesh.axes if axis.size > 1}
     ranks, wires = list(_coordinates(mesh)), Wires()
-    lowered = [lower(capture, plan, _groups(mesh, at)) for at in ranks]
-    first = lowered[0]
+    programs = [lower_stage(capture.graph, plan, 0, _groups(mesh, at), rules=capture.rules) for at in ranks]
+    first = programs[0]
     storage = plan.stage.storage
     placed = {name: storage.get(name, {}) | first.input_placements.get(name, {}) for name in values}
 
-    def run(index: int) -> list[Any]:
-        names = [*first.parameters, *first.buffers, *first.inputs]
-        mine = [cut(values[name], placed[name], mesh, ranks[index]).clone() for name in names]
-        constants = capture.traced.constants
-        return list(execute(lowered[index].graph, [*mine, random_key], _groups(mesh, ranks[index]), wires, constants))
+    def run(index: int) -> dict[str, Any]:
+        program = programs[index]
+        names = {**program.parameters, **program.buffers, **program.inputs}
+        mine: dict[str, Any] = {program.random_key: random_key}
+        for node, name in names.items():
+            mine[node] = cut(values[name], placed[name], mesh, ranks[index]).clone()
+        phase = program.phases["prologue"]
+        given, constants = [mine[name] for name in phase.inputs], capture.traced.constants
+        results = execute(phase.graph, given, _groups(mesh, ranks[index]), wires, constants)
+        return {**mine, **dict(zip(phase.outputs, results, strict=True))}
 
     results = _at_once(run, range(len(ranks)), wires)
 
-    def whole(position: int, shape: Sequence[int], placements: Placements) -> Tensor:
+    def whole(node: str, shape: Sequence[int], placements: Placements) -> Tensor:
         return join(
-            {tuple(at.values()): result[position] for at, result in zip(ranks, results, strict=True)},
+            {tuple(at.values()): result[node] for at, result in zip(ranks, results, strict=True)},
             shape, placements, mesh,
         )  # fmt: skip
 
-    position = iter(range(len(results[0])))
-    loss = whole(next(position), (), {})
-    metrics = {name: whole(next(position), (), {}) for name in first.metrics}
-    gradients: dict[str, Tensor | None] = {}
-    for name in first.differentiable:
-        index = next(position)
-        missing = results[0][index] is None
-        gradients[name] = None if missing else whole(index, values[name].shape, placed[name])
-    buffers = {name: whole(next(position), values[name].shape, {}) for name in first.buffers}
-    return StepResult(loss, metrics, gradients, buffers), [one.graph for one in lowered]
+    scalars = {name: whole(node, (), {}) for name, node in first.scalars.items()}
+    gradients: dict[str, Tensor | None] = dict.fromkeys(capture.traced.differentiable)
+    for name, node in first.gradients.items():
+        gradients[name] = whole(node, values[name].shape, placed[name])
+    buffers = {name: values[name] for name in capture.graph.buffers}
+    buffers |= {name: whole(node, values[name].shape, {}) for name, node in first.buffers_after.items()}
+    graphs = [program.phases["prologue"].graph for program in programs]
+    return StepResult(scalars.pop("loss"), scalars, gradients, buffers), graphs
 
 
 def _at_once(run: Callable[[Any], Any], items: Sequence[Any], wires: Wires) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright.lower.stage import boxed_function
+from meshwright.lower.function import boxed_function
 from meshwright.ops import collectives
 from meshwright.runtime.kernels import KERNELS
 from tests.distributed.pool import Ranks

@@ -27,7 +27,7 @@ from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Bucket, Plan, Stage
-from meshwright.lower.spmd import lower
+from meshwright.lower.stage import lower_stage
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.ops import collectives
 from tests.distributed.pool import Ranks
@@ -225,6 +225,6 @@ def all_reduces(layers: int) -> list[str]:
         model = GPT(GPTConfig(layers=layers, width=64, vocabulary=256, sequence_length=16))
     captured = builder.capture(model, language_model_loss, {"tokens": TOKENS, "targets": TOKENS})
     chosen = plan(captured.graph, layout=Layout(tp=2))
-    lowered = lower(captured, chosen, {"tp": AxisGroup("tp", 2, 0)})
-    nodes = [node for node in lowered.graph.nodes if node.target is collectives.ALL_REDUCE]
+    lowered = lower_stage(captured.graph, chosen, 0, {"tp": AxisGroup("tp", 2, 0)}, rules=captured.rules)
+    nodes = [node for node in lowered.phases["prologue"].graph.nodes if node.target is collectives.ALL_REDUCE]
     return [str(node.meta["operator"]).partition(":")[0] for node in nodes]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from meshwright.lower.function import boxed_function
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, write_into_buckets
 from meshwright.lower.prefetch import join_returned
-from meshwright.lower.stage import boxed_function
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def test_random_graphs_give_the_same_values(data: st.DataObject) -> None:
     values = [torch.rand(SHAPE, dtype=torch.float64) * 0.1 for _ in range(2)]
     plain = boxed_function(_copy(graph), {})([value.clone() for value in values])
     fuse(graph)
-    propagate(graph, [(SHAPE, torch.float64)] * 2, {})
+    _propagate(graph, [(SHAPE, torch.float64)] * 2)
     reuse_memory(graph)
     given_values = [value.clone() for value in values]
     result = boxed_function(graph, {})(list(given_values))
@@ -65,6 +65,12 @@ def test_a_copy_is_made_once() -> None:
         assert torch.equal(one, value.t().reshape(shape).exp())
 
 
+def _propagate(graph: fx.Graph, given: list[Any]) -> None:
+    for node, (shape, dtype) in zip(graph.find_nodes(op="placeholder"), given, strict=True):
+        node.meta.update(local_shape=shape, dtype=dtype)
+    propagate(graph)
+
+
 def _copy(graph: fx.Graph) -> fx.Graph:
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
@@ -74,7 +80,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 def _traced(build: Any) -> fx.Graph:
     graph = fx.Graph()
     graph.output(build(graph, graph.placeholder("a")))
-    propagate(graph, [(SHAPE, torch.float64)], {})
+    _propagate(graph, [(SHAPE, torch.float64)])
     reuse_memory(graph)
     return graph
 
@@ -93,7 +99,7 @@ def test_relu_writes_into_an_input_that_nobody_reads_again() -> None:
     read = graph.call_function(aten.relu.default, (product,))
     graph.output([graph.call_function(aten.relu.default, (graph.call_function(aten.neg.default, (product,)),)), read])
     fuse(graph)
-    propagate(graph, [(SHAPE, torch.float64)], {})
+    _propagate(graph, [(SHAPE, torch.float64)])
     reuse_memory(graph)
     assert _targets(graph) == [aten.mm.default, aten.clamp_min.default, aten.neg.out, aten.clamp_min.out]
     value = torch.randn(SHAPE, dtype=torch.float64)
@@ -108,7 +114,7 @@ def test_the_gradient_of_a_squared_error_writes_into_an_output_that_nobody_reads
     made = graph.call_function(aten.neg.default, (a,))
     loss = graph.call_function(aten.mse_loss.default, (made, target, 0))
     graph.output([loss, graph.call_function(aten.mse_loss_backward.default, (grad, made, target, 1))])
-    propagate(graph, [(SHAPE, torch.float64), (SHAPE, torch.float64), ((), torch.float64)], {})
+    _propagate(graph, [(SHAPE, torch.float64), (SHAPE, torch.float64), ((), torch.float64)])
     reuse_memory(graph)
     assert _targets(graph) == [aten.neg.default, aten.mse_loss.default, aten.mse_loss_backward.grad_input]
     given = [torch.randn(SHAPE, dtype=torch.float64) for _ in range(2)]
@@ -192,7 +198,7 @@ def test_gradients_are_computed_into_their_bucket() -> None:
         joined.meta["device"] = torch.device("cpu")
         started = graph.call_function(collectives.ALL_REDUCE, (joined, "sum", "0", "native"))
         graph.output([started])
-        propagate(graph, [(SHAPE, torch.float64)] * 2, {})
+        _propagate(graph, [(SHAPE, torch.float64)] * 2)
         return graph
 
     graph = bucket()

@@ -15,9 +15,8 @@ import meshwright as mw
 from meshwright.capture.builder import Capture, capture
 from meshwright.ir.graph import Graph
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import cut
-from meshwright.lower.pipeline import lower_stage
 from meshwright.lower.program import StageProgram
+from meshwright.lower.stage import lower_stage
 from meshwright.models import UNet, segmentation_loss
 from meshwright.runtime.executor import Executor, Route, StepResult
 from meshwright.schedules.passes import add_communication, add_reduction
@@ -57,7 +56,7 @@ def plan_of(model: str, **options: Any) -> mw.Plan:
 
 def program_of(model: str, plan: mw.Plan, stage: int) -> StageProgram:
     captured = subject_of(model)[1]
-    return lower_stage(captured, plan, cut(captured.graph, plan.firsts), stage, {}, CPU)
+    return lower_stage(captured.graph, plan, stage, {}, constants=captured.traced.constants)
 
 
 # --- a stage alone ---------------------------------------------------------------------------------------------------

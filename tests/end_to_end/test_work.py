@@ -23,10 +23,8 @@ from meshwright.ir.halo import most_rows
 from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import Schedule
-from meshwright.ir.stages import cut
-from meshwright.lower.pipeline import lower_stage
 from meshwright.lower.program import StageProgram
-from meshwright.lower.spmd import lower
+from meshwright.lower.stage import lower_stage
 from meshwright.models import (
     GPT,
     MLP,
@@ -93,9 +91,8 @@ def groups_of(plan: Plan) -> dict[str, AxisGroup]:
 
 def programs_of(model: str, plan: Plan) -> list[StageProgram]:
     one = captured(model)
-    divided = cut(one.graph, plan.firsts)
     groups = {name: group for name, group in groups_of(plan).items() if name != "pp"}
-    return [lower_stage(one, plan, divided, stage, groups, torch.device("cpu")) for stage in range(divided.num_stages)]
+    return [lower_stage(one.graph, plan, stage, groups, rules=one.rules) for stage in range(len(plan.stages))]
 
 
 def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
@@ -137,7 +134,7 @@ WHOLE = [
 @pytest.mark.parametrize(("model", "layout"), WHOLE, ids=str)
 def test_a_step_in_one_piece_has_the_collectives_that_are_lowered(model: str, layout: dict[str, Any]) -> None:
     plan = planned(model, **layout)
-    lowered = started(lower(captured(model), plan, groups_of(plan)).graph)
+    lowered = started(programs_of(model, plan)[0].phases["prologue"].graph)
     (stage,) = step_work(captured(model).graph, plan, CPU).stages
     foretold = sum((counted(pieces) for pieces in (stage.before, *stage.pieces.values())), Counter())
     assert foretold == lowered

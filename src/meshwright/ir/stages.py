@@ -22,6 +22,7 @@ from meshwright.ir.placement import Placements, Shard, output_placements
 
 STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
 """When a stage's work runs: what is there before the step; once a step; each micro-batch (two); once a step (two)."""
+PHASES = (PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH)
 _ADD, _CAST = "aten.add.Tensor", "aten._to_copy.default"
 
 
@@ -285,12 +286,26 @@ def _owners(
     producers = graph.producers()
     for buffer, update in graph.buffer_updates.items():
         maker = producers.get(update)
-        stage = stage_of.get(maker.name) if maker is not None else None
-        if stage is not None and result[buffer] - {stage}:
-            raise PlanError(
-                f"buffer {buffer!r} is updated in stage {stage} and read in another",
-                where=f"{maker.name if maker else buffer}",
-                remedy="cut the graph elsewhere",
-            )
-        result[buffer] = {stage} if stage is not None else result[buffer]
+        if maker is not None and maker.name in stage_of:
+            _hold(result, buffer, {stage_of[maker.name]})
+    for _ in graph.buffer_updates:  # buffers that take each other's values are held together
+        for buffer, update in graph.buffer_updates.items():
+            if update in graph.parameters:
+                _hold(result, buffer, {min(result[buffer] or result[update] or {0})}, result[update])
+            elif update in graph.buffers:
+                together = result[buffer] | result[update]
+                _hold(result, buffer, together, result[update] or together)
+                _hold(result, update, together)
     return {name: tuple(sorted(stages)) or (0,) for name, stages in result.items()}
+
+
+def _hold(owners: dict[str, set[int]], buffer: str, stages: set[int], known: set[int] | None = None) -> None:
+    """Let one stage hold a buffer, which has its new value there (``known``: only where that is)."""
+    if owners[buffer] - stages or len(stages) > 1 or (known and stages - known):
+        (first, *others) = sorted(owners[buffer] | stages | (known or set()))
+        raise PlanError(
+            f"buffer {buffer!r} is updated in one stage and read in another (stages {first} and {others[0]})",
+            where=f"buffer {buffer}",
+            remedy="cut the graph elsewhere",
+        )
+    owners[buffer] = set(stages)

@@ -1,18 +1,20 @@
 """Passes over a per-rank graph: put together what capture took apart, drop what computes nothing, reuse memory."""
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from meshwright.capture.outputs import fake_mode, outputs_of
+from meshwright.ir.stages import FINISH
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
 
 aten = torch.ops.aten
+Key = TypeVar("Key", bound=Hashable)
 
 _IN_PLACE: dict[Any, tuple[Any, str]] = {
     aten.add.Tensor: (aten.add.out, "out"),
@@ -124,22 +126,17 @@ def _is_sent(node: fx.Node) -> bool:
     return False
 
 
-def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) -> None:
-    """Give every node the fake value that it has on this rank (``meta["val"]``).
-
-    ``inputs`` are (shape, dtype) of each placeholder, or an int.
-    """
+def propagate(graph: fx.Graph) -> None:
+    """Give every node the fake value that it has on this rank (``meta["val"]``). What is given (a placeholder or a
+    constant) has ``local_shape`` and ``dtype`` in its ``meta``, or is a number."""
     values: dict[fx.Node, Any] = {}
-    with fake_mode() as mode:
-        given = iter(inputs)
+    lookup: Callable[[fx.Node], Any] = values.__getitem__
+    with fake_mode():
         for node in graph.nodes:
-            if node.op == "placeholder":
-                item = next(given)
-                values[node] = item if isinstance(item, int) else torch.empty(item[0], dtype=item[1])
-            elif node.op == "get_attr":
-                values[node] = mode.from_tensor(constants[str(node.target)])
+            if node.op in ("placeholder", "get_attr"):
+                shape = node.meta.get("local_shape")
+                values[node] = 0 if shape is None else torch.empty(shape, dtype=node.meta["dtype"])
             elif node.op == "call_function":
-                lookup: Callable[[fx.Node], Any] = values.__getitem__
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
                 if "device" in kwargs:
                     kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -148,10 +145,10 @@ def propagate(graph: fx.Graph, inputs: list[Any], constants: dict[str, Tensor]) 
             node.meta["val"] = values.get(node)
 
 
-def separate(graph: fx.Graph, positions: Sequence[int]) -> None:
-    """Give the outputs at these positions (gradients, new values of buffers) memory of their own, so that who writes
-    into one, or into a buffer, writes into nothing else: a copy, where the memory is an input's or another output's, or
-    where elements of it overlap.
+def separate(graph: fx.Graph, results: Mapping[Key, fx.Node], others: Iterable[fx.Node]) -> dict[Key, fx.Node]:
+    """Give ``results`` (gradients, new values of buffers) memory of their own, so that who writes into a result, or
+    into a buffer, writes into nothing else: a copy, where the memory is an input's, another result's or that of one of
+    ``others``, or where elements of it overlap. Returns the results as they are now.
 
     Needs :func:`propagate`.
     """
@@ -159,22 +156,21 @@ def separate(graph: fx.Graph, positions: Sequence[int]) -> None:
     for node in graph.nodes:
         source = _aliased(node)
         root[node] = node if source is None else root[source]
-    end = next(node for node in reversed(graph.nodes) if node.op == "output")
-    outputs = list(end.args[0])
-    taken = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
-    taken |= {root[item] for k, item in enumerate(outputs) if k not in positions and isinstance(item, fx.Node)}
-    for position in positions:
-        item = outputs[position]
-        if not isinstance(item, fx.Node):
-            continue
-        value = item.meta["val"]
+    end = graph.output_node()
+    outputs = list(end.args[0])  # type: ignore[arg-type]
+    taken = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")} | {root[node] for node in others}
+    separated = dict(results)
+    for key, node in results.items():
+        value = node.meta["val"]
         expanded = any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        if root[item] in taken or expanded:
+        if root[node] in taken or expanded:
             with graph.inserting_before(end):
-                outputs[position] = graph.call_function(aten.clone.default, (item,))
-            outputs[position].meta.update(item.meta, val=value.clone())
-        taken.add(root[item])
+                separated[key] = graph.call_function(aten.clone.default, (node,))
+            separated[key].meta.update(node.meta, val=value.clone(), phase=FINISH, returned=True)
+            outputs.append(separated[key])
+        taken.add(root[node])
     end.args = (outputs,)
+    return separated
 
 
 def write_into_buckets(graph: fx.Graph) -> None:
@@ -278,7 +274,7 @@ def reuse_memory(graph: fx.Graph) -> None:
         last[root[node]] = max([last.get(root[node], -1), *users])
     for node in nodes:  # what a collective in flight reads must stay until it is awaited
         if node.op == "call_function" and node.target in collectives.STARTS:
-            waits = [index[user] for user in node.users if user.target is collectives.WAIT]
+            waits = [index[user] for user in node.users if user.target is collectives.WAIT] or [len(nodes)]
             for source in node.all_input_nodes:
                 last[root[source]] = max([last[root[source]], *waits])
     kept = {root[node] for node in nodes[-1].all_input_nodes} | {

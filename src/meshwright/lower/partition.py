@@ -1,6 +1,6 @@
 """One graph whose nodes belong to phases -> a function for every phase; backward computes again what is not kept."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -8,16 +8,18 @@ from torch import Tensor, fx
 
 from meshwright.capture.fx_graph import Graph
 from meshwright.ir.recomputation import Recomputation
-from meshwright.lower.fuse import accumulate_products, reuse_memory
-from meshwright.lower.prefetch import prefetch
+from meshwright.ir.stages import BACKWARD, FORWARD, PROLOGUE
+from meshwright.lower.function import DISPATCHED, BoxedFunction, Kernels, boxed_function
+from meshwright.lower.fuse import accumulate_products, reuse_memory, write_into_buckets
+from meshwright.lower.prefetch import prefetch, sink_waits
 from meshwright.lower.regions import Compiler
-from meshwright.lower.stage import DISPATCHED, BoxedFunction, Kernels, boxed_function
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
 
 aten = torch.ops.aten
 
 _PHASES = ("prologue", "forward", "backward", "input", "weight", "reduce", "finish")
+_NOTED = (FORWARD, BACKWARD)
 _LATE = ("backward", "input", "weight")
 _VIEWS = VIEWS | {aten.reshape.default, aten.contiguous.default}
 _AGAIN = _VIEWS | {aten._to_copy.default}
@@ -60,19 +62,23 @@ def partition(
     constants: dict[str, Tensor],
     again: Recomputation,
     sent_down: Iterable[str],
+    together: Sequence[str] = (),
     compiler: Compiler | None = None,
     kernels: Kernels = DISPATCHED,
+    note: Callable[[str], None] | None = None,
 ) -> dict[str, Phase]:
     """The function of every phase. Needs ``meta["phase"]`` of every node, and :func:`propagate`.
 
-    ``backward`` also comes in two parts: ``input`` makes ``sent_down``, ``weight`` the rest. ``compiler`` joins
-    operators, ``kernels`` run some of them.
+    ``backward`` also comes in two parts: ``input`` makes ``sent_down``, ``weight`` the rest. The phases ``together``,
+    which run one after the other and once, are one function, that of the first; it calls ``note`` where forward and
+    backward begin. ``compiler`` joins operators, ``kernels`` run some of them.
     """
-    split = _Partition(graph, constants, again, compiler, kernels)
+    split = _Partition(graph, constants, again, compiler, kernels, note)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in _PHASES}
     for node in graph.nodes:
         if node.op == "call_function":
-            members[node.meta["phase"]].append(node)
+            phase = node.meta["phase"]
+            members[together[0] if phase in together else phase].append(node)
     members["input"], members["weight"] = _input_and_weight(members["backward"], set(sent_down))
     orders = {phase: split.order(phase, nodes) for phase, nodes in members.items()}
     taken = {phase: split.taken(order) for phase, order in orders.items()}
@@ -118,9 +124,10 @@ class _Partition:
         again: Recomputation,
         compiler: Compiler | None,
         kernels: Kernels,
+        note: Callable[[str], None] | None,
     ) -> None:
         self.graph, self.constants, self.again = graph, constants, again
-        self.compiler, self.kernels = compiler, kernels
+        self.compiler, self.kernels, self.note = compiler, kernels, note
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.cheap: dict[fx.Node, bool] = {}
 
@@ -189,13 +196,27 @@ class _Partition:
         new.output([copies[node] for node in outputs])
         if self.compiler is not None:
             self.compiler.compile(new)
+        write_into_buckets(new)
         prefetch(new)
-        if phase in _LATE:
-            accumulate_products(new)
+        sink_waits(new)
+        accumulate_products(new)
         reuse_memory(new)
+        if self.note is not None and phase == PROLOGUE:
+            self._note(new, self.note)
         new.lint()
         used = {str(node.target): self.constants[str(node.target)] for node in constants}
         return boxed_function(new, used, self.kernels), new
+
+    @staticmethod
+    def _note(graph: fx.Graph, note: Callable[[str], None]) -> None:
+        """Call ``note`` where forward and backward begin, if they do in this function."""
+        for begun in _NOTED:
+            first = next(
+                (node for node in graph.nodes if node.meta.get("phase") == begun and node.op != "placeholder"), None
+            )
+            if first is not None:
+                with graph.inserting_before(first):
+                    graph.call_function(note, (begun,))
 
     def _computed_again(self, node: fx.Node) -> bool:
         """Whether backward computes a forward node again, instead of getting it from forward."""

@@ -6,6 +6,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -52,9 +53,9 @@ def sink_waits(graph: fx.Graph) -> None:
                 first.prepend(wait)
 
 
-def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.device) -> None:
+def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.device) -> dict[fx.Node, fx.Node]:
     """Those sums that a step returns (loss, metrics, running statistics) and that nobody reads before are made
-    together, when the last of their terms is there.
+    together, when the last of their terms is there. Returns what takes the place of the nodes that go.
 
     s = all_reduce_start(a)                           flat = cat(a, b)
     t = all_reduce_start(b)               becomes     s = all_reduce_start(flat)
@@ -67,37 +68,48 @@ def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.
             (wait,) = node.users
             if wait in returned and all(user.op == "output" for user in wait.users):
                 alike[*node.args[1:], wait.meta["dtype"]].append((node, wait))
+    joined: dict[fx.Node, fx.Node] = {}
     for pairs in alike.values():
         if len(pairs) > 1:
-            _join(graph, pairs).meta["device"] = device
+            joined |= _join(graph, pairs, device)
+    return joined
 
 
-def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]) -> fx.Node:
+def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], device: torch.device) -> dict[fx.Node, fx.Node]:
     """Where the terms lie one after the other."""
-    last, end = pairs[-1][0], next(iter(graph.find_nodes(op="output")))
+    (last, end), joined = pairs[-1], dict[fx.Node, fx.Node]()
     shapes = [list(wait.meta["local_shape"]) for _, wait in pairs]
     labels = [str(start.kwargs["label"]) for start, _ in pairs]
+    near = {key: value for key, value in last.meta.items() if key not in ("local_shape", "dtype")}
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        node.meta.update(near)
+        return node
+
     with graph.inserting_before(last):
         terms = [_own(start) for start, _ in pairs]
         for index, shape in enumerate(shapes):
             if len(shape) != 1:
-                terms[index] = graph.call_function(aten.reshape.default, (terms[index], [-1]))
-        flat = graph.call_function(aten.cat.default, (terms,))
+                terms[index] = call(aten.reshape.default, terms[index], [-1])
+        flat = call(aten.cat.default, terms)
+        flat.meta["device"] = device
         label = f"{labels[0]} to {labels[-1]}, {len(pairs)} together"
-        joined = graph.call_function(collectives.ALL_REDUCE, (flat, *last.args[1:]), {"label": label})
-    with graph.inserting_before(end):
-        sums = graph.call_function(collectives.WAIT, (joined,))
-        parts = graph.call_function(aten.split_with_sizes_copy.default, (sums, [prod(shape) for shape in shapes]))
+        start = call(collectives.ALL_REDUCE, flat, *last.args[1:], label=label)
+    near = end.meta
+    with graph.inserting_before(graph.output_node()):
+        parts = call(
+            aten.split_with_sizes_copy.default, call(collectives.WAIT, start), [prod(shape) for shape in shapes]
+        )
         for index, ((start, wait), shape) in enumerate(zip(pairs, shapes, strict=True)):
-            part = graph.call_function(operator.getitem, (parts, index))
+            part = call(operator.getitem, parts, index)
             if len(shape) != 1:
-                part = graph.call_function(aten.view.default, (part, shape))
+                part = call(aten.view.default, part, shape)
             wait.replace_all_uses_with(part)
             graph.erase_node(wait)
             graph.erase_node(start)
-    for node in (flat, joined):
-        node.meta.update(last.meta)
-    return flat
+            joined[wait] = part
+    return joined
 
 
 def _own(start: fx.Node) -> fx.Node:

@@ -42,22 +42,22 @@ class Accumulator:
 
 
 @dataclass(frozen=True)
-class Scalar:
-    """Loss or metric: the value of each micro-batch (empty: of the whole step), how they are joined (``sum``, ``max``,
-    ``min``, ``last``), where the joined value enters ``finish``, and what ``finish`` returns."""
+class Join:
+    """A value of each micro-batch, how those of all are joined (``sum``, ``max``, ``min``, ``last``), and the value of
+    the step that this becomes."""
 
-    name: str
     value: str
     join: str
     joined: str
-    result: str
 
 
 @dataclass
 class StageProgram:
     """What one rank runs for one stage. Values are named; ``phases`` say which they take and return.
 
-    ``parameters``, ``buffers`` and ``inputs`` are by value name, in their order of the graph.
+    ``parameters``, ``buffers`` and ``inputs`` are by value name, in their order of the graph. ``scalars`` (loss and
+    metrics), ``gradients`` and ``buffers_after`` (buffers that a step updates once) name the values that a step gives;
+    ``buffer_updates`` those that every micro-batch leaves in a buffer for the next.
     """
 
     stage: int
@@ -74,6 +74,8 @@ class StageProgram:
     sent_down: list[Transfer] = field(default_factory=list)
     accumulators: list[Accumulator] = field(default_factory=list)
     buckets: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
+    joins: list[Join] = field(default_factory=list)
+    scalars: dict[str, str] = field(default_factory=dict)
     gradients: dict[str, str] = field(default_factory=dict)
     buffer_updates: dict[str, str] = field(default_factory=dict)
-    scalars: list[Scalar] = field(default_factory=list)
+    buffers_after: dict[str, str] = field(default_factory=dict)

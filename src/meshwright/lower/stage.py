@@ -1,42 +1,381 @@
-"""A per-rank graph as a function: boxed arguments, so that nothing keeps a value beyond its last use."""
+"""One stage of a plan -> its program on one rank: functions that the executor calls, and what flows between them.
+
+prologue   once a step       what depends on no parameter, for the whole batch; whole versions of split parameters
+forward    each micro-batch  what it returns is sent, or kept for backward
+backward   each micro-batch  makes the gradients; or in two parts, ``input`` (what is sent) and ``weight``
+reduce     once a step       starts the reduction of gradients that were summed up over micro-batches
+finish     once a step       waits for reductions; loss, metrics and buffers
+
+A whole step is the program of one stage and one micro-batch. Its phases run one after the other, and are one function.
+"""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx
 
-from meshwright.capture.fx_graph import Graph
+from meshwright.capture.calls import read, target_of
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.layout import DATA_AXES, TIME
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.placement import Partial, Placements, Shard, input_placements, output_placements
+from meshwright.ir.plan import Plan
+from meshwright.ir.recomputation import Recomputation
+from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PHASES, PROLOGUE, STEP, Cut, border, cut, given_batch
+from meshwright.lower.emission import Emission
+from meshwright.lower.function import DISPATCHED, Kernels
+from meshwright.lower.fuse import fuse, propagate, separate
+from meshwright.lower.gradients import Gradients
+from meshwright.lower.halo import Exchanged
+from meshwright.lower.local import LocalCall
+from meshwright.lower.partition import partition
+from meshwright.lower.prefetch import join_returned
+from meshwright.lower.program import Join, StageProgram, Transfer
+from meshwright.lower.regions import Compiler
+from meshwright.ops.base import OperatorRule, Target, emit_unchanged
+from meshwright.ops.table import operator_rule
 
-BoxedFunction = Callable[[list[Any]], list[Any]]
-Kernels = Mapping[Any, Callable[..., Any]]
-"""By operator, what a graph calls in its place: PyTorch's dispatcher takes longer than a short collective."""
-DISPATCHED: Kernels = MappingProxyType({})
-"""None: all operators go through the dispatcher."""
+aten = torch.ops.aten
+CPU = torch.device("cpu")
 
 
-class _Boxed(fx.graph.CodeGen):
-    """Generates ``forward(self, values)``, which empties ``values`` before it starts."""
+def lower_stage(
+    graph: Graph,
+    plan: Plan,
+    stage: int,
+    groups: Mapping[str, AxisGroup],
+    *,
+    device: torch.device = CPU,
+    rules: Mapping[Target, OperatorRule] | None = None,
+    constants: Mapping[str, Tensor] | None = None,
+    divided: Cut | None = None,
+    compiler: Compiler | None = None,
+    kernels: Kernels = DISPATCHED,
+    note: Callable[[str], None] | None = None,
+) -> StageProgram:
+    """The program of stage number ``stage`` for the rank that ``groups`` describes (axes of the stage's mesh with more
+    than one rank).
 
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        names = [name.split(":")[0].strip() for name in free_vars if name != "self"]
-        unpack = f"\n    {', '.join(names)}, = values\n    values.clear()" if names else ""
-        return f"def {self._func_name}(self, values):{unpack}"
+    Args:
+        rules: the caller's own, by operator.
+        constants: the values of the graph's constants; without them the program can be read, and not run.
+        divided: how the plan cuts the graph, where that is known.
+        compiler: joins operators; ``kernels`` run some of them.
+        note: called with the name of a phase where it begins within a function of several.
+
+    Raises:
+        PlanError: an operator would have to communicate with other micro-batches.
+    """
+    every = {**groups, **({TIME: AxisGroup(TIME, plan.microbatches, 0)} if plan.microbatches > 1 else {})}
+    lowering = _StageLowering(graph, plan, divided or cut(graph, plan.firsts), stage, every, device, rules)
+    return lowering.program_of(constants or {}, compiler, kernels, note)
 
 
-def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels: Kernels = DISPATCHED) -> BoxedFunction:
-    """Compile a graph whose placeholders are taken from one list; the list is emptied. ``graph`` stays as it is, also
-    where ``kernels`` take the place of its operators."""
-    root = nn.Module()
-    for name, value in constants.items():
-        root.register_buffer(name, value, persistent=False)
-    direct = Graph()
-    direct.output(direct.graph_copy(graph, {}))
-    for node in direct.nodes:
-        if node.op == "call_function":
-            node.target = kernels.get(node.target, node.target)
-    direct.set_codegen(_Boxed())
-    module = fx.GraphModule(root, direct)
-    function: BoxedFunction = module.forward
-    return function
+class _StageLowering:
+    """Emits a stage, phase by phase."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, divided: Cut, stage: int, groups: dict[str, AxisGroup], device: torch.device,
+        rules: Mapping[Target, OperatorRule] | None,
+    ) -> None:  # fmt: skip
+        self.ir, self.plan, self.divided, self.stage = graph, plan, divided, stage
+        self.device, self.rules = device, rules
+        self.last = stage == divided.num_stages - 1
+        self.emission = Emission(graph, plan, stage, groups)
+        self.sizes = self.emission.sizes
+        self.strategies = {
+            name: {axis: choice for axis, choice in strategy.items() if axis in groups}
+            for name, strategy in plan.strategies(graph).items()
+        }
+        self.program = StageProgram(stage)
+        self.program.slices = self.emission.slices
+        self.makers = graph.producers()
+        self.gradients = Gradients(self.emission, divided, stage, self.program, device)
+        self.drawn: dict[str, dict[str, str]] = {}
+        self.exchanged = Exchanged()
+        self.nodes: dict[str, fx.Node] = {}
+        self.scalars: dict[str, fx.Node] = {}
+        self.buffers: dict[str, fx.Node] = {}
+
+    def program_of(
+        self,
+        constants: Mapping[str, Tensor],
+        compiler: Compiler | None,
+        kernels: Kernels,
+        note: Callable[[str], None] | None,
+    ) -> StageProgram:
+        emission, graph = self.emission, self.emission.graph
+        self._inputs()
+        self._receive()
+        operators, readers = self._wants()
+        for operator in operators:
+            emission.phase = self._phase_of(operator)
+            self._operator(operator, readers)
+        self._send()
+        self.gradients.finish()
+        self._update_buffers()
+        if self.last:
+            self._scalars()
+        graph.output(self._results())
+        joined = join_returned(graph, [*self.scalars.values(), *self.buffers.values()], self.device)
+        fuse(graph)
+        propagate(graph)
+        self._name_results(joined)
+        return self._partitioned(constants, compiler, kernels, note)
+
+    # --- what is there before ----------------------------------------------------------------------------------------
+
+    def _inputs(self) -> None:
+        emission, graph = self.emission, self.ir
+        for index, name in enumerate((*graph.parameters, *graph.buffers, *graph.inputs)):
+            placements = emission.known(self.plan.storage(name))
+            if name in graph.inputs:
+                placements = given_batch(graph, name, self.sizes) | self._rows_of_input(name)
+                self.program.input_placements[name] = self._as_given(placements)
+            self.nodes[name] = emission.graph.placeholder(f"value_{index}")
+            self._put(name, self.nodes[name], placements)
+        for name, tensor in graph.tensors.items():
+            if tensor.kind == "constant":
+                self._put(name, emission.graph.create_node("get_attr", name.removeprefix("constant.")), {})
+        self.random_key = emission.graph.placeholder("random_key")
+
+    def _put(self, name: str, node: fx.Node, placements: Placements) -> None:
+        node.meta["phase"] = self.emission.phase
+        self.emission.make(name, node, placements)
+
+    def _as_given(self, placements: Placements) -> Placements:
+        """How a rank gets an input: where stages differ, its part of every micro-batch, so that all stages have the
+        same samples in a micro-batch."""
+        if not self.plan.uneven:
+            return placements
+        return {
+            axis: Shard(one.dim, self.plan.microbatches, one.unit)
+            for axis, one in placements.items()
+            if isinstance(one, Shard)
+        }
+
+    def _rows_of_input(self, name: str) -> Placements:
+        """How all that read an input cut it over axes that do not divide the batch: a rank need have no more."""
+        if self.plan.uneven:
+            return {}
+        wants = [
+            self._wanted(operator, position)
+            for operator in self.ir.operators for position, one in enumerate(operator.inputs) if one == name
+        ]  # fmt: skip
+        first = self.emission.known(wants[0]) if wants else {}
+        return {
+            axis: one for axis, one in first.items()
+            if isinstance(one, Shard) and one.outer == 1 and one.dim and axis not in (*DATA_AXES, TIME)
+            and all(other.get(axis) == one for other in wants)
+        }  # fmt: skip
+
+    def _wanted(self, operator: Operator, position: int) -> Placements:
+        rule = operator.rule
+        return input_placements(rule, self.strategies[operator.name], position, self.sizes) if rule else {}
+
+    def _receive(self) -> None:
+        for names, phase, transfers in zip(
+            self.divided.received(self.stage),
+            (FORWARD, BACKWARD),
+            (self.program.received_up, self.program.received_down),
+            strict=True,
+        ):
+            for name in names:
+                placements = self._border(name)
+                shape = self.emission.local_shape(self.ir.tensors[name].shape, placements)
+                with self.emission.during(phase):
+                    node = self.emission.given("received", phase, shape, self.emission.dtype(name))
+                    self.emission.make(name, node, placements)
+                transfers.append(self._transfer(name, node))
+
+    def _border(self, name: str) -> Placements:
+        maker = self.makers[name]
+        return border(self.ir, name, maker, self.strategies[maker.name], self.sizes, uneven=self.plan.uneven)
+
+    def _transfer(self, name: str, node: fx.Node) -> Transfer:
+        placements, shape = self._border(name), self.ir.tensors[name].shape
+        over_time: Placements = {axis: one for axis, one in placements.items() if axis == TIME}
+        whole = self.emission.local_shape(shape, over_time)
+        dtype = self.emission.dtype(name)
+        return Transfer(name, node.name, self.emission.local_shape(shape, placements), whole, dtype)
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def _wants(self) -> tuple[list[Operator], dict[str, int]]:
+        """The operators of the stage, and how often the memory behind each tensor is read, other than by views of it.
+        Notes what every tensor is wanted for."""
+        emission = self.emission
+        up, down = self.divided.sent(self.stage)
+        wants = [
+            (name, phase, self._border(name)) for names, phase in ((up, FORWARD), (down, BACKWARD)) for name in names
+        ]
+        ends = [name for buffer, name in self.ir.buffer_updates.items() if self._updates(buffer)]
+        ends += [self.ir.loss, *self.ir.metrics.values()] if self.last else []
+        wants += [(name, FINISH, {}) for name in ends]
+        wants += [(name, FINISH, placements) for name, placements in self.gradients.wants()]
+        bucketed = [name for name in self.makers if self.gradients.reads(name)]
+        operators = self.divided.operators(self.ir, self.stage, (*(name for name, _, _ in wants), *bucketed))
+        for operator in operators:
+            for position, name in enumerate(operator.inputs):
+                wanted = (self._phase_of(operator), self._wanted(operator, position))
+                emission.wants.setdefault(name, []).append(wanted)
+        for name, phase, placements in wants:
+            emission.wants.setdefault(name, []).append((phase, placements))
+        readers: dict[str, int] = {}
+        for name in (*(name for name, _, _ in wants), *bucketed):
+            storage = self.ir.tensors[name].storage
+            readers[storage] = readers.get(storage, 0) + 1
+        for operator in self.ir.operators:
+            views = {self.ir.tensors[output].storage for output in operator.outputs}
+            for name in operator.inputs:
+                storage = self.ir.tensors[name].storage
+                if storage not in views:
+                    readers[storage] = readers.get(storage, 0) + 1
+        return operators, readers
+
+    def _phase_of(self, operator: Operator) -> str:
+        if not self.emission.microbatched:
+            return self.divided.phase_of(operator)
+        return self.divided.phase_under(operator, self.emission.released)
+
+    def _operator(self, operator: Operator, readers: Mapping[str, int]) -> None:
+        emission, strategy = self.emission, self.strategies[operator.name]
+        emission.meta = {"operator": operator.name, "backward": operator.backward}
+        tensors = [
+            emission.want(name, self._wanted(operator, position)) for position, name in enumerate(operator.inputs)
+        ]
+        args, kwargs = read(operator.arguments, tensors)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.device}
+        target = target_of(operator.target)
+        local = LocalCall(
+            self.ir, emission.groups, operator, strategy, (target, args, kwargs), emission.emit, self.random_key,
+            self.drawn, self.exchanged, self.plan.computes_interior_first(operator.name),
+        )  # fmt: skip
+        rule = operator_rule(target, self.rules)
+        emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged
+        self._made(operator, strategy, emit(local), readers)
+
+    def _made(self, operator: Operator, strategy: Mapping[str, str], result: Any, readers: Mapping[str, int]) -> None:
+        """Put the results of an operator where their readers find them, and start what can be started."""
+        for output, (name, index) in enumerate(zip(operator.outputs, operator.positions or (0,), strict=True)):
+            node = result
+            if operator.positions:
+                if name not in self.emission.wants and not self.gradients.reads(name):
+                    continue
+                node = result[index] if isinstance(result, tuple) else self.emission.emit(getitem, result, index)
+            rule, storage = operator.rule, self.ir.tensors[name].storage
+            placements = output_placements(rule, dict(strategy), output, self.sizes) if rule else {}
+            ours = self.ir.tensors[storage].kind in ("activation", "gradient")
+            self.emission.make(name, node, placements, owned=ours and readers.get(storage, 0) <= 1)
+            self.gradients.made(name)
+            self.emission.start(name)
+
+    def _send(self) -> None:
+        self.emission.meta = {"operator": "sends"}
+        for names, phase, transfers in zip(
+            self.divided.sent(self.stage),
+            (FORWARD, BACKWARD),
+            (self.program.sent_up, self.program.sent_down),
+            strict=True,
+        ):
+            with self.emission.during(phase):
+                for name in names:
+                    node = self.emission.returned(self.emission.want(name, self._border(name)))
+                    transfers.append(self._transfer(name, node))
+
+    # --- results -----------------------------------------------------------------------------------------------------
+
+    def _updates(self, buffer: str) -> bool:
+        """Whether this stage updates a buffer."""
+        return self.stage in self.divided.owners[buffer] and buffer in self.ir.buffer_updates
+
+    def _update_buffers(self) -> None:
+        """What does not depend on the batch, and what is a sum over it, is updated once a step; the rest by every
+        micro-batch, which leaves it to the next."""
+        self.emission.meta = {"operator": "buffers"}
+        of_batch = self.ir.batch_buffers() if self.emission.microbatched else ()
+        for buffer, name in self.ir.buffer_updates.items():
+            if not self._updates(buffer):
+                continue
+            value = self.emission.values[name]
+            summed = isinstance(value.placements.get(TIME), Partial)
+            if buffer in of_batch and not summed and value.phase not in (STEP, PROLOGUE):
+                with self.emission.during(FORWARD):
+                    node = self.emission.returned(self.emission.want(name, {}))
+                self.program.buffer_updates[buffer] = node.name
+            else:
+                self.buffers[buffer] = self._at_the_end(name, f"buffer {buffer}")
+
+    def _scalars(self) -> None:
+        """Loss and metrics, reduced over the mesh."""
+        self.emission.meta = {"operator": "outputs", "backward": True}
+        for label, name in (("loss", self.ir.loss), *self.ir.metrics.items()):
+            self.scalars[label] = self._at_the_end(name, label)
+
+    def _at_the_end(self, name: str, label: str) -> fx.Node:
+        """A tensor of the whole step, whole; of a tensor that micro-batches make, their values joined, or the last."""
+        emission, value = self.emission, self.emission.values[name]
+        if not emission.microbatched or value.phase in (STEP, PROLOGUE):
+            with emission.during(FINISH):
+                return emission.want(name, {})
+        divided = value.placements.get(TIME)
+        emission.returned(value.node)
+        placements = {axis: one for axis, one in emission.known(value.placements).items() if axis != TIME}
+        shape = self.ir.tensors[name].shape
+        joined = emission.given("joined", STEP, emission.local_shape(shape, placements), emission.dtype(name))
+        join = divided.op if isinstance(divided, Partial) else "last"
+        self.program.joins.append(Join(value.node.name, join, joined.name))
+        with emission.during(FINISH):
+            return emission.reshard(joined, shape, placements, {}, label)
+
+    def _results(self) -> list[fx.Node]:
+        """What a step gives, and what phases hand to the executor."""
+        ends = (*self.scalars.values(), *self.gradients.results.values(), *self.buffers.values())
+        return [*self.emission.roots, *map(self.emission.returned, dict.fromkeys(ends))]
+
+    def _name_results(self, joined: Mapping[fx.Node, fx.Node]) -> None:
+        """By name, what a step gives. Gradients and buffers get memory of their own, which may be written to."""
+        program, gradients = self.program, self.gradients
+        scalars = {label: joined.get(node, node) for label, node in self.scalars.items()}
+        buffers = {name: joined.get(node, node) for name, node in self.buffers.items()}
+        named = {("gradient", name): node for name, node in gradients.results.items() if name not in gradients.apart}
+        named |= {("buffer", name): node for name, node in buffers.items()}
+        others = [*scalars.values(), *(gradients.results[name] for name in gradients.apart)]
+        own = separate(self.emission.graph, named, others)
+        program.scalars = {label: node.name for label, node in scalars.items()}
+        program.gradients = {name: own.get(("gradient", name), node).name for name, node in gradients.results.items()}
+        program.buffers_after = {name: own["buffer", name].name for name in buffers}
+
+    # --- the functions -----------------------------------------------------------------------------------------------
+
+    def _partitioned(
+        self, constants: Mapping[str, Tensor], compiler: Compiler | None, kernels: Kernels,
+        note: Callable[[str], None] | None,
+    ) -> StageProgram:  # fmt: skip
+        program, graph, owners = self.program, self.ir, self.divided.owners
+        for names, values in ((graph.buffers, program.buffers), (graph.inputs, program.inputs)):
+            for name in names:
+                node = self.nodes[name]
+                if node.users or any(part.source == node.name for part in program.slices.values()):
+                    values[node.name] = name
+        for name in graph.parameters:
+            if self.stage in owners[name]:
+                program.parameters[self.nodes[name].name] = name
+        program.random_key = self.random_key.name
+        stage = self.plan.stages[self.stage]
+        # A schedule without other stages or micro-batches runs all phases once, one after the other.
+        alone = self.divided.num_stages == 1 and not self.emission.microbatched
+        program.phases = partition(
+            self.emission.graph,
+            {name: value.to(self.device) for name, value in constants.items()},
+            Recomputation(stage.recompute, {one.name: one.module for one in graph.operators}),
+            sent_down=[one.value for one in program.sent_down],
+            together=PHASES if alone and not stage.recompute and not stage.released else (),
+            compiler=compiler,
+            kernels=kernels,
+            note=note,
+        )
+        return program

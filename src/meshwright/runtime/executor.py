@@ -1,6 +1,6 @@
 """Runs a schedule on this rank: a table from kinds of action to methods, and values that live as long as needed.
 
-A stage's program (``lower/pipeline.py``) says what each function takes and returns, by name. Values of the whole step
+A stage's program (``lower/stage.py``) says what each function takes and returns, by name. Values of the whole step
 (parameters, inputs, prologue) lie in one table per stage, those of a micro-batch in one per stage and micro-batch.
 """
 
@@ -79,6 +79,10 @@ class _Stage:
         ready = (*program.phases["forward"].outputs, *(one.value for one in program.received_up))
         self.kept = {name for name in ready if name in late}
         self.sent = {one.value for one in program.sent_up}
+        self.holder = {buffer: value for value, buffer in program.buffers.items()}
+        self.read_late = {self.holder[name] for name in program.buffer_updates if self.holder.get(name) in late}
+        self.of_step = {name for phase in ("reduce", "finish") for name in program.phases[phase].inputs}
+        self.of_step.update(program.gradients.values(), program.scalars.values(), program.buffers_after.values())
 
     def _memory(self, one: Accumulator, device: torch.device) -> Tensor:
         if one.bucket:
@@ -86,9 +90,33 @@ class _Stage:
         return torch.empty(one.shape, dtype=one.dtype, device=device)
 
 
+class Clock:
+    """Notes when phases begin within a function of several (``lower_stage``: note)."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[str, float]] = []
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        self._begun.append((phase, time.perf_counter()))
+        if len(self._begun) > 1 and (recorder := current()) is not None:
+            recorder.sample()  # what is kept for backward is at its most
+
+    def note(self, recorder: Recorder, begun_s: float) -> bool:
+        """Note what was computed since ``begun_s``: the prologue, or all phases; whether it was all."""
+        done_s, phases = time.perf_counter(), self._begun or [("prologue", begun_s)]
+        starts = [begun_s, *(start_s for _, start_s in phases[1:])]
+        for (phase, _), start_s, end_s in zip(phases, starts, [*starts[1:], done_s], strict=True):
+            recorder.span(COMPUTE, phase, start_s, end_s)
+        recorder.sample()
+        alone, self._begun = bool(self._begun), []
+        return alone
+
+
 class Executor:
     """Runs one schedule again and again. ``routes`` are by stage and kind of action, one for each transfer; they lead
-    through ``channels``, by rank. What the schedule does not run of ``programs`` is forgotten.
+    through ``channels``, by rank. What the schedule does not run of ``programs`` is forgotten. Functions of several
+    phases tell ``clock`` the time.
 
     ``live_activations`` is the most (stage, micro-batch) pairs that values were kept of at once, in the last run.
     """
@@ -101,8 +129,9 @@ class Executor:
         routes: Mapping[tuple[int, ActionKind], list[Route]],
         channels: Mapping[int, Channel],
         device: torch.device,
+        clock: Clock | None = None,
     ) -> None:
-        self.schedule, self.device = schedule, device
+        self.schedule, self.device, self._clock = schedule, device, clock or Clock()
         self._actions = schedule.ranks[pipeline_rank].actions
         kinds = {action.kind for action in self._actions}
         self._splits = ActionKind.W in kinds
@@ -143,12 +172,14 @@ class Executor:
         for number, stage in self.stages.items():
             be_at(_At(number))
             self._begin(stage, parameters, buffers, inputs)
-        note.span(COMPUTE, "prologue", self._begun, time.perf_counter())
+        alone = self._clock.note(note, self._begun)
         for action in self._actions:
             self._begun = time.perf_counter()
             be_at(_At(action.stage, action.microbatch))
             self._run[action.kind](self.stages[action.stage], action)
             end = time.perf_counter()
+            if alone:
+                continue
             note.span(COMPUTE if action.kind.computes else COMMUNICATION, action, self._begun, end)
             if action.kind.computes:
                 note.sample()
@@ -161,10 +192,12 @@ class Executor:
             self._finish(stage, result)
         be_at(None)
         finished = time.perf_counter()
-        note.span(COMPUTE, "finish", self._begun, finished)
+        if not alone:
+            note.span(COMPUTE, "finish", self._begun, finished)
         for work in self._leaving:
             work.wait()
-        note.span(WAIT, "sends", finished, time.perf_counter())
+        if not alone:
+            note.span(WAIT, "sends", finished, time.perf_counter())
         self._leaving.clear()
         self._live.clear()
         return result
@@ -183,27 +216,28 @@ class Executor:
         step.update({value: buffers[name] for value, name in program.buffers.items()})
         step.update({value: inputs[name] for value, name in program.inputs.items()})
         step.update(stage.totals)
-        self._call(stage, "prologue", step)
+        self._call(stage, "prologue")
         for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
             memory.zero_()
 
     def _finish(self, stage: _Stage, result: StepResult) -> None:
         program, step = stage.program, stage.step
         step.update(stage.joined)
-        self._call(stage, "finish", step)
+        self._call(stage, "finish")
         for name, value in program.gradients.items():
             other = result.gradients.get(name)  # of another chunk, where weights are tied
             result.gradients[name] = step[value] if other is None else other + step[value]
-        result.scalars.update({one.name: step[one.result] for one in program.scalars})
-        result.buffers.update({name: step[value] for value, name in program.buffers.items()})
+        result.scalars.update({name: step[value] for name, value in program.scalars.items()})
+        result.buffers.update({name: step[stage.holder.get(name, name)] for name in program.buffer_updates})
+        result.buffers.update({name: step[value] for name, value in program.buffers_after.items()})
         stage.joined.clear()
         step.clear()
 
-    def _call(self, stage: _Stage, name: str, values: Values) -> None:
-        """Run a function on ``values``, and keep what it returns there."""
+    def _call(self, stage: _Stage, name: str) -> None:
+        """Run a function of the whole step, and keep what it returns."""
         phase = stage.program.phases[name]
-        returned = stage.functions[name]([values[one] for one in phase.inputs])
-        values.update(zip(phase.outputs, returned, strict=True))
+        returned = stage.functions[name](self._arguments(stage, 0, phase, {}))
+        stage.step.update(zip(phase.outputs, returned, strict=True))
 
     def _part(self, stage: _Stage, microbatch: int, name: str) -> Tensor:
         """A micro-batch's part of a value of the step."""
@@ -238,14 +272,13 @@ class Executor:
         phase = program.phases["forward"]
         returned = stage.functions["forward"](self._arguments(stage, microbatch, phase, live))
         live.update(zip(phase.outputs, returned, strict=True))
-        for one in program.scalars:
-            if one.value:
-                new, old = live[one.value], stage.joined.get(one.joined)
-                stage.joined[one.joined] = new if old is None else _JOIN[one.join](old, new)
-        for name, value in program.buffer_updates.items():
-            holder = next((one for one, buffer in program.buffers.items() if buffer == name), name)
-            stage.step[holder] = live[value]
-        wanted = stage.kept | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
+        self._collect(stage, live)
+        for one in program.joins:
+            new, old = live[one.value], stage.joined.get(one.joined)
+            stage.joined[one.joined] = new if old is None else _JOIN[one.join](old, new)
+        live.update((name, stage.step[name]) for name in stage.read_late)  # as they were, for backward
+        stage.step.update((stage.holder.get(name, name), live[value]) for name, value in program.buffer_updates.items())
+        wanted = stage.kept | stage.read_late | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
         self._live[action.stage, microbatch] = {name: live[name] for name in wanted if name in live}
         self.live_activations = max(self.live_activations, len(self._live))
 
@@ -270,10 +303,16 @@ class Executor:
             wanted.update(stage.program.phases["weight"].inputs)
         kept = {one: value for one, value in live.items() if one in wanted}
         del live  # what only the arguments hold is freed at its last use
-        results = zip(phase.outputs, stage.functions[name](arguments), strict=True)
-        kept.update((one, value) for one, value in results if one in wanted)
+        results = dict(zip(phase.outputs, stage.functions[name](arguments), strict=True))
+        self._collect(stage, results)
+        kept.update((one, value) for one, value in results.items() if one in wanted)
         if kept:
             self._live[key] = kept
+
+    @staticmethod
+    def _collect(stage: _Stage, values: Values) -> None:
+        """Keep what the step needs of a micro-batch: where there are several, the last."""
+        stage.step.update((name, value) for name, value in values.items() if name in stage.of_step)
 
     # --- sending and receiving ---------------------------------------------------------------------------------------
 
@@ -339,7 +378,7 @@ class Executor:
 
     def _reduce(self, stage: _Stage, action: Action) -> None:
         stage.step.update(stage.buckets)
-        self._call(stage, "reduce", stage.step)
+        self._call(stage, "reduce")
 
 
 @dataclass(frozen=True)

@@ -2,43 +2,28 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.capture.builder import Capture
 from meshwright.comm.groups import axis_groups, broadcast_along, channels
-from meshwright.comm.record import COMPUTE, WAIT, current
+from meshwright.comm.record import WAIT, current
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import batch_border, cut
-from meshwright.lower.pipeline import lower_stage
 from meshwright.lower.program import Transfer
 from meshwright.lower.regions import Compiler
-from meshwright.lower.spmd import lower
-from meshwright.runtime.executor import Executor, Place, Route, StepResult
+from meshwright.lower.stage import lower_stage
+from meshwright.runtime.executor import Clock, Executor, Place, Route, StepResult
 from meshwright.runtime.kernels import KERNELS
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.schedules.reshard import Box, transfer
 
 Keys = Callable[[int], int]
 """The random key of each micro-batch."""
-
-
-class Step(Protocol):
-    """A captured step, lowered for this rank. ``inputs`` are the names of the batch's tensors, in order."""
-
-    inputs: list[str]
-    input_placements: dict[str, Placements]
-
-    def run(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], keys: Keys
-    ) -> StepResult:
-        """Run it once; loss and metrics are of the whole batch, on every rank."""
-        ...
 
 
 def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
@@ -54,69 +39,9 @@ def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
     return result
 
 
-def lowered_step(
-    captured: Capture,
-    plan: Plan,
-    groups: dict[str, AxisGroup],
-    rank: int,
-    device: torch.device,
-    compiler: Compiler | None = None,
-) -> Step:
-    """The step of ``plan`` on this rank, its operators joined by ``compiler``."""
-    if plan.whole_step:
-        return WholeStep(captured, plan, groups, device, compiler)
-    return PipelineStep(captured, plan, groups, rank, device, compiler)
-
-
-class WholeStep:
-    """One function: forward, backward, and the reduction of gradients."""
-
-    def __init__(
-        self,
-        captured: Capture,
-        plan: Plan,
-        groups: dict[str, AxisGroup],
-        device: torch.device,
-        compiler: Compiler | None = None,
-    ) -> None:
-        self.lowered = lowered = lower(captured, plan, groups, device, self._turn, compiler, KERNELS)
-        self._turned = 0.0
-        self.inputs, self.input_placements = lowered.inputs, lowered.input_placements
-
-    def run(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], keys: Keys
-    ) -> StepResult:
-        """Run the function."""
-        lowered = self.lowered
-        values = [
-            *(parameters[name] for name in lowered.parameters),
-            *(buffers[name] for name in lowered.buffers),
-            *(inputs[name] for name in lowered.inputs),
-            keys(0),
-        ]
-        begun, self._turned = time.perf_counter(), 0.0
-        returned = iter(lowered.function(values))
-        if (note := current()) is not None:
-            done, turned = time.perf_counter(), self._turned
-            note.span(COMPUTE, "forward", begun, turned or done)
-            if turned:
-                note.span(COMPUTE, "backward", turned, done)
-            note.sample()
-        return StepResult(
-            scalars={name: next(returned) for name in ("loss", *lowered.metrics)},
-            gradients={name: next(returned) for name in lowered.differentiable},
-            buffers={name: next(returned) for name in lowered.buffers},
-        )
-
-    def _turn(self) -> None:
-        """Between forward and backward: what is kept for backward is at its most."""
-        self._turned = time.perf_counter()
-        if (note := current()) is not None:
-            note.sample()
-
-
-class PipelineStep:
-    """The stages that this rank holds, and the schedule by which it runs them."""
+class Step:
+    """A captured step, lowered for this rank: its stages, and the schedule by which they are run. ``inputs`` are the
+    names of the batch's tensors, in order."""
 
     def __init__(
         self,
@@ -131,18 +56,22 @@ class PipelineStep:
         self.inputs = list(graph.inputs)
         scalars = {"loss": graph.loss, **graph.metrics}
         self._dtypes = {name: getattr(torch, graph.tensors[one].dtype) for name, one in scalars.items()}
-        self._device, self._differentiable = device, tuple(captured.traced.differentiable)
+        self._device = device
         divided = cut(graph, plan.firsts)
         self._pipeline = groups.get("pp")
         self._count = plan.mesh.size("pp") if self._pipeline is not None else 1
         index = self._pipeline.index if self._pipeline is not None else 0
-        mine = range(index, divided.num_stages, self._count)
         stage_groups = {axis: group for axis, group in groups.items() if axis != "pp"}
         self._plan, self._graph = plan, graph
-        programs = {
-            stage: lower_stage(captured, plan, divided, stage, stage_groups, device, compiler, KERNELS)
-            for stage in mine
-        }
+        clock = Clock()
+        self.programs = {
+            stage: lower_stage(
+                graph, plan, stage, stage_groups, device=device, rules=captured.rules, divided=divided,
+                constants=captured.traced.constants, compiler=compiler, kernels=KERNELS, note=clock.begin,
+            )
+            for stage in range(index, divided.num_stages, self._count)
+        }  # fmt: skip
+        programs = self.programs
         self.input_placements: dict[str, Placements] = {}
         for program in programs.values():
             self.input_placements |= program.input_placements
@@ -167,7 +96,7 @@ class PipelineStep:
         peers = {ranks[one] for owners in self._shared.values() for one in owners if one != index}
         self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)))
         schedule = schedule_of(plan, backward=bool(graph.gradients))
-        self.executor = Executor(programs, schedule, index, routes, self._channels, device)
+        self.executor = Executor(programs, schedule, index, routes, self._channels, device, clock)
 
     def run(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], keys: Keys

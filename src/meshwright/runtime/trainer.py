@@ -38,7 +38,7 @@ from meshwright.runtime.resumable import Resumable
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters, full_state_dict
-from meshwright.runtime.steps import Step, StepResult, groups_of, lowered_step
+from meshwright.runtime.steps import Step, StepResult, groups_of
 
 log = logging.getLogger("meshwright")
 
@@ -86,7 +86,7 @@ class Trainer(Resumable):
         self.recorder: Recorder | None = Recorder(told, memory_reader(device))
         # before anything of the caller's changes
         self._compiler = Compiler(device) if compile else None
-        lowered = lowered_step(captured, plan, self.groups, self.rank, device, self._compiler)
+        lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler)
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
         self._optimizer = make_optimizer(optimizer, self.parameters, fused=compile) if optimizer is not None else None
         self._offloader = Offloader(device) if plan.offload == "optimizer" else None
@@ -305,7 +305,7 @@ class Trainer(Resumable):
             precision=self.graph.precision,
         )  # fmt: skip
         plan = self._replan(self.plan, captured.graph)
-        entry = (lowered_step(captured, plan, self.groups, self.rank, self.device, self._compiler), captured.graph)
+        entry = (Step(captured, plan, self.groups, self.rank, self.device, self._compiler), captured.graph)
         self._lowered[key] = entry
         while len(self._lowered) > SHAPES_KEPT:
             forgotten = next(one for one in self._lowered if one != key)

@@ -1,0 +1,42 @@
+"""A per-rank graph as a function: boxed arguments, so that nothing keeps a value beyond its last use."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from meshwright.capture.fx_graph import Graph
+
+BoxedFunction = Callable[[list[Any]], list[Any]]
+Kernels = Mapping[Any, Callable[..., Any]]
+"""By operator, what a graph calls in its place: PyTorch's dispatcher takes longer than a short collective."""
+DISPATCHED: Kernels = MappingProxyType({})
+"""None: all operators go through the dispatcher."""
+
+
+class _Boxed(fx.graph.CodeGen):
+    """Generates ``forward(self, values)``, which empties ``values`` before it starts."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [name.split(":")[0].strip() for name in free_vars if name != "self"]
+        unpack = f"\n    {', '.join(names)}, = values\n    values.clear()" if names else ""
+        return f"def {self._func_name}(self, values):{unpack}"
+
+
+def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels: Kernels = DISPATCHED) -> BoxedFunction:
+    """Compile a graph whose placeholders are taken from one list; the list is emptied. ``graph`` stays as it is, also
+    where ``kernels`` take the place of its operators."""
+    root = nn.Module()
+    for name, value in constants.items():
+        root.register_buffer(name, value, persistent=False)
+    direct = Graph()
+    direct.output(direct.graph_copy(graph, {}))
+    for node in direct.nodes:
+        if node.op == "call_function":
+            node.target = kernels.get(node.target, node.target)
+    direct.set_codegen(_Boxed())
+    module = fx.GraphModule(root, direct)
+    function: BoxedFunction = module.forward
+    return function

@@ -1,0 +1,222 @@
+"""The gradients of a stage: reduced as soon as they are made, or first summed up over micro-batches.
+
+one micro-batch    a bucket is reduced when its last gradient is made; the step's end waits for it
+several            every gradient is added to memory of its own or in its bucket, which is reduced once a step;
+                   or buckets are reduced to parts in every micro-batch, and the parts are summed up
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from meshwright.ir.layout import TIME
+from meshwright.ir.placement import Partial, Placements
+from meshwright.ir.plan import Bucket
+from meshwright.ir.stages import BACKWARD, FINISH, REDUCE, STEP, Cut
+from meshwright.lower import buckets
+from meshwright.lower.emission import Emission
+from meshwright.lower.program import Accumulator, StageProgram
+from meshwright.ops import collectives
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Total:
+    """What a parameter's gradient is summed up in."""
+
+    parameter: str
+    node: fx.Node
+    shape: tuple[int, ...]
+
+
+class Gradients:
+    """Emits what becomes of gradients. ``results`` are their nodes by parameter, once :meth:`finish` is done; those of
+    ``apart`` lie in memory that nothing else shares."""
+
+    def __init__(self, emission: Emission, divided: Cut, stage: int, program: StageProgram, device: torch.device):
+        self._to, self._program, self._device = emission, program, device
+        self._terms = {name: terms[stage] for name, terms in divided.terms.items() if terms.get(stage)}
+        self._in_parts = emission.plan.stages[stage].gradients
+        self._buckets = [
+            (bucket, names) for bucket in emission.plan.buckets
+            if bucket.axis in emission.groups and (names := [name for name in bucket.parameters if name in self._terms])
+        ]  # fmt: skip
+        bucketed = {name for _, names in self._buckets for name in names}
+        self._rest = [name for name in self._terms if name not in bucketed]
+        self._waiting: dict[str, list[int]] = defaultdict(list)
+        for index, (_, names) in enumerate(self._buckets):
+            for name in () if emission.microbatched else names:
+                self._waiting[self._terms[name][0]].append(index)
+        self._left = [{self._terms[name][0] for name in names} for _, names in self._buckets]
+        self._started: dict[int, fx.Node] = {}
+        self.results: dict[str, fx.Node] = {}
+        self.apart: set[str] = set()
+
+    def wants(self) -> list[tuple[str, Placements]]:
+        """The gradients that are read when all operators are emitted, and the placements in which they are."""
+        if self._to.microbatched:
+            return [(name, {}) for terms in self._terms.values() for name in terms]
+        return [(name, self._stored(parameter)) for parameter in self._rest for name in self._terms[parameter]]
+
+    def reads(self, name: str) -> bool:
+        """Whether a tensor is a gradient that goes into a bucket as it is made."""
+        return name in self._waiting
+
+    def made(self, name: str) -> None:
+        """Reduce the buckets for which a tensor was the last one to be made."""
+        for index in self._waiting.get(name, ()):
+            self._left[index].discard(name)
+            if not self._left[index]:
+                self._start(index)
+
+    def finish(self) -> None:
+        """Everything that the tensors' making did not start."""
+        self._to.meta = {"operator": "gradients", "backward": True}
+        if self._to.microbatched:
+            self._accumulate()
+            return
+        for index, left in enumerate(self._left):
+            if left:
+                with self._to.during(BACKWARD):
+                    self._start(index)
+        with self._to.during(FINISH):
+            self._finish_started()
+            for parameter in self._rest:
+                first, *others = (self._to.want(name, self._stored(parameter)) for name in self._terms[parameter])
+                for other in others:
+                    first = self._to.emit(aten.add.Tensor, first, other)
+                self.results[parameter] = first
+
+    def _stored(self, parameter: str) -> Placements:
+        return self._to.known(self._to.plan.storage(parameter))
+
+    def _shape(self, parameter: str, placements: Placements) -> tuple[int, ...]:
+        return self._to.local_shape(self._to.ir.tensors[parameter].shape, placements)
+
+    # --- one micro-batch ---------------------------------------------------------------------------------------------
+
+    def _start(self, index: int) -> None:
+        bucket, names = self._buckets[index]
+        nodes = [self._to.values[self._terms[name][0]].node for name in names]
+        if buckets.is_cut(self._to.plan, bucket):
+            self._finish_started()  # one at a time: gradients are let go when they are reduced
+            self._started[index] = buckets.start_cut(self._to.emit, nodes, bucket, self._to.groups)
+            return
+        flat = self._to.emit(aten.cat.default, [self._to.emit(aten.reshape.default, node, [-1]) for node in nodes])
+        flat.meta["device"] = self._device
+        self._started[index] = self._all_reduce(flat, bucket)
+
+    def _finish_started(self) -> None:
+        for index, started in self._started.items():
+            bucket, names = self._buckets[index]
+            self._finish_bucket(started, bucket, names, [self._shape(name, self._stored(name)) for name in names])
+        self._started.clear()
+
+    # --- several -----------------------------------------------------------------------------------------------------
+
+    def _accumulate(self) -> None:
+        totals = {}
+        for parameter, terms in self._terms.items():
+            in_parts = parameter in self._in_parts
+            placements = self._to.known(self._in_parts[parameter]) if in_parts else self._summed(parameter, terms)
+            shape = self._shape(parameter, placements)
+            node = self._to.given("gradient", STEP, shape, self._to.dtype(terms[0]))
+            totals[parameter] = total = _Total(parameter, node, shape)
+            if not in_parts or parameter in self._rest:
+                with self._to.during(BACKWARD):
+                    for name in terms:
+                        self._add(total, self._to.want(name, {**placements, TIME: Partial("sum")}))
+            if parameter in self._rest:
+                self._keep(total)
+                self._reduce(total, placements)
+        for bucket, names in self._buckets:
+            members = [totals[name] for name in names]
+            if names[0] in self._in_parts:
+                self._reduce_each(bucket, members)
+            elif buckets.is_cut(self._to.plan, bucket):
+                self._reduce_to_parts(bucket, members)
+            else:
+                self._reduce_bucket(bucket, members)
+
+    def _summed(self, parameter: str, terms: Sequence[str]) -> Placements:
+        """As what a gradient is summed up: as its only term is made; several are first reduced."""
+        if len(terms) > 1:
+            return self._stored(parameter)
+        placements = self._to.values[terms[0]].placements
+        return {axis: one for axis, one in self._to.known(placements).items() if axis != TIME}
+
+    def _add(self, total: _Total, term: fx.Node) -> None:
+        self._to.returned(self._to.emit(aten.add_.Tensor, total.node, term))
+
+    def _keep(self, total: _Total, bucket: str = "", offset: int = 0) -> None:
+        """Let the executor give it memory."""
+        made = Accumulator(total.parameter, total.node.name, total.shape, total.node.meta["dtype"], bucket, offset)
+        self._program.accumulators.append(made)
+
+    def _reduce(self, total: _Total, placements: Placements) -> None:
+        node, want = total.node, self._stored(total.parameter)
+        if placements != want:
+            with self._to.during(REDUCE):
+                shape = self._to.ir.tensors[total.parameter].shape
+                node = self._to.reshard(node, shape, placements, want, f"gradient of {total.parameter}")
+        self.results[total.parameter] = node
+        self.apart.add(total.parameter)
+
+    def _reduce_each(self, bucket: Bucket, totals: Sequence[_Total]) -> None:
+        """Reduce a bucket in every micro-batch, and sum up the parts."""
+        with self._to.during(BACKWARD):
+            nodes = [self._term(self._terms[total.parameter][0]) for total in totals]
+            started = buckets.start_cut(self._to.emit, nodes, bucket, self._to.groups, again=True)
+            parts = buckets.finish(self._to.emit, started, bucket, self._to.groups, [total.shape for total in totals])
+            for total, part in zip(totals, parts, strict=True):
+                self._add(total, part)
+                self._keep(total)
+                self.results[total.parameter] = total.node
+                self.apart.add(total.parameter)
+
+    def _term(self, name: str) -> fx.Node:
+        """A gradient as it is made, of a micro-batch: what is the same in all of them is a term of a sum."""
+        return self._to.want(name, {**self._to.known(self._to.values[name].placements), TIME: Partial("sum")})
+
+    def _reduce_to_parts(self, bucket: Bucket, totals: Sequence[_Total]) -> None:
+        """Reduce once a step what was summed up whole, each to its part."""
+        for total in totals:
+            self._keep(total)
+        with self._to.during(REDUCE):
+            nodes = [total.node for total in totals]
+            started = buckets.start_cut(self._to.emit, nodes, bucket, self._to.groups)
+        names = [total.parameter for total in totals]
+        with self._to.during(FINISH):
+            self._finish_bucket(started, bucket, names, [self._shape(name, self._stored(name)) for name in names])
+
+    def _reduce_bucket(self, bucket: Bucket, totals: Sequence[_Total]) -> None:
+        """Sum up a bucket in one piece of memory, which is reduced once a step."""
+        count, dtype, offset = sum(prod(total.shape) for total in totals), totals[0].node.meta["dtype"], 0
+        flat = self._to.given("bucket", STEP, (count,), dtype)
+        self._program.buckets[flat.name] = (count, dtype)
+        for total in totals:
+            self._keep(total, flat.name, offset)
+            offset += prod(total.shape)
+        with self._to.during(REDUCE):
+            started = self._all_reduce(flat, bucket)
+        names = [total.parameter for total in totals]
+        with self._to.during(FINISH):
+            self._finish_bucket(started, bucket, names, [total.shape for total in totals])
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, flat: fx.Node, bucket: Bucket) -> fx.Node:
+        group, label = self._to.groups[bucket.axis], buckets.label_of(bucket)
+        return self._to.emit(collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm, label=label)
+
+    def _finish_bucket(
+        self, started: fx.Node, bucket: Bucket, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> None:
+        parts = buckets.finish(self._to.emit, started, bucket, self._to.groups, shapes)
+        self.results |= zip(names, parts, strict=True)
+        self.apart.update(names)
