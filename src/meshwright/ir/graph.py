@@ -14,8 +14,6 @@ ITEM_BYTES = {
     "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
-_RANDOM = ("meshwright.bernoulli", "meshwright.uniform", "meshwright.normal", "meshwright.exponential")
-
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A value of the step. ``storage`` names the tensor that owns its memory (itself, unless it is a view);
@@ -124,19 +122,6 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             for position, name in enumerate(operator.inputs):
                 result.setdefault(name, []).append((operator, position))
         return result
-
-    def batch_buffers(self) -> frozenset[str]:
-        """The buffers whose new value depends on the batch, or on a random number."""
-        found: set[str] = set()
-        while True:
-            tainted = {*self.inputs, *found}
-            for operator in self.operators:
-                if operator.target.startswith(_RANDOM) or not tainted.isdisjoint(operator.inputs):
-                    tainted.update(operator.outputs)
-            now = {buffer for buffer, update in self.buffer_updates.items() if update in tainted}
-            if now == found:
-                return frozenset(found)
-            found = now
 
 
 def fingerprint(graph: Graph) -> str:

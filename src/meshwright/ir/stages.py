@@ -287,7 +287,7 @@ def _owners(
     for buffer, update in graph.buffer_updates.items():
         maker = producers.get(update)
         if maker is not None and maker.name in stage_of:
-            _hold(result, buffer, {stage_of[maker.name]})
+            _hold(result, buffer, {stage_of[maker.name]}, where=maker.name)
     for _ in graph.buffer_updates:  # buffers that take each other's values are held together
         for buffer, update in graph.buffer_updates.items():
             if update in graph.parameters:
@@ -299,13 +299,14 @@ def _owners(
     return {name: tuple(sorted(stages)) or (0,) for name, stages in result.items()}
 
 
-def _hold(owners: dict[str, set[int]], buffer: str, stages: set[int], known: set[int] | None = None) -> None:
-    """Let one stage hold a buffer, which has its new value there (``known``: only where that is)."""
+def _hold(
+    owners: dict[str, set[int]], buffer: str, stages: set[int], known: set[int] | None = None, where: str = ""
+) -> None:
+    """Let one stage hold a buffer; its new value is there, or in the stages ``known``."""
     if owners[buffer] - stages or len(stages) > 1 or (known and stages - known):
-        (first, *others) = sorted(owners[buffer] | stages | (known or set()))
         raise PlanError(
-            f"buffer {buffer!r} is updated in one stage and read in another (stages {first} and {others[0]})",
-            where=f"buffer {buffer}",
+            f"buffer {buffer!r} is updated in stage {min(known or stages)} and read in another",
+            where=where or f"buffer {buffer}",
             remedy="cut the graph elsewhere",
         )
     owners[buffer] = set(stages)

@@ -293,21 +293,36 @@ class _StageLowering:
         return self.stage in self.divided.owners[buffer] and buffer in self.ir.buffer_updates
 
     def _update_buffers(self) -> None:
-        """What does not depend on the batch, and what is a sum over it, is updated once a step; the rest by every
-        micro-batch, which leaves it to the next."""
+        """What is the same in all micro-batches, and what is a sum over them, is updated once a step; the rest by
+        every micro-batch, which leaves it to the next."""
         self.emission.meta = {"operator": "buffers"}
-        of_batch = self.ir.batch_buffers() if self.emission.microbatched else ()
-        for buffer, name in self.ir.buffer_updates.items():
-            if not self._updates(buffer):
-                continue
-            value = self.emission.values[name]
-            summed = isinstance(value.placements.get(TIME), Partial)
-            if buffer in of_batch and not summed and value.phase not in (STEP, PROLOGUE):
+        updates = {buffer: name for buffer, name in self.ir.buffer_updates.items() if self._updates(buffer)}
+        often = self._differing(updates) if self.emission.microbatched else set()
+        for buffer, name in updates.items():
+            if buffer in often:
                 with self.emission.during(FORWARD):
                     node = self.emission.returned(self.emission.want(name, {}))
                 self.program.buffer_updates[buffer] = node.name
             else:
                 self.buffers[buffer] = self._at_the_end(name, f"buffer {buffer}")
+
+    def _differing(self, updates: Mapping[str, str]) -> set[str]:
+        """The buffers whose new value micro-batches make, each another, and that is no sum over them: it depends on a
+        part of the batch, a random number, or such a buffer."""
+        values, received = self.emission.values, (*self.program.received_up, *self.program.received_down)
+        differing = {*self.program.slices, *(one.value for one in received), self.random_key.name}
+        terms = {buffer for buffer, name in updates.items() if isinstance(values[name].placements.get(TIME), Partial)}
+        found: set[str] = set()
+        while True:
+            nodes: set[fx.Node] = set()
+            for node in self.emission.graph.nodes:
+                if node.name in differing or not nodes.isdisjoint(node.all_input_nodes):
+                    nodes.add(node)
+            more = {buffer for buffer, name in updates.items() if values[name].node in nodes} - found - terms
+            if not more:
+                return found
+            found |= more
+            differing |= {self.nodes[buffer].name for buffer in more}
 
     def _scalars(self) -> None:
         """Loss and metrics, reduced over the mesh."""

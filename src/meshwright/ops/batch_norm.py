@@ -149,7 +149,8 @@ def batch_norm_backward_rule(call: Call) -> Rule:
     image = f"{mark}n c{space}"
     # without batch statistics, the saved ones are empty
     vectors = "".join(", c" if len(value) else ", !e" for value in call.args[2:7] if value is not None)
-    pattern = f"^{image}, {image}{vectors} -> {wanted(mask, image, 'c')}"
+    made = mask if len(call.outputs) == sum(mask) else [True] * len(call.outputs)  # fake tensors come unmasked
+    pattern = f"^{image}, {image}{vectors} -> {wanted(made, image, 'c')}"
     if not train:
         return make_rule(call, pattern)
     decompositions = dict.fromkeys(["n", *names], ("sum 2 c",)) | {OWN: (OWN,)}

@@ -1,6 +1,8 @@
 """Where to cut a graph in stages: few, small live tensors, at borders of modules, stages of equal work."""
 
+import itertools
 from collections.abc import Iterable
+from math import inf
 from typing import NamedTuple
 
 from meshwright.errors import LayoutError
@@ -126,7 +128,7 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
             end += 1
         lower_before = index > 1 and live[index - 1] < live[index]
         lower_after = end + 1 < len(forward) and live[end + 1] < live[index]
-        if not lower_before and not lower_after and live[index] < float("inf"):
+        if not lower_before and not lower_after and live[index] < inf:
             flat = range(index, end + 1)
             where = next((one for one in flat if _between_blocks(forward, one)), None)
             # Forward and backward cross once each.
@@ -151,11 +153,24 @@ def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
     for name, end in last.items():
         changes[made[name] + 1] += graph.tensors[name].num_bytes
         changes[end + 1] -= graph.tensors[name].num_bytes
-    live, total = [], 0.0
-    for change in changes[: len(forward)]:
-        total += change
-        live.append(total)
+    live = list(itertools.accumulate(changes[: len(forward)]))
+    for first, end in _buffer_spans(graph, place):  # one stage holds a buffer
+        live[first + 1 : end + 1] = [inf] * (end - first)
     return live
+
+
+def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
+    """Of every buffer that a step updates, the positions of the first and the last forward operator that read it or
+    make its new value."""
+    consumers, producers = graph.consumers(), graph.producers()
+    found = []
+    for buffer, update in graph.buffer_updates.items():
+        users = [one.name for one, _ in consumers.get(buffer, ())]
+        users += [producers[update].name] if update in producers else []
+        positions = [place[name] for name in users if name in place]
+        if positions:
+            found.append((min(positions), max(positions)))
+    return found
 
 
 def _between_blocks(forward: list[Operator], index: int) -> bool:
