@@ -16,7 +16,7 @@ from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, be_at
 from meshwright.comm.transport.base import Channel, Work
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.lower.partition import Phase
-from meshwright.lower.program import Accumulator, StageProgram, Transfer
+from meshwright.lower.program import Accumulator, StageProgram
 
 Values = dict[str, Any]
 _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -77,10 +77,10 @@ class _Stage:
         self.totals = {one.value: self._memory(one, device) for one in program.accumulators}
         late = {name for phase in ("backward", "input", "weight") for name in program.phases[phase].inputs}
         ready = (*program.phases["forward"].outputs, *(one.value for one in program.received_up))
-        self.kept = {name for name in ready if name in late}
         self.sent = {one.value for one in program.sent_up}
         self.holder = {buffer: value for value, buffer in program.buffers.items()}
         self.read_late = {self.holder[name] for name in program.buffer_updates if self.holder.get(name) in late}
+        self.kept = {name for name in ready if name in late} | self.read_late
         self.of_step = {name for phase in ("reduce", "finish") for name in program.phases[phase].inputs}
         self.of_step.update(program.gradients.values(), program.scalars.values(), program.buffers_after.values())
 
@@ -145,12 +145,12 @@ class Executor:
         self._run: dict[ActionKind, Callable[[_Stage, Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
-            ActionKind.I: self._backward_input,
-            ActionKind.W: self._backward_weight,
-            ActionKind.SEND_F: self._send_forward,
-            ActionKind.SEND_B: self._send_backward,
-            ActionKind.RECV_F: self._receive_forward,
-            ActionKind.RECV_B: self._receive_backward,
+            ActionKind.I: self._backward,
+            ActionKind.W: self._backward,
+            ActionKind.SEND_F: self._send,
+            ActionKind.SEND_B: self._send,
+            ActionKind.RECV_F: self._receive,
+            ActionKind.RECV_B: self._receive,
             ActionKind.REDUCE_GRAD: self._reduce,
         }
         self._recorder = Recorder()
@@ -278,28 +278,20 @@ class Executor:
             stage.joined[one.joined] = new if old is None else _JOIN[one.join](old, new)
         live.update((name, stage.step[name]) for name in stage.read_late)  # as they were, for backward
         stage.step.update((stage.holder.get(name, name), live[value]) for name, value in program.buffer_updates.items())
-        wanted = stage.kept | stage.read_late | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
+        wanted = stage.kept | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
         self._live[action.stage, microbatch] = {name: live[name] for name in wanted if name in live}
         self.live_activations = max(self.live_activations, len(self._live))
 
     def _backward(self, stage: _Stage, action: Action) -> None:
-        self._run_backward(stage, action, "backward", receive=True, last=True)
-
-    def _backward_input(self, stage: _Stage, action: Action) -> None:
-        self._run_backward(stage, action, "input", receive=True, last=False)
-
-    def _backward_weight(self, stage: _Stage, action: Action) -> None:
-        self._run_backward(stage, action, "weight", receive=False, last=True)
-
-    def _run_backward(self, stage: _Stage, action: Action, name: str, *, receive: bool, last: bool) -> None:
-        microbatch = _microbatch(action)
-        if receive:
+        """Backward as a whole, or in two parts: what was saved stays until the second."""
+        microbatch, name = _microbatch(action), _PHASES[action.kind]
+        if action.kind is not ActionKind.W:
             self._arrived(stage, action, ActionKind.RECV_B)
         key, phase = (action.stage, microbatch), stage.program.phases[name]
         live = self._live.pop(key, {})
         arguments = self._arguments(stage, microbatch, phase, live)
         wanted = {one.value for one in stage.program.sent_down}
-        if not last:
+        if action.kind is ActionKind.I:
             wanted.update(stage.program.phases["weight"].inputs)
         kept = {one: value for one, value in live.items() if one in wanted}
         del live  # what only the arguments hold is freed at its last use
@@ -316,13 +308,8 @@ class Executor:
 
     # --- sending and receiving ---------------------------------------------------------------------------------------
 
-    def _send_forward(self, stage: _Stage, action: Action) -> None:
-        self._send(stage, action, stage.program.sent_up)
-
-    def _send_backward(self, stage: _Stage, action: Action) -> None:
-        self._send(stage, action, stage.program.sent_down)
-
-    def _send(self, stage: _Stage, action: Action, transfers: list[Transfer]) -> None:
+    def _send(self, stage: _Stage, action: Action) -> None:
+        transfers = stage.program.sent_up if action.kind is ActionKind.SEND_F else stage.program.sent_down
         key = (action.stage, _microbatch(action))
         live = self._live.pop(key, {})
         for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
@@ -335,13 +322,8 @@ class Executor:
         if kept := {name: value for name, value in live.items() if name in later}:
             self._live[key] = kept
 
-    def _receive_forward(self, stage: _Stage, action: Action) -> None:
-        self._receive(action, stage.program.received_up)
-
-    def _receive_backward(self, stage: _Stage, action: Action) -> None:
-        self._receive(action, stage.program.received_down)
-
-    def _receive(self, action: Action, transfers: list[Transfer]) -> None:
+    def _receive(self, stage: _Stage, action: Action) -> None:
+        transfers = stage.program.received_up if action.kind is ActionKind.RECV_F else stage.program.received_down
         found = []
         for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             whole = torch.empty(one.shape, dtype=one.dtype, device=self.device)
