@@ -29,7 +29,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.head: nn.Module = nn.Linear(WIDTH, CLASSES)
 
     def first(self, x: Tensor) -> Tensor:
         return x
@@ -41,7 +41,7 @@ class Net(nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.head(self.last(x))  # type: ignore[no-any-return]
+        return self.head(self.last(x))
 
 
 def loss_of(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -56,6 +56,9 @@ def loss_of(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 class Counter(Net):
     """Two buffers that are numbers; the loss reads the first, which is always a step behind."""
 
+    before: Tensor
+    now: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("before", torch.zeros(()))
@@ -67,6 +70,8 @@ class Counter(Net):
 
 
 class CountedInPlace(Net):
+    steps: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -78,6 +83,9 @@ class CountedInPlace(Net):
 
 class Flipped(Net):
     """Two buffers that change places; one of them is read."""
+
+    a: Tensor
+    b: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,24 +104,28 @@ class UnreadFlip(Flipped):
 
 
 class CopyOfWeight(Net):
+    copied: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("copied", torch.zeros(WIDTH, WIDTH))
 
     def first(self, x: Tensor) -> Tensor:
-        self.copied = self.layers[0].weight.detach().clone()  # type: ignore[union-attr,operator]
+        self.copied = dict(self.named_parameters())["layers.0.weight"].detach().clone()
         return x
 
 
 class WeightsAverage(Net):
     """The moving average of a weight."""
 
+    average: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("average", torch.zeros(CLASSES, WIDTH))
 
     def last(self, x: Tensor) -> Tensor:
-        self.average = 0.9 * self.average + 0.1 * self.head.weight.detach()
+        self.average = 0.9 * self.average + 0.1 * dict(self.named_parameters())["head.weight"].detach()
         return x
 
 
@@ -125,6 +137,8 @@ class Spectral(Net):
 
 class BatchAverage(Net):
     """The moving average of the batch: a sum over it. The value before the step is read."""
+
+    average: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +171,9 @@ class UnreadAverage(BatchAverage):
 class Kept(Net):
     """Buffers that the loss function changes: one is a tensor of the batch, one adds up what no parameter is in."""
 
+    scale: Tensor
+    labels: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.zeros(3))
@@ -164,11 +181,14 @@ class Kept(Net):
 
 
 def keeping_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    assert isinstance(model, Kept)
     model.scale, model.labels = batch["scale"], model.labels + (batch["label"] != -100).sum()
     return loss_of(model, batch)
 
 
 class Constant(Net):
+    flag: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("flag", torch.zeros(WIDTH))
@@ -189,7 +209,7 @@ class AliasedBuffer(CountedInPlace):
 class Tied(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.layers[2].weight = self.layers[0].weight  # type: ignore[union-attr]
+        self.layers[2].weight = self.layers[0].weight
 
 
 class Frozen(Net):
@@ -217,7 +237,7 @@ class Normalized(Net):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def first(self, x: Tensor) -> Tensor:
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(x)
 
 
 PROPERTIES: Mapping[str, Callable[[], Net]] = {
