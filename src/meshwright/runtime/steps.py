@@ -1,4 +1,4 @@
-"""How a step is run on this rank: as one piece, or by a schedule of stages and micro-batches."""
+"""How a step is run on this rank: its stages, lowered, and the schedule that runs them."""
 
 import time
 from collections.abc import Callable, Mapping
