@@ -198,8 +198,16 @@ def in_microbatches(
             found["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         stepper.step()
         run.note(loss, found)
-    run.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    run.state = once_a_step({name: value.detach().clone() for name, value in model.state_dict().items()}, layout)
     return run
+
+
+def once_a_step(state: dict[str, Tensor], layout: mw.Layout) -> dict[str, Tensor]:
+    """Batch norm's count does not depend on the batch, and is of steps, not of micro-batches."""
+    for name, value in state.items():
+        if name.endswith("num_batches_tracked"):
+            value.div_(layout.microbatches, rounding_mode="floor")
+    return state
 
 
 def parts(batch: Batch, dp: int, microbatches: int) -> list[Batch]:

@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright.errors import LayoutError, PlanError
 from meshwright.models import ResNet, classification_loss
 from tests.distributed.oracle import TOLERANCE, Batch, largest_error, shards
+from tests.distributed.pipelines import once_a_step
 from tests.distributed.pool import Ranks
 
 STEPS = 3
@@ -51,7 +52,7 @@ def by_hand(samples: int, parts: int, microbatches: int) -> dict[str, Tensor]:
     optimizer = sgd(model.parameters())
     for batch in batches(samples):
         update(model, optimizer, batch, parts, microbatches)
-    return model.state_dict()
+    return once_a_step(model.state_dict(), mw.Layout(microbatches=microbatches))
 
 
 def update(

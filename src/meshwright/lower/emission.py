@@ -126,8 +126,8 @@ class Emission:
         """Start the resharding of a tensor that is there now."""
         value = self.values[name]
         for phase, wanted in self.wants.get(name, ()):
-            soon = phase == FINISH and not self.microbatched
-            if soon or phase == self.phase or value.phase in (STEP, PROLOGUE):
+            soon = phase == self.phase or value.phase in (STEP, PROLOGUE)
+            if soon if phase != FINISH else not self.microbatched:
                 self._version(name, value, wanted, finish=False)
 
     def want(self, name: str, wanted: Placements) -> fx.Node:
