@@ -19,6 +19,7 @@ from meshwright.comm.transport import shared_memory, stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
+from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
 from meshwright.comm.watch import Switch, Watch
@@ -38,10 +39,11 @@ class Member:
 
     ``axis``: of which it was made (``axis dp``); nothing for others. ``watch``: who looks at what its collectives take,
     where that may change. ``begun``: how many collectives have. ``blocks``: memory that results take turns in.
+    ``progress``: this rank's streams, which all groups share.
     """
 
-    def __init__(self) -> None:
-        self.axis, self.begun = "", 0
+    def __init__(self, progress: Progress) -> None:
+        self.axis, self.begun, self.progress = "", 0, progress
         self.watch: Watch | None = None
         self.collectives: Collectives | None = None
         self.by_mpi: Mpi | None = None
@@ -73,7 +75,9 @@ def member(group: dist.ProcessGroup) -> Member:
     """What this rank keeps of a group."""
     found = _MEMBERS.get(group)
     if found is None:
-        found = _MEMBERS[group] = Member()
+        world = dist.group.WORLD
+        progress = Progress() if world is None or group is world else member(world).progress
+        found = _MEMBERS[group] = Member(progress)
     return found
 
 
@@ -180,8 +184,11 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
         me, called = group.rank(), dist.get_process_group_ranks(group)
         shared = _connected(group, "lane", [one for one in called if one != called[me]], collective_kind.SLOTS)
         lanes: dict[int, Lane] = {
-            peer: shared[name] or Wire(group, peer) for peer, name in enumerate(called) if peer != me
+            peer: shared[name] or Wire(group, peer, mine.progress) for peer, name in enumerate(called) if peer != me
         }
+        for lane in lanes.values():
+            if isinstance(lane, SharedMemory):
+                lane.while_waiting = mine.progress.move
         mine.collectives = Collectives(me, group.size(), lanes, f"rank {called[me]}")
     return mine.collectives
 
@@ -215,9 +222,9 @@ def channels(peers: Iterable[int]) -> dict[int, Channel]:
         return {}
     world = dist.group.WORLD
     assert world is not None
-    known = member(world).channels
+    known, progress = member(world).channels, member(world).progress
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
-        known[peer] = PointToPoint(world, peer) if lane is None else Stream(lane)
+        known[peer] = PointToPoint(world, peer, progress) if lane is None else Stream(lane, progress)
     return {peer: known[peer] for peer in wanted}
 
 

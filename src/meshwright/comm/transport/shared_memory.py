@@ -195,6 +195,14 @@ class SharedMemory:
         """Wait until a slot is free."""
         self._await(self._theirs.consumed, self._num_put - self._slots + 1, "room for a message")
 
+    def wait_for_message(self, what: str) -> None:
+        """Wait until the next message has come, which errors call ``what``."""
+        self._await(self._theirs.published, self._num_taken + 1, what)
+
+    def has_come(self) -> bool:
+        """Whether the next message has come."""
+        return not (self._theirs.published.value - self._num_taken - 1) & _BEHIND
+
     def put(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> None:
         """Copy a message into its slot, and tell the peer."""
         while not self.put_at_once(part, tag):
