@@ -1,8 +1,11 @@
 """Lanes and channels between two ranks: every byte arrives, in any order of waiting, however little room there is; a
 peer that ends or sends something else is named."""
 
+import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import backend, groups  # noqa: F401 - backend gives the collective operators their kernels
-from meshwright.comm.transport import shared_memory, stream
+from meshwright.comm.transport import process, shared_memory, stream
 from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
 from meshwright.comm.transport.progress import Progress
@@ -107,6 +110,74 @@ def test_a_peer_that_is_killed_is_named_and_nothing_hangs(ranks: Ranks) -> None:
     with pytest.raises(RanksFailedError) as error:
         ranks(2, _lose_the_peer)
     assert list(error.value.failures) == [1], error.value
+
+
+def _connected_from(kind: str, monkeypatch: pytest.MonkeyPatch) -> SharedMemory | None:
+    """What rank 1 sees differently."""
+    if dist.get_rank() == 1:
+        if kind == "another machine":
+            monkeypatch.setattr(shared_memory, "box", lambda: "another machine")
+        else:
+            monkeypatch.setattr(os, "pidfd_open", _refused)
+    return SharedMemory.connect(_world().get_group_store(), kind, dist.get_rank(), 1 - dist.get_rank(), 20.0, 2)
+
+
+def _refused(process: int) -> int:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def _shares_memory_with_another_machine() -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        return _connected_from("another machine", patch) is not None
+
+
+def test_machines_share_no_memory_though_their_networks_have_one_number(ranks: Ranks) -> None:
+    assert ranks(2, _shares_memory_with_another_machine, timeout=30) == [False, False]
+
+
+def _lose_the_peer_without_descriptors(lost: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        transport = _connected_from("no descriptors", patch)
+    assert transport is not None
+    transport.put(torch.full((10,), 1.0), 0)
+    assert transport.take(10, torch.float32, 0).tolist() == [1.0] * 10
+    transport.release()
+    if dist.get_rank() == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(LostRankError, match=f"rank {lost}: it has ended, and message 2 is due"):
+        transport.take(10, torch.float32, 0)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_peer_that_is_killed_is_named_where_a_container_refuses_descriptors_of_processes(
+    ranks: Ranks, lost: int
+) -> None:
+    with pytest.raises(RanksFailedError) as error:
+        ranks(2, _lose_the_peer_without_descriptors, lost, timeout=30)
+    assert list(error.value.failures) == [lost], error.value
+
+
+def _connect_to_the_dead(says: str) -> str:
+    """Rank 1 is a process that has ended: before anything, or when it has opened this rank's memory."""
+    store, message = _world().get_group_store(), ""
+    if dist.get_rank() == 1:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"])
+        if says == "nothing":
+            child.kill()
+            child.wait()
+        store.set("dead/1/0", f"{child.pid} 5 00 {process.box()}")
+        child.wait()
+    else:
+        with pytest.raises(LostRankError) as error:
+            SharedMemory.connect(store, "dead", 0, 1, 20.0, 2)
+        message = str(error.value)
+    dist.barrier()
+    return message
+
+
+@pytest.mark.parametrize("says", ["nothing", "that it is there"])
+def test_a_peer_that_ends_while_ranks_connect_is_named(ranks: Ranks, says: str) -> None:
+    assert ranks(2, _connect_to_the_dead, says, timeout=30)[0].startswith("rank 1: it has ended, and memory was")
 
 
 def _be_late() -> str:

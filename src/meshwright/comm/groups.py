@@ -1,6 +1,7 @@
 """Process groups of a mesh, by name: the one place that resolves a name to a group."""
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -15,10 +16,11 @@ from meshwright.comm import collective_kind, watch
 from meshwright.comm.blocks import Blocks
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.record import blocking
-from meshwright.comm.transport import shared_memory, stream
+from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
+from meshwright.comm.transport.process import box
 from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
@@ -27,6 +29,8 @@ from meshwright.errors import MeshwrightError, RankError
 from meshwright.ir.mesh import AxisGroup, Mesh, members, sizes_of
 from meshwright.ir.placement import Placements, Shard, axis_cut, flat_axis, local_shape, unflattened
 from meshwright.schedules.collectives.choice import MPI, NATIVE, chosen, names
+
+log = logging.getLogger("meshwright")
 
 T = TypeVar("T")
 
@@ -144,7 +148,7 @@ def look_at_links(step: int, groups: Iterable[AxisGroup]) -> list[Switch]:
         for switch in mine.watch.look(step + 1) if mine.watch is not None else ():
             found.append(switch)
             if group.rank() == 0:
-                watch.log.warning("%s: %s", mine.axis or "collectives", switch)
+                log.warning("%s: %s", mine.axis or "collectives", switch)
     return found
 
 
@@ -211,8 +215,8 @@ def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of a group (as they count in it) by the boxes in which they share memory, in the order of the first of
     each; all of them must call this."""
     each: list[Any] = [None] * group.size()
-    dist.all_gather_object(each, shared_memory.box(), group)
-    return tuple(tuple(rank for rank, box in enumerate(each) if box == one) for one in dict.fromkeys(each))
+    dist.all_gather_object(each, box(), group)
+    return tuple(tuple(rank for rank, place in enumerate(each) if place == one) for one in dict.fromkeys(each))
 
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:
@@ -240,6 +244,8 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
             for other in ordered:
                 SharedMemory.refuse(store, name, rank, other, error)
             raise
+    if refused := next((lane.process.refused for lane in found.values() if lane and lane.process.refused), ""):
+        log.warning("%s; whether other ranks have ended is read in /proc instead", refused)
     return found
 
 
