@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.comm.transport import stream
 from meshwright.comm.transport.point_to_point import PointToPoint
+from meshwright.comm.transport.progress import Progress
 from meshwright.errors import LostRankError, NonFiniteLossError
 from meshwright.runtime.executor import Executor
 from meshwright.schedules.check import check
@@ -244,6 +246,23 @@ def test_frozen_parameters_in_a_pipeline(ranks: Ranks, names: list[str], late: b
         assert max(errors) <= TOLERANCE, errors
 
 
+def losses_in_little_room() -> list[float]:
+    """Streams that hold one message, which a rank that waits for longer than 10 s finds too few."""
+    mine, _ = twins(layers=6)
+    layout = mw.Layout(pp=3, microbatches=8, schedule="interleaved", chunks=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "SLOTS", 1)
+        trainer = trainer_of(mine, layout)
+    for channel in executor_of(trainer)._channels.values():
+        channel._lane.timeout_s = 10.0  # type: ignore[attr-defined]
+    return [float(trainer.step(batch)) for batch in mine.batches[:2]]
+
+
+def test_a_pipeline_needs_no_room_for_what_is_under_way(ranks: Ranks) -> None:
+    each = ranks(3, losses_in_little_room, timeout=100)
+    assert each[0] == each[1] == each[2]
+
+
 def wait_in_vain(transport: str) -> str:
     """Rank 1 makes the first step only; rank 0 waits for the first gradient of the second."""
     mine, _ = twins()
@@ -252,7 +271,7 @@ def wait_in_vain(transport: str) -> str:
     message, channels = "", executor_of(trainer)._channels
     if transport == "point to point":
         group = dist.new_group(timeout=timedelta(seconds=0.5))
-        channels[1 - trainer.rank] = PointToPoint(group, 1 - trainer.rank)  # type: ignore[index]
+        channels[1 - trainer.rank] = PointToPoint(group, 1 - trainer.rank, Progress())  # type: ignore[index]
     else:
         channels[1 - trainer.rank]._lane.timeout_s = 0.5  # type: ignore[attr-defined]
     dist.barrier()

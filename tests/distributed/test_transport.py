@@ -1,20 +1,26 @@
 """Lanes and channels between two ranks: every byte arrives, in any order of waiting, however little room there is; a
 peer that ends or sends something else is named."""
 
+import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.transport import shared_memory
+from meshwright.comm import backend, groups  # noqa: F401 - backend gives the collective operators their kernels
+from meshwright.comm.transport import process, shared_memory, stream
 from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
+from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
 from meshwright.errors import LostRankError, RankError
+from meshwright.ops import collectives
 from tests.distributed.pool import Ranks, RanksFailedError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
@@ -34,7 +40,7 @@ def _connected(slots: int = 8) -> SharedMemory:
 
 def _messages(kind: str, slots: int) -> int:
     """Messages of all sizes and dtypes, each of which the peer takes ``slots`` - 1 later."""
-    lane: Lane = Wire(_world(), 1 - dist.get_rank()) if kind == "wire" else _connected(slots)
+    lane: Lane = Wire(_world(), 1 - dist.get_rank(), Progress()) if kind == "wire" else _connected(slots)
     sizes = [0, 1, 7, 1000, MESSAGE_BYTES // 8]
     sent = [torch.arange(num).to(dtype) for num in sizes for dtype in DTYPES]
     for number in range(len(sent) + slots - 1):
@@ -106,6 +112,74 @@ def test_a_peer_that_is_killed_is_named_and_nothing_hangs(ranks: Ranks) -> None:
     assert list(error.value.failures) == [1], error.value
 
 
+def _connected_from(kind: str, monkeypatch: pytest.MonkeyPatch) -> SharedMemory | None:
+    """What rank 1 sees differently."""
+    if dist.get_rank() == 1:
+        if kind == "another machine":
+            monkeypatch.setattr(shared_memory, "box", lambda: "another machine")
+        else:
+            monkeypatch.setattr(os, "pidfd_open", _refused)
+    return SharedMemory.connect(_world().get_group_store(), kind, dist.get_rank(), 1 - dist.get_rank(), 20.0, 2)
+
+
+def _refused(process: int) -> int:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def _shares_memory_with_another_machine() -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        return _connected_from("another machine", patch) is not None
+
+
+def test_machines_share_no_memory_though_their_networks_have_one_number(ranks: Ranks) -> None:
+    assert ranks(2, _shares_memory_with_another_machine, timeout=30) == [False, False]
+
+
+def _lose_the_peer_without_descriptors(lost: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        transport = _connected_from("no descriptors", patch)
+    assert transport is not None
+    transport.put(torch.full((10,), 1.0), 0)
+    assert transport.take(10, torch.float32, 0).tolist() == [1.0] * 10
+    transport.release()
+    if dist.get_rank() == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(LostRankError, match=f"rank {lost}: it has ended, and message 2 is due"):
+        transport.take(10, torch.float32, 0)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_peer_that_is_killed_is_named_where_a_container_refuses_descriptors_of_processes(
+    ranks: Ranks, lost: int
+) -> None:
+    with pytest.raises(RanksFailedError) as error:
+        ranks(2, _lose_the_peer_without_descriptors, lost, timeout=30)
+    assert list(error.value.failures) == [lost], error.value
+
+
+def _connect_to_the_dead(says: str) -> str:
+    """Rank 1 is a process that has ended: before anything, or when it has opened this rank's memory."""
+    store, message = _world().get_group_store(), ""
+    if dist.get_rank() == 1:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"])
+        if says == "nothing":
+            child.kill()
+            child.wait()
+        store.set("dead/1/0", f"{child.pid} 5 00 {process.box()}")
+        child.wait()
+    else:
+        with pytest.raises(LostRankError) as error:
+            SharedMemory.connect(store, "dead", 0, 1, 20.0, 2)
+        message = str(error.value)
+    dist.barrier()
+    return message
+
+
+@pytest.mark.parametrize("says", ["nothing", "that it is there"])
+def test_a_peer_that_ends_while_ranks_connect_is_named(ranks: Ranks, says: str) -> None:
+    assert ranks(2, _connect_to_the_dead, says, timeout=30)[0].startswith("rank 1: it has ended, and memory was")
+
+
 def _be_late() -> str:
     transport = _connected()
     transport.timeout_s = 0.1
@@ -125,7 +199,11 @@ def test_a_peer_that_does_not_answer_is_named_after_the_timeout(ranks: Ranks) ->
 def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
     """Each rank sends all before it receives anything, in the order of ``sizes``."""
     me = dist.get_rank()
-    channel: Channel = PointToPoint(_world(), 1 - me) if kind == "point to point" else Stream(_connected(slots))
+    progress = Progress()
+    channel: Channel
+    channel = (
+        PointToPoint(_world(), 1 - me, progress) if kind == "point to point" else Stream(_connected(slots), progress)
+    )
     into = [torch.empty(size, dtype=torch.int64) for size in sizes]
     works = [channel.receive(one, "early") for one in into[: len(into) // 2]]
     leaving = [channel.send(torch.arange(size) + index + 100 * me) for index, size in enumerate(sizes)]
@@ -142,3 +220,66 @@ def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
 def test_sends_need_no_receive(ranks: Ranks, kind: str, slots: int) -> None:
     """Also where all that is sent is larger than the memory that is shared."""
     assert all(ranks(2, _stream, kind, slots, (3, 0, 1_000_000, 12_000_000, 1, 500)))
+
+
+LARGE = 5 * MESSAGE_BYTES // 8
+"""Elements of a tensor of which two slots hold less than half."""
+
+
+def _channels(monkeypatch: pytest.MonkeyPatch, peers: list[int]) -> dict[int, Stream]:
+    """Streams with room for two messages; a rank that waits for 10 s fails."""
+    monkeypatch.setattr(stream, "SLOTS", 2)
+    found = groups.channels(peers)
+    for one in found.values():
+        assert isinstance(one, Stream)
+        one._lane.timeout_s = 10.0
+    return found  # type: ignore[return-value]
+
+
+def _in_a_circle(waits: str) -> bool:
+    """Every rank sends more than finds room to the next one, and waits for the one before, or until it has sent."""
+    me, into = dist.get_rank(), torch.empty(LARGE, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        channels = _channels(patch, [(me + 1) % 3, (me - 1) % 3])
+    coming = channels[(me - 1) % 3].receive(into)
+    leaving = channels[(me + 1) % 3].send(torch.arange(LARGE) + me)
+    for work in (coming, leaving) if waits == "for messages" else (leaving, coming):
+        work.wait()
+    return torch.equal(into, torch.arange(LARGE) + (me - 1) % 3)
+
+
+@pytest.mark.parametrize("waits", ["for messages", "for room"])
+def test_ranks_that_wait_in_a_circle_keep_all_streams_moving(ranks: Ranks, waits: str) -> None:
+    assert all(ranks(3, _in_a_circle, waits, timeout=60))
+
+
+def _while_waiting(waits_in: str) -> float:
+    """Rank 0 has a message for rank 2 that finds no room, and waits for rank 1, which waits for rank 2."""
+    me, into, note = dist.get_rank(), torch.empty(LARGE, dtype=torch.int64), torch.ones(1000)
+    pair = dist.new_group([0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        channels = _channels(patch, [rank for rank in range(3) if rank != me])
+    if waits_in == "butterfly" and me < 2:
+        groups.collectives(pair)
+    begun = time.monotonic()
+    leaving = channels[2].send(torch.arange(LARGE)) if me == 0 else None
+    if me == 1:
+        channels[2].receive(note).wait()
+    if me == 2:
+        channels[0].receive(into).wait()
+        assert torch.equal(into, torch.arange(LARGE))
+        channels[1].send(note).wait()
+    elif waits_in == "point to point":
+        channel = PointToPoint(_world(), 1 - me, groups.member(_world()).progress)
+        (channel.send(note) if me else channel.receive(note)).wait()
+    else:
+        note = collectives.WAIT(collectives.ALL_REDUCE(note, "sum", pair.group_name, waits_in))
+        assert note.tolist() == [2.0] * 1000
+    if leaving is not None:
+        leaving.wait()
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("waits_in", ["butterfly", "native", "point to point"])
+def test_a_rank_that_waits_for_anything_keeps_its_streams_moving(ranks: Ranks, waits_in: str) -> None:
+    assert max(ranks(3, _while_waiting, waits_in, timeout=60)) < 5.0

@@ -15,13 +15,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from meshwright import api, config
 from meshwright.errors import DiskError, FailedRankError, LostRankError, RankError
+from meshwright.ir import files
+from meshwright.ir.amendment import Amendment
+from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
-from meshwright.runtime import manifest, shards
+from meshwright.ir.trace import Trace
+from meshwright.runtime import manifest, shards, trainer
 from meshwright.runtime.loop import Silent
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.restarts import Restarts
@@ -231,6 +236,26 @@ def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path) -> None:
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=0, abs=1e-9)
     assert train(small_run(directory)) == (STEPS, STEPS), "a complete run has nothing to do"
+
+
+# --- a plan that is amended ------------------------------------------------------------------------------------------
+
+
+def test_a_run_files_its_amended_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the traces of the last steps, the ledger has those of the plan as it is at the end."""
+    change = Amendment(step=6, axis="dp", ranks=(0, 1), operation="all_reduce", num_bytes=8, algorithm="ring")
+    monkeypatch.setattr(trainer, "look_at_links", lambda step, groups: (change,) if step == 5 else ())
+    directory = tmp_path / "run"
+    ledger = api.train(small_run(directory)).ledger
+    plan = files.load(directory / "plan.json", Plan)
+    assert plan.amendments == (change,)
+    assert ledger is not None
+    assert ledger.plan == plan.digest == files.load(directory / "trace.json", Trace).plan
+    saved = [manifest.read(path).plan["amendments"] for path in sorted((directory / "checkpoints").iterdir())]
+    assert saved == [[msgspec.to_builtins(change) | {"ranks": [0, 1]}]] * 2
+    again = api.train(small_run(directory, steps=STEPS + 1))
+    assert again.resumed_from == STEPS
+    assert files.load(directory / "plan.json", Plan) == plan
 
 
 # --- kills -----------------------------------------------------------------------------------------------------------

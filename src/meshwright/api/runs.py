@@ -271,15 +271,15 @@ def _ledger(
     """Gather the traces of the last steps, lay the prediction beside them, and write both into the run's directory;
     None on other ranks, or where there is nothing to compare. Every rank must call it."""
     held = dict(enumerate(from_every_rank(held_bytes)))
-    measured = [on_rank_0(trace, device).above(held) for trace in traces]
+    plan, directory = trainer.plan, Path(run.train.directory or "runs/run")
+    measured = [on_rank_0(trace, device).above(held) for trace in traces if trace.plan == plan.digest]
     if trainer.rank != 0 or foretold is None or not measured:
         return None
-    cluster = known_cluster(run.layout.cluster or None, device, trainer.plan.mesh.world_size)
-    predicted = foretold.trace()
-    ledger = make_ledger(trainer.plan, predicted, measured, cluster)
-    directory = Path(run.train.directory or "runs/run")
+    cluster = known_cluster(run.layout.cluster or None, device, plan.mesh.world_size)
+    predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was made
+    ledger = make_ledger(plan, predicted, measured, cluster)
     try:
-        for name, found in zip(LEDGER_FILES, (measured[-1], predicted, ledger), strict=True):
+        for name, found in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
             files.save(found, directory / name)
     except OSError as error:
         log.warning("the ledger is not kept: %s", error)

@@ -219,12 +219,13 @@ class _Then:
 def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
     """Send rows to the ranks of a group, ``counts`` [size, n] of them to each: (the rows that came, their counts)."""
     ranks, theirs = process_group(group), torch.empty_like(counts)
+    during = member(ranks).progress.during
     with blocking("all_to_all", group, counts.nbytes):
-        dist.all_to_all_single(theirs, counts.contiguous(), group=ranks)
+        during(lambda: dist.all_to_all_single(theirs, counts.contiguous(), group=ranks))
     sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
     result = rows.new_empty(sum(received), *rows.shape[1:])
     with blocking("all_to_all", group, rows.nbytes):
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=ranks)
+        during(lambda: dist.all_to_all_single(result, rows.contiguous(), received, sent, group=ranks))
     return result, theirs
 
 
@@ -312,7 +313,7 @@ def wait(value: Tensor) -> Tensor:
         waiting = time.perf_counter()
         if found.work is not None:
             try:
-                found.work.wait()
+                found.ranks.mine.progress.during(found.work.wait)
             except RuntimeError as error:
                 raise _lost(found, value, error) from error
         done = time.perf_counter()

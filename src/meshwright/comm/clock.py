@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.transport.point_to_point import PointToPoint
+from meshwright.comm.transport.progress import Progress
 from meshwright.ir.trace import Trace, merge
 
 ROUNDS = 16
@@ -36,7 +37,7 @@ def clock_offsets(
     found = [Offset(0.0, 0.0)]
     for peer in range(1, dist.get_world_size()):
         if dist.get_rank() == 0:
-            channel, best = PointToPoint(world, peer), Offset(0.0, float("inf"))
+            channel, best = PointToPoint(world, peer, Progress()), Offset(0.0, float("inf"))
             for _ in range(rounds):
                 asked = clock()
                 channel.send(note).wait()
@@ -47,7 +48,7 @@ def clock_offsets(
                     best = Offset(theirs - (asked + trip / 2), trip)
             found.append(best)
         elif dist.get_rank() == peer:
-            channel = PointToPoint(world, 0)
+            channel = PointToPoint(world, 0, Progress())
             for _ in range(rounds):
                 channel.receive(note).wait()
                 note.fill_(clock())

@@ -1,8 +1,10 @@
 """Process groups of a mesh, by name: the one place that resolves a name to a group."""
 
 import functools
+import itertools
+import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,17 +17,22 @@ from meshwright.comm import collective_kind, watch
 from meshwright.comm.blocks import Blocks
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.record import blocking
-from meshwright.comm.transport import shared_memory, stream
+from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
+from meshwright.comm.transport.process import box
+from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
-from meshwright.comm.watch import Switch, Watch
+from meshwright.comm.watch import Key, Watch
 from meshwright.errors import MeshwrightError, RankError
+from meshwright.ir.amendment import Amendment, amended
 from meshwright.ir.mesh import AxisGroup, Mesh, members, sizes_of
 from meshwright.ir.placement import Placements, Shard, axis_cut, flat_axis, local_shape, unflattened
 from meshwright.schedules.collectives.choice import MPI, NATIVE, chosen, names
+
+log = logging.getLogger("meshwright")
 
 T = TypeVar("T")
 
@@ -38,10 +45,11 @@ class Member:
 
     ``axis``: of which it was made (``axis dp``); nothing for others. ``watch``: who looks at what its collectives take,
     where that may change. ``begun``: how many collectives have. ``blocks``: memory that results take turns in.
+    ``progress``: this rank's streams, which all groups share. ``has_links``: of the world, whether any group has.
     """
 
-    def __init__(self) -> None:
-        self.axis, self.begun = "", 0
+    def __init__(self, progress: Progress) -> None:
+        self.axis, self.begun, self.progress, self.has_links = "", 0, progress, False
         self.watch: Watch | None = None
         self.collectives: Collectives | None = None
         self.by_mpi: Mpi | None = None
@@ -73,7 +81,9 @@ def member(group: dist.ProcessGroup) -> Member:
     """What this rank keeps of a group."""
     found = _MEMBERS.get(group)
     if found is None:
-        found = _MEMBERS[group] = Member()
+        world = dist.group.WORLD
+        progress = Progress() if world is None or group is world else member(world).progress
+        found = _MEMBERS[group] = Member(progress)
     return found
 
 
@@ -116,6 +126,9 @@ def axis_groups(
             _watch(group)
         index = mesh.group_ranks(name, rank - first_rank).index(rank - first_rank)
         result[name] = AxisGroup(group.group_name, size, index, algorithm)
+    if algorithms:
+        looks = [member(process_group(one.name)).watch for one in result.values()]
+        member(world).has_links |= any(from_every_rank(any(one is not None and one.has_links for one in looks)))
     return result
 
 
@@ -130,18 +143,48 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def look_at_links(step: int, groups: Iterable[AxisGroup]) -> list[Switch]:
-    """After ``step`` steps, and only each ``EVERY``: look at every group that is watched. What changes from the next
-    one on, which is logged too; all ranks of the groups call it."""
-    found: list[Switch] = []
-    for one in groups if step % watch.EVERY == 0 else ():
+def look_at_links(step: int, groups: Mapping[str, AxisGroup]) -> tuple[Amendment, ...]:
+    """After ``step`` steps, and only each ``EVERY``: look at every group with links. What all ranks of the world change
+    from the next step on, which is logged too; all of them call it with their groups by axis."""
+    world = dist.group.WORLD
+    if step % watch.EVERY or world is None or not member(world).has_links:
+        return ()
+    found: list[Amendment] = []
+    for axis, one in groups.items():
         group = process_group(one.name)
-        mine = member(group)
-        for switch in mine.watch.look(step + 1) if mine.watch is not None else ():
-            found.append(switch)
+        looks = member(group).watch
+        for switch in looks.look(step + 1) if looks is not None and looks.has_links else ():
             if group.rank() == 0:
-                watch.log.warning("%s: %s", mine.axis or "collectives", switch)
-    return found
+                log.warning("%s: %s", member(group).axis or "collectives", switch)
+            if switch.after != switch.before:
+                ranks, key = tuple(dist.get_process_group_ranks(group)), switch.key
+                found.append(
+                    Amendment(
+                        step=switch.step, axis=axis, ranks=ranks, operation=key.operation, num_bytes=key.num_bytes,
+                        algorithm=switch.after,
+                    )
+                )  # fmt: skip
+    return amended((), itertools.chain(*from_every_rank(found)))
+
+
+def amend(groups: Mapping[str, AxisGroup], amendments: Iterable[Amendment]) -> None:
+    """Run the groups' collectives by a plan's amendments, and by no others that were taken before.
+
+    Raises:
+        PlanError: there is no such algorithm.
+    """
+    for axis, one in groups.items():
+        group = process_group(one.name)
+        ranks, mine = tuple(dist.get_process_group_ranks(group)), member(group)
+        taken = {
+            Key(each.operation, each.num_bytes): chosen(each.algorithm, each.operation, each.num_bytes)
+            for each in amendments
+            if (each.axis, each.ranks) == (axis, ranks)
+        }
+        if taken and mine.watch is None:
+            mine.watch = Watch(group, (), functools.partial(started, group))
+        if mine.watch is not None:
+            mine.watch.amended = taken
 
 
 def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: str) -> Work | None:
@@ -180,8 +223,11 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
         me, called = group.rank(), dist.get_process_group_ranks(group)
         shared = _connected(group, "lane", [one for one in called if one != called[me]], collective_kind.SLOTS)
         lanes: dict[int, Lane] = {
-            peer: shared[name] or Wire(group, peer) for peer, name in enumerate(called) if peer != me
+            peer: shared[name] or Wire(group, peer, mine.progress) for peer, name in enumerate(called) if peer != me
         }
+        for lane in lanes.values():
+            if isinstance(lane, SharedMemory):
+                lane.while_waiting = mine.progress.move
         mine.collectives = Collectives(me, group.size(), lanes, f"rank {called[me]}")
     return mine.collectives
 
@@ -204,8 +250,8 @@ def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of a group (as they count in it) by the boxes in which they share memory, in the order of the first of
     each; all of them must call this."""
     each: list[Any] = [None] * group.size()
-    dist.all_gather_object(each, shared_memory.box(), group)
-    return tuple(tuple(rank for rank, box in enumerate(each) if box == one) for one in dict.fromkeys(each))
+    dist.all_gather_object(each, box(), group)
+    return tuple(tuple(rank for rank, place in enumerate(each) if place == one) for one in dict.fromkeys(each))
 
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:
@@ -215,9 +261,9 @@ def channels(peers: Iterable[int]) -> dict[int, Channel]:
         return {}
     world = dist.group.WORLD
     assert world is not None
-    known = member(world).channels
+    known, progress = member(world).channels, member(world).progress
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
-        known[peer] = PointToPoint(world, peer) if lane is None else Stream(lane)
+        known[peer] = PointToPoint(world, peer, progress) if lane is None else Stream(lane, progress)
     return {peer: known[peer] for peer in wanted}
 
 
@@ -233,6 +279,8 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
             for other in ordered:
                 SharedMemory.refuse(store, name, rank, other, error)
             raise
+    if refused := next((lane.process.refused for lane in found.values() if lane and lane.process.refused), ""):
+        log.warning("%s; whether other ranks have ended is read in /proc instead", refused)
     return found
 
 

@@ -67,31 +67,34 @@ class Switch(NamedTuple):
 
 
 class Watch:
-    """What the collectives of one group take. ``boxes``: how its ranks lie, of which there are several."""
+    """What the collectives of one group take. ``boxes``: how its ranks lie; in one there are no links to look at.
+
+    ``amended`` are the algorithms that hold in place of the plan's text: what the ranks have switched to.
+    """
 
     def __init__(self, group: dist.ProcessGroup, boxes: Boxes, start: Start) -> None:
-        self._group, self._start = group, start
+        self._group, self._start, self.has_links = group, start, len(boxes) > 1
         several = any(not isinstance(box, int) and len(box) > 1 for box in boxes)
         self._boxes = named_boxes(boxes) if several and len(boxes) > 1 else ""
-        self._taken: dict[Key, str] = {}
+        self.amended: dict[Key, str] = {}
         self._names: dict[Key, str] = {}
         self._seconds: dict[Key, list[float]] = {}
         self._usual: dict[Key, float] = {}
         self._doubted: set[Key] = set()
 
     def algorithm(self, text: str, operation: str, num_bytes: int) -> str:
-        """What a plan's text says, unless the ranks have taken another since."""
+        """What a plan's text says, unless it is amended."""
         if operation not in WATCHED:
             return chosen(text, operation, num_bytes)
         key = Key(operation, num_bytes)
-        name = self._taken.get(key) or chosen(text, operation, num_bytes)
+        name = self.amended.get(key) or chosen(text, operation, num_bytes)
         self._names[key] = name
         return name
 
     def note(self, operation: str, num_bytes: int, seconds: float) -> None:
         """For how long this rank stood still for a collective."""
         key = Key(operation, num_bytes)
-        if key in self._names:
+        if self.has_links and key in self._names:
             self._seconds.setdefault(key, []).append(seconds)
 
     def look(self, step: int) -> tuple[Switch, ...]:
@@ -117,7 +120,7 @@ class Watch:
     def _again(self, step: int, key: Key, usual_s: float, now_s: float) -> Switch:
         before, seconds = self._names[key], self._measured(key)
         after = min(seconds, key=seconds.__getitem__)
-        self._taken[key] = after
+        self.amended[key] = after
         del self._usual[key]  # learned anew
         return Switch(step, key, before, after, usual_s, now_s, seconds[after])
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from meshwright.errors import PlanError
+from meshwright.ir.amendment import NOT_RUN, Amendment
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
@@ -97,7 +98,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Everything that was decided about a training step. ``algorithms`` of collectives, and the ``links`` for which the
     cheapest resharding is searched, are by axis, or by neighbouring axes that may communicate as one (``dp+tp``).
     ``interiors`` are the operators (by name, or that of a repeated block) that compute what needs no rows of neighbours
-    while these travel, and their borders then."""
+    while these travel, and their borders then. ``amendments`` are the changes since it runs."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -120,6 +121,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     interiors: tuple[str, ...] = ()
     codec: str | None = None
     consistency: str = "sync"
+    amendments: tuple[Amendment, ...] = ()
     notes: tuple[Note, ...] = ()
     prediction: Prediction | None = None
     alternatives: tuple[Alternative, ...] = ()
@@ -176,7 +178,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def digest(self) -> str:
         """Sixteen digits that identify what is run: of all but the prediction, what else was weighed, and the notes."""
         said = msgspec.to_builtins(self, str_keys=True)
-        for key in ("prediction", "alternatives", "notes"):
+        for key in (*NOT_RUN, *(() if self.amendments else ("amendments",))):
             said.pop(key, None)
         return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()[:16]
 
@@ -205,6 +207,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         if self.interiors:
             lines.append(f"  computed while halos travel: the interior of {', '.join(self.interiors)}")
         lines += _communicated(self)
+        lines += [f"  amended: {one}" for one in self.amendments]
         if self.prediction is not None:
             lines.append(f"  predicted: {_costs(self.prediction)}")
         if self.alternatives:

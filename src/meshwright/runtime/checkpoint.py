@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
 import torch
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ from meshwright import __version__
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.errors import CheckpointError, DiskError
 from meshwright.ir import files
+from meshwright.ir.amendment import Amendment, base_of
 from meshwright.runtime import manifest, optimizer_state, saving, shards
 from meshwright.runtime.agree import check_same, everywhere, same_path, share_of, told
 from meshwright.runtime.manifest import DamagedCheckpointError, Manifest, SavedTensor
@@ -148,6 +150,7 @@ def load(
         shards.read(directory, parts | more)
         optimizer_state.take(trainer.parameters, optimizer, state["optimizer"], states)
     trainer.step_number, trainer.seed, trainer.metrics = state["step"], state["seed"], {}
+    _take_amendments(trainer, found, where)
     if trainer.loss_scale is not None:
         trainer.loss_scale.load_state_dict(state.get("loss_scale"))
     everywhere(where, lambda: _give_back(extra, state["extra"]))
@@ -316,6 +319,15 @@ def _examine(trainer: Resumable, path: Path) -> Manifest:
     elif found.fingerprint != trainer.graph.fingerprint:
         log.info("%s was saved by another training step with the same parameters", path)
     return found
+
+
+def _take_amendments(trainer: Resumable, found: Manifest, where: str) -> None:
+    """Those of the saved plan, where it is this one: they are of its ranks and its algorithms."""
+    saved = msgspec.convert(found.plan.get("amendments", []), tuple[Amendment, ...])
+    if base_of(found.plan) == base_of(json.loads(files.encode_json(trainer.plan))):
+        trainer._amend(saved)
+    elif saved and trainer.rank == 0:
+        log.info("%s: its plan is another, whose amendments do not hold here: %s", where, "; ".join(map(str, saved)))
 
 
 def _check_state(

@@ -54,7 +54,8 @@ class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a checkpoint holds. ``plan`` is the plan that ran, for people: a checkpoint loads under any other."""
+    """What a checkpoint holds. ``plan`` is the plan that ran: a checkpoint loads under any other, but only the same one
+    takes over its amendments."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1

@@ -4,9 +4,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
+from meshwright.comm.groups import amend
+from meshwright.ir.amendment import Amendment, amended
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
@@ -72,8 +75,9 @@ class Resumable:
         extra: Mapping[str, Stateful] | None = None,
         optimizer: bool = True,
     ) -> None:
-        """Continue from a checkpoint, saved under this or any other layout and number of ranks; with the same
-        layout training goes on bit by bit. ``optimizer=False`` leaves the optimizer as it is. Every rank must call it.
+        """Continue from a checkpoint, saved under this or any other layout and number of ranks. With the same plan,
+        whose amendments of that time hold again, training goes on bit by bit. ``optimizer=False`` leaves the optimizer
+        as it is. Every rank must call it.
 
         Raises:
             CheckpointError: on every rank: missing, half-written, damaged, newer, or of another model or optimizer.
@@ -106,6 +110,11 @@ class Resumable:
         A damaged one is named in a warning, and the one before it is taken.
         """
         return checkpoint.load_latest(self, self._optimizer, directory, loader, extra)
+
+    def _amend(self, amendments: tuple[Amendment, ...]) -> None:
+        """Go on by the plan with these amendments, of which later ones replace earlier ones, and no others."""
+        self.plan = msgspec.structs.replace(self.plan, amendments=amended((), amendments))
+        amend(self.groups, self.plan.amendments)
 
     def _settle(self) -> None:
         if self._offloader is not None:

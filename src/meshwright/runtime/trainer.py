@@ -18,7 +18,7 @@ from meshwright.capture.builder import Capture, capture
 from meshwright.capture.precision import LOW
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.clock import on_rank_0
-from meshwright.comm.groups import look_at_links, sum_over, told_of
+from meshwright.comm.groups import amend, look_at_links, sum_over, told_of
 from meshwright.comm.record import COMPUTE, Recorder, recording
 from meshwright.errors import NonFiniteLossError, OptimizerError
 from meshwright.ir.graph import Graph
@@ -50,7 +50,7 @@ class Trainer(Resumable):
     """Trains a model by a plan. Made by :func:`meshwright.parallelize`; every rank makes one.
 
     Attributes:
-        plan: the plan that runs.
+        plan: the plan that runs, with its amendments.
         step_number: steps done.
         metrics: ``loss``, ``grad_norm`` (where clipping is on), under a low precision ``skipped`` (0 or 1) and
             ``loss_scale`` (float16), and the loss function's own, of the last step or evaluation, as scalar tensors.
@@ -72,7 +72,7 @@ class Trainer(Resumable):
         rules: Mapping[Target, OperatorRule] | None = None,
         compile: bool = False,
     ) -> None:
-        self.plan = plan
+        self.plan = self._ran = plan
         self.step_number = 0
         self.metrics: dict[str, Tensor] = {}
         self.max_grad_norm = max_grad_norm
@@ -82,6 +82,7 @@ class Trainer(Resumable):
         self.saver = Saver()
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
+        amend(self.groups, plan.amendments)
         told = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
         self.recorder: Recorder | None = Recorder(told, memory_reader(device))
         # before anything of the caller's changes
@@ -177,7 +178,8 @@ class Trainer(Resumable):
                 parameter.grad = None
             self._note("optimizer", begun)
         self.step_number += 1
-        look_at_links(self.step_number, self.groups.values())
+        if changes := look_at_links(self.step_number, self.groups):
+            self._amend((*self.plan.amendments, *changes))
         return loss
 
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
@@ -196,7 +198,7 @@ class Trainer(Resumable):
         ``all_ranks``: on rank 0 what all ranks did, on rank 0's clock, which every rank's is compared with now; every
         rank must call it, and the others get their own.
         """
-        mine = msgspec.structs.replace((self.recorder or Recorder()).trace(self.rank), plan=self.plan.digest)
+        mine = msgspec.structs.replace((self.recorder or Recorder()).trace(self.rank), plan=self._ran.digest)
         return on_rank_0(mine, self.device) if all_ranks else mine
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
@@ -228,6 +230,7 @@ class Trainer(Resumable):
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
+        self._ran = self.plan
         if self.recorder is not None:
             self.recorder.clear()
             self.recorder.sample()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Trouble, Work, check_message
+from meshwright.comm.transport.progress import Progress
 from meshwright.errors import LostRankError
 
 T = TypeVar("T")
@@ -24,30 +25,31 @@ _LATE = "look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks w
 
 
 class PointToPoint:
-    """A channel with the rank ``peer`` of a group."""
+    """A channel with the rank ``peer`` of a group. The streams of ``progress`` move while it waits."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, group: dist.ProcessGroup, peer: int, progress: Progress) -> None:
+        self._group, self._peer, self._progress = group, peer, progress
         self._name = dist.get_global_rank(group, peer)
 
     def send(self, tensor: Tensor) -> Work:
         """Start to send."""
-        return _Transfer(self._group.send([tensor], self._peer, 0), tensor)
+        return _Transfer(self._group.send([tensor], self._peer, 0), tensor, self._progress)
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Start to receive."""
-        return _Transfer(self._group.recv([into], self._peer, 0), into, due=(self._name, label or "a message"))
+        due = (self._name, label or "a message")
+        return _Transfer(self._group.recv([into], self._peer, 0), into, self._progress, due)
 
 
 class _Transfer:
     """A work under way, with the tensor that must live as long."""
 
-    def __init__(self, work: Work, kept: Tensor, due: tuple[int, str] | None = None) -> None:
-        self._work, self._kept, self._due = work, kept, due
+    def __init__(self, work: Work, kept: Tensor, progress: Progress, due: tuple[int, str] | None = None) -> None:
+        self._work, self._kept, self._progress, self._due = work, kept, progress, due
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self._progress.during(self._work.wait)
         except RuntimeError as error:
             if self._due is None:
                 raise
@@ -58,7 +60,7 @@ class _Transfer:
 
 
 class Wire:
-    """A lane to the rank ``peer`` of a group, whose timeout holds.
+    """A lane to the rank ``peer`` of a group, whose timeout holds. The streams of ``progress`` move while it waits.
 
     Every receive has room for the largest message, whatever is expected: so one of another size arrives, and can be
     told of. A rank that gives up leaves a note in the group's store and closes its connections, on which others wake.
@@ -68,8 +70,8 @@ class Wire:
     """Messages that may be on their way, each with a copy of its own."""
     expects = True
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, group: dist.ProcessGroup, peer: int, progress: Progress) -> None:
+        self._group, self._peer, self._progress = group, peer, progress
         self._name = dist.get_global_rank(group, peer)
         self._leaving: deque[tuple[_Room, Work]] = deque()
         self._coming: deque[tuple[_Room, Work]] = deque()
@@ -104,7 +106,7 @@ class Wire:
     def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
         """The next message."""
         room, work = self._coming[0]
-        self._tried(work.wait, "it has sent nothing")
+        self._tried(lambda: self._progress.during(work.wait), "it has sent nothing")
         check_message(
             self._name,
             _HEADER.unpack_from(room.memory),
@@ -125,7 +127,7 @@ class Wire:
 
     def _depart(self) -> None:
         room, work = self._leaving.popleft()
-        self._tried(work.wait, "it takes nothing")
+        self._tried(lambda: self._progress.during(work.wait), "it takes nothing")
         self._free.append(room)
 
     def _room(self) -> "_Room":

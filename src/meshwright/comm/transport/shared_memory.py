@@ -24,12 +24,9 @@ import mmap
 import os
 import platform
 import secrets
-import select
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -38,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Trouble, check_message
+from meshwright.comm.transport.process import Process, box
 from meshwright.errors import LostRankError, RankError
 
 SLEEP_S = 0.5
@@ -118,11 +116,13 @@ class SharedMemory:
 
     expects = False
 
-    def __init__(self, mine: _Segment, theirs: _Segment, slots: int, peer: int, process: int, timeout_s: float) -> None:
+    def __init__(
+        self, mine: _Segment, theirs: _Segment, slots: int, peer: int, process: Process, timeout_s: float
+    ) -> None:
         self.while_waiting: Callable[[], bool] | None = None
         self.look: Callable[[], None] | None = None
         self.peer, self.timeout_s = peer, timeout_s
-        self._mine, self._theirs, self._slots, self._peer_process = mine, theirs, slots, process
+        self._mine, self._theirs, self._slots, self.process = mine, theirs, slots, process
         self._futex = ctypes.CDLL(None).syscall
         self._long, self._nap, self._short = _timespec(SLEEP_S), _timespec(NAP_S), _timespec(FLUSH_S)
         self._num_put = 0
@@ -132,11 +132,11 @@ class SharedMemory:
     def connect(cls, store: dist.Store, name: str, rank: int, peer: int, timeout_s: float, slots: int) -> Self | None:
         """Share memory with another rank that calls this with the same name; None (for both) where they cannot.
 
-        Ranks in other network namespaces are on other machines, as far as we are concerned: containers, or emulated
-        boxes.
+        Ranks of one box try: each opens the other's memory, and finds there what the other says that it has written.
 
         Raises:
             RankError: this machine has no memory left for it, or the other rank has ``refused``.
+            LostRankError: the other rank has ended, or does not come.
         """
         token = secrets.token_bytes(16)
         descriptor = mine = None
@@ -146,29 +146,30 @@ class SharedMemory:
             mine = _Segment(descriptor, slots)
             mine.memory[_TOKEN : _TOKEN + len(token)] = token
         here, there = (f"{name}/{one}/{other}" for one, other in ((rank, peer), (peer, rank)))
-        network = _network()
-        store.set(here, f"{os.getpid()} {-1 if descriptor is None else descriptor} {token.hex()} {network}")
-        answer = store.get(there).decode()
-        if answer.startswith(_REFUSED):
-            problem, where, remedy = answer.removeprefix(_REFUSED).split("\n")
-            raise RankError(problem, where=where, remedy=remedy)
-        process, number, wanted, their_network = answer.split()
-        theirs = None
-        if mine is not None and int(number) >= 0 and their_network == network:
-            theirs = cls._open(int(process), int(number), bytes.fromhex(wanted), slots)
+        at = box()
+        store.set(here, f"{os.getpid()} {-1 if descriptor is None else descriptor} {token.hex()} {at}")
+        number, file, wanted, their_box = _answer(store, there, peer, timeout_s).split(" ", 3)
+        process = theirs = None
+        if mine is not None and int(file) >= 0 and their_box == at:
+            try:
+                process = Process(int(number))
+            except ProcessLookupError:
+                raise _ended(peer) from None
+            theirs = cls._open(int(number), int(file), bytes.fromhex(wanted), slots)
         store.set(f"{here}/opened", str(theirs is not None))
-        both = store.get(f"{there}/opened") == b"True"
+        both = _answer(store, f"{there}/opened", peer, timeout_s, process) == "True"
         if descriptor is not None:
             os.close(descriptor)
-        if mine is None or theirs is None or not both:
+        if mine is None or theirs is None or process is None or not both:
             _log.info("ranks %d and %d share no memory: they send and receive", *sorted((rank, peer)))
             return None
-        return cls(mine, theirs, slots, peer, os.pidfd_open(int(process)), timeout_s)
+        return cls(mine, theirs, slots, peer, process, timeout_s)
 
     @staticmethod
     def refuse(store: dist.Store, name: str, rank: int, peer: int, error: RankError) -> None:
         """Give the other rank this error where it waits, or will wait, to connect."""
-        store.set(f"{name}/{rank}/{peer}", _REFUSED + "\n".join((error.problem, error.where, error.remedy)))
+        for key in (f"{name}/{rank}/{peer}", f"{name}/{rank}/{peer}/opened"):
+            store.set(key, _REFUSED + "\n".join((error.problem, error.where, error.remedy)))
 
     @staticmethod
     def _open(process: int, number: int, token: bytes, slots: int) -> _Segment | None:
@@ -185,15 +186,19 @@ class SharedMemory:
             os.close(descriptor)
         return segment if segment.memory[_TOKEN : _TOKEN + len(token)] == token else None
 
-    def __del__(self) -> None:
-        with suppress(OSError):
-            os.close(self._peer_process)
-
     # --- messages --------------------------------------------------------------------------------------------------
 
     def wait_for_room(self) -> None:
         """Wait until a slot is free."""
         self._await(self._theirs.consumed, self._num_put - self._slots + 1, "room for a message")
+
+    def wait_for_message(self, what: str) -> None:
+        """Wait until the next message has come, which errors call ``what``."""
+        self._await(self._theirs.published, self._num_taken + 1, what)
+
+    def has_come(self) -> bool:
+        """Whether the next message has come."""
+        return not (self._theirs.published.value - self._num_taken - 1) & _BEHIND
 
     def put(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> None:
         """Copy a message into its slot, and tell the peer."""
@@ -292,9 +297,7 @@ class SharedMemory:
 
     def has_ended(self) -> bool:
         """Whether the peer's process is gone."""
-        poll = select.poll()
-        poll.register(self._peer_process, select.POLLIN)
-        return bool(poll.poll(0))
+        return self.process.has_ended()
 
     # --- futexes ---------------------------------------------------------------------------------------------------
 
@@ -354,18 +357,24 @@ def _allocate(descriptor: int, num_bytes: int, rank: int) -> None:
         ) from None
 
 
-def box() -> str:
-    """What is the same for all processes that may share memory: the machine, and this process's network there."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        machine = platform.node()
-    return f"{machine} {_network()}"
+def _answer(store: dist.Store, key: str, peer: int, timeout_s: float, process: Process | None = None) -> str:
+    """What the peer, whose process this is, says in the store."""
+    deadline = time.monotonic() + timeout_s
+    while not store.check([key]):
+        if process is not None and process.has_ended() and not store.check([key]):
+            raise _ended(peer)
+        if time.monotonic() > deadline:
+            raise LostRankError(f"it has not come for {timeout_s:g} s", where=f"rank {peer}", remedy=OWN_ERROR)
+        time.sleep(NAP_S)
+    answer = store.get(key).decode()
+    if answer.startswith(_REFUSED):
+        problem, where, remedy = answer.removeprefix(_REFUSED).split("\n")
+        raise RankError(problem, where=where, remedy=remedy)
+    return answer
 
 
-def _network() -> str:
-    """What tells this process's network from others of the machine."""
-    return str(os.stat("/proc/self/ns/net").st_ino) if sys.platform == "linux" else ""
+def _ended(peer: int) -> LostRankError:
+    return LostRankError(f"{ENDED}, and memory was to be shared with it", where=f"rank {peer}", remedy=OWN_ERROR)
 
 
 def _arena_at(slots: int) -> int:

@@ -1,7 +1,7 @@
 """Tensors of any size over a lane of shared memory, without waiting for the peer: what finds no room waits in a queue.
 
-It goes when there is room, whenever the rank uses the stream or sleeps. So sending never blocks, and there is no
-deadlock while each rank receives in the order in which the other sends.
+It goes when there is room, whenever the rank uses the stream or waits for anything (``progress.py``). So sending never
+blocks, and there is no deadlock while each rank receives in the order in which the other sends.
 """
 
 from collections import deque
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from meshwright.comm.transport.base import MESSAGE_BYTES, Work
+from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 
 SLOTS = 128
@@ -25,11 +26,12 @@ class _Part(NamedTuple):
 
 
 class Stream:
-    """A channel over a lane."""
+    """A channel over a lane, which ``progress`` keeps moving."""
 
-    def __init__(self, lane: SharedMemory) -> None:
-        self._lane = lane
-        lane.while_waiting = self._flush
+    def __init__(self, lane: SharedMemory, progress: Progress) -> None:
+        self._lane, self._progress = lane, progress
+        lane.while_waiting = progress.move
+        progress.streams.append(self)
         self._queue: deque[Tensor] = deque()
         self._num_sent = 0  # put, or in the queue
         self._num_put = 0
@@ -49,6 +51,13 @@ class Stream:
         self._expected.extend(_Part(part, label) for part in _parts(into))
         return _Until(self._complete, self._num_done + len(self._expected))
 
+    def move(self) -> bool:
+        """Put what finds room, and take one expected message: whoever waits for another must not wait long."""
+        came = bool(self._expected) and self._lane.has_come()
+        if came:
+            self._take()
+        return self._flush() or came
+
     def _depart(self, number: int) -> None:
         """Wait until so many messages are where the peer finds them."""
         self._flush()
@@ -61,18 +70,28 @@ class Stream:
         while self._queue and self._lane.put_at_once(self._queue[0], 0):
             self._queue.popleft()
             self._num_put += 1
+        (self._progress.blocked.add if self._queue else self._progress.blocked.discard)(self)
         return bool(self._queue)
 
     def _complete(self, number: int) -> None:
         """Wait for the peer's messages up to that one, in their order."""
         self._flush()
         while self._num_done < number:
-            part = self._expected[0]
-            label = part.label or f"message {self._num_done + 1}"
-            part.into.copy_(self._lane.take(part.into.numel(), part.into.dtype, 0, label))
-            self._lane.release()
-            self._expected.popleft()
-            self._num_done += 1
+            if self._lane.has_come():
+                self._take()
+            else:
+                self._lane.wait_for_message(self._label())
+
+    def _take(self) -> None:
+        """Take the next expected message, which has come."""
+        part = self._expected[0].into
+        part.copy_(self._lane.take(part.numel(), part.dtype, 0, self._label()))
+        self._lane.release()
+        self._expected.popleft()
+        self._num_done += 1
+
+    def _label(self) -> str:
+        return self._expected[0].label or f"message {self._num_done + 1}"
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
