@@ -12,6 +12,7 @@ import torch
 
 import meshwright as mw
 from meshwright import api, cli
+from meshwright.api.machine import known_cluster
 from meshwright.cost.captured import step_work
 from meshwright.cost.collective import Group, Network
 from meshwright.errors import ClusterError, FileFormatError, LaunchError
@@ -262,3 +263,17 @@ def test_the_command_shows_what_it_found(
     assert f"written to {api.calibration_file()}" in shown
     assert cli.run(["calibrate", "--if-stale", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calibration"]["spread"] == 0.5
+
+
+class Properties:
+    """What CUDA reports of a device."""
+
+    name, total_memory = "NVIDIA H100 80GB HBM3", 84_900_000_000
+
+
+def test_without_a_cluster_the_cuda_device_at_hand_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: Properties.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    here = known_cluster(None, torch.device("cuda"))
+    assert (here.name, here.device.name, here.device.memory_bytes) == ("h100-dgx", "h100", Properties.total_memory)
