@@ -200,7 +200,7 @@ class Trainer(Resumable):
         return on_rank_0(mine, self.device) if all_ranks else mine
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Whole tensors under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
+        """Whole tensors on the CPU under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
 
         Every rank must call it; it loads into the plain model with ``load_state_dict``.
         """
