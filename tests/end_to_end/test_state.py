@@ -20,10 +20,11 @@ class OnDevice(Tensor):
 
 
 def test_one_whole_tensor_at_a_time_lies_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, made = LocalParameters.whole, []
+    whole = LocalParameters.whole
+    made: list[weakref.ref[Tensor]] = []
 
     def on_device(parameters: LocalParameters, name: str, value: Tensor | None) -> Tensor:
-        assert [one().shape for one in made if one() is not None] == [], "the tensors before it are on the CPU"
+        assert not any(one() is not None for one in made), "the tensors before it are on the CPU"
         result = whole(parameters, name, value).as_subclass(OnDevice)
         made.append(weakref.ref(result))
         return result

@@ -12,6 +12,7 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
 from meshwright.runtime import checkpoint
 from meshwright.runtime.checkpoint import Stateful
+from meshwright.runtime.loss_check import LossCheck
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.precision import LossScale
 from meshwright.runtime.saving import Saver
@@ -31,6 +32,7 @@ class Resumable:
     rank: int
     metrics: dict[str, Tensor]
     saver: Saver
+    losses: LossCheck
     _optimizer: torch.optim.Optimizer | None
     _offloader: Offloader | None
 
@@ -51,6 +53,7 @@ class Resumable:
 
         Raises:
             CheckpointError: on every rank; what was at ``path`` has not changed.
+            NonFiniteLossError: the loss of the last step, which a CUDA device had not told yet.
         """
         self._settle()
         checkpoint.save(self, self._optimizer, path, loader, extra, blocking=blocking)
@@ -108,5 +111,6 @@ class Resumable:
         return checkpoint.load_latest(self, self._optimizer, directory, loader, extra)
 
     def _settle(self) -> None:
+        self.losses.settle()
         if self._offloader is not None:
             self._offloader.settle()
