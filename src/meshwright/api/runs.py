@@ -44,9 +44,10 @@ LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with what it will do, and whether a rank's memory holds it; ``verdict`` is empty where ``stage_sizes``
-    differ, which are not simulated."""
+    differ, which are not simulated. ``constants``: where the cluster's are from."""
 
     plan: Plan
+    constants: str
     memory_bytes: float
     verdict: Verdict | Literal[""] = ""
 
@@ -62,10 +63,11 @@ def plan_run(run: Run, ranks: int = 0, memory_bytes: float | None = None) -> Pla
     known = known_cluster(run.layout.cluster or None, torch.device("cpu"), made.mesh.world_size)
     limit = memory_bytes or known.device.memory_bytes
     if made.uneven:
-        return Planned(plan=made, memory_bytes=limit)
+        return Planned(plan=made, constants=known.constants, memory_bytes=limit)
     found = foretell(graph, made, known, optimizer=optimizer, clips=run.train.max_grad_norm > 0).prediction
     verdict = memory_verdict(found.peak_memory_bytes, limit)
-    return Planned(plan=msgspec.structs.replace(made, prediction=found), memory_bytes=limit, verdict=verdict)
+    made = msgspec.structs.replace(made, prediction=found)
+    return Planned(plan=made, constants=known.constants, memory_bytes=limit, verdict=verdict)
 
 
 def simulate_run(

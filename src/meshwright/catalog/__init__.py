@@ -203,6 +203,7 @@ def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts
         beta_s_per_byte=link.beta_s_per_byte,
         rings=link.rings,
         source=f"{available[0]}; {link.source}",
+        origin="catalog",
     )
 
 
@@ -225,6 +226,7 @@ def _fabric(name: str, text: str, parts: Parts) -> Level:
         beta_s_per_byte=8 / (rate * 1e9 * kind.fraction),
         links=links,
         source=kind.source,
+        origin="catalog",
     )
 
 
@@ -254,7 +256,9 @@ def _parts() -> Parts:
 
 @functools.cache
 def _device_file(name: str) -> DeviceFile:
-    return _read(f"devices/{name}.toml", DeviceFile)
+    entry = _read(f"devices/{name}.toml", DeviceFile)
+    origin = "catalog" if entry.device.origin == "given" else entry.device.origin  # generic devices say it themselves
+    return msgspec.structs.replace(entry, device=msgspec.structs.replace(entry.device, origin=origin))
 
 
 def _read(name: str, kind: type[_T]) -> _T:

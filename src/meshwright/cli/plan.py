@@ -117,6 +117,7 @@ def plan(
         typer.echo(files.encode_json(made).decode(), nl=False)
     else:
         display.console().print(made.explain())
+        display.console().print(f"  constants of the cluster: {found.constants}")
         if found.verdict:
             display.console().print(f"  memory: {found.verdict} in {found.memory_bytes / 2**30:.3g} GiB a rank")
     return 0
