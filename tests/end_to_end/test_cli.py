@@ -392,3 +392,14 @@ def test_held_out_results_read_well() -> None:
     assert str(HeldOut(step=1, loss=2.0)) == "loss 2.0000"
     assert str(HeldOut(step=1, loss=2.0, bits_per_byte=2.885)) == "loss 2.0000, 2.885 bits per byte"
     assert str(HeldOut(step=1, loss=2.0, accuracy=0.9876)) == "loss 2.0000, accuracy 98.76%"
+
+
+def test_a_search_may_be_given_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "mlp", "--ranks", "2", "--layout.plan", "auto", "--cluster", "cpu-local"]
+    assert cli([*words, "--seconds", "600"]) == 0
+    assert "stopped after" not in capsys.readouterr().out
+    assert cli([*words, "--seconds", "1e-9"]) == 2
+    assert "seconds: no layout that fits was found in 1e-09 s: 0 of" in capsys.readouterr().err
+    for seconds in ("0", "nan", "-3"):
+        assert cli([*words, f"--seconds={seconds}"]) == 2
+        assert f"seconds: {float(seconds)!r} is no time to plan for" in capsys.readouterr().err
