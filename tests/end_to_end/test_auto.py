@@ -20,7 +20,7 @@ from meshwright.api import plans
 from meshwright.api.plans import cost_of
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError, MeshwrightError
+from meshwright.errors import ClusterError, LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
 from meshwright.models import (
@@ -364,3 +364,9 @@ def test_all_ranks_take_the_plan_that_rank_0_found_in_time(ranks: Ranks) -> None
     first, second = ranks(2, plan_on_a_slow_first_rank)
     assert first == second
     assert first[1] == 1
+
+
+def test_more_devices_than_there_are_anywhere_are_refused() -> None:
+    for layout in (None, mw.Layout(dp=10**12)):
+        with pytest.raises(ClusterError, match="cluster cpu-local: 1000000000000 devices are more than 1,000,000"):
+            mw.plan(gpt(), "cpu-local", devices=10**12, layout=layout)

@@ -15,6 +15,8 @@ Operation = Literal[
     "reduce", "scatter", "gather", "barrier", "send",
 ]  # fmt: skip
 
+MOST_DEVICES = 1_000_000
+"""Devices that a cluster may have; the largest there are have some hundred thousand."""
 NETWORK = "network"
 """The level between boxes, as calibration calls it: the innermost where each box has one rank."""
 
@@ -107,6 +109,12 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         check_device(self.device, "device")
+        if self.num_devices > MOST_DEVICES:
+            raise ClusterError(
+                f"{self.num_devices} devices are more than {MOST_DEVICES:,}, the most that are planned for",
+                where=f"cluster {self.name}",
+                remedy="ask for fewer devices or ranks",
+            )
         _check_levels(self.levels, "levels", outside=())
         size = _size(self.levels)
         if self.num_devices != size:

@@ -44,11 +44,11 @@ class TimeLimit:
             raise TimeIsOverError
 
     def say(self, what: str) -> None:
-        """What is weighed now."""
+        """What is done now."""
         self.progress(what)
         if time.monotonic() > self._told + TOLD_EVERY_S:
             self._told = time.monotonic()
-            log.info("planning: weighing %s", what)
+            log.info("planning: %s", what)
 
     def stopped(self, weighed: int, layouts: int, simulated: int) -> Note:
         """The note of a plan whose search was stopped, which the log says too."""
