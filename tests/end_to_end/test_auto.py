@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -18,7 +20,7 @@ from meshwright.api import plans
 from meshwright.api.plans import cost_of
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError, MeshwrightError
+from meshwright.errors import ClusterError, LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
 from meshwright.models import (
@@ -33,8 +35,10 @@ from meshwright.models import (
 from meshwright.planner import auto
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.runtime.optimizer import OptimizerFactory
 from tests.distributed import hugging_face, oracle
+from tests.distributed.pool import Ranks
 
 HEAVY = msgspec.structs.replace(cost.ADAMW, moved=10**6)
 """An optimizer that moves so much that nothing else counts."""
@@ -83,7 +87,8 @@ def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | No
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
     """The fastest of all stages and recomputations that fit, of one division of the batch."""
-    scales = auto._Scales(gpt(), 2, CLUSTER, ADAMW, clips=False)
+    clock = TimeLimit(None, lambda what: None)
+    scales = auto._Scales(gpt(), 2, CLUSTER, ADAMW, clips=False, offload=False, clock=clock)
     layout = mw.Layout(dp=2, microbatches=microbatches)
     every = [
         scales._weigh(msgspec.structs.replace(layout, zero=zero, recompute=recompute), scales._plain)
@@ -261,7 +266,7 @@ def test_parallelize_tells_the_planner_its_optimizer(monkeypatch: pytest.MonkeyP
     asked: list[tuple[OptimizerCost, bool]] = []
 
     def searched(
-        graph: Graph, world_size: int, cluster: mw.Cluster, *, optimizer: OptimizerCost, clips: bool, offload: bool
+        graph: Graph, world_size: int, cluster: mw.Cluster, *, optimizer: OptimizerCost, clips: bool, **_: object
     ) -> mw.Plan:
         asked.append((optimizer, clips))
         return plan_layout(graph, mw.Layout(), world_size=world_size)
@@ -281,3 +286,87 @@ def test_parallelize_tells_the_planner_its_optimizer(monkeypatch: pytest.MonkeyP
     mw.parallelize(*given, plan=mw.Layout(), optimizer=factory)
     assert len(asked) == 1
     assert len(calls) == 3
+
+
+# --- a limit of time -------------------------------------------------------------------------------------------------
+
+
+def stop_after(layouts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the time were over when so many layouts have been weighed."""
+    left = layouts
+
+    def check(clock: TimeLimit) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TimeIsOverError
+
+    monkeypatch.setattr(TimeLimit, "check", check)
+    monkeypatch.setattr(TimeLimit, "over", property(lambda clock: left < 0))
+
+
+def test_a_search_without_limit_says_what_it_weighs_and_that_is_all() -> None:
+    said: list[str] = []
+    plan = mw.plan(gpt(), CLUSTER, devices=2, progress=said.append)
+    weighed = [text for text in said if not text.startswith("simulating ")]
+    assert weighed[0] == f"dp2, layout 1 of {len(weighed)}"
+    assert weighed[-1].endswith(f", layout {len(weighed)} of {len(weighed)}")
+    assert "stopped after" not in plan.explain()
+
+
+def test_when_the_time_is_over_the_best_so_far_is_taken_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, said = gpt(), list[str]()
+    stop_after(3, monkeypatch)
+    with caplog.at_level(logging.WARNING, "meshwright"):
+        plan = mw.plan(graph, CLUSTER, devices=2, seconds=7.0, progress=said.append)
+    plan.check(graph)
+    weighed = [text for text in said if not text.startswith("simulating ")]
+    assert len(weighed) == 4, "three and the one at which the time was over"
+    count = weighed[0].rpartition(" ")[2]
+    reason = f"3 of {count} layouts were weighed, 1 simulated: another may be faster"
+    assert re.search(rf"\(planner\) +stopped after 7 s +{reason}", plan.explain())
+    assert caplog.messages == [f"planning has stopped after 7 s: {reason}"]
+    assert layout_text(plan.layout) in {text.partition(", layout ")[0] for text in weighed[:3]}
+    assert plan.prediction is not None
+
+
+def test_where_nothing_was_found_in_time_that_is_an_error() -> None:
+    with pytest.raises(LayoutError, match=r"^seconds: no layout that fits was found in 1e-09 s: 0 of \d+ were weighed"):
+        mw.plan(gpt(), CLUSTER, devices=2, seconds=1e-9)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.0, -1.5, math.nan, "5"])
+def test_what_is_no_time_is_refused(seconds: float) -> None:
+    expected = f"seconds: {seconds!r} is no time to plan for\n  -> give a number above 0, or None: no limit"
+    subject = oracle.gpt(False, layers=1)
+    given = subject.model, subject.loss_fn, subject.batches[0]
+    for call in (
+        lambda: mw.plan(gpt(), CLUSTER, devices=2, seconds=seconds),
+        lambda: mw.parallelize(*given, seconds=seconds),
+    ):
+        with pytest.raises(LayoutError) as caught:
+            call()
+        assert str(caught.value) == expected
+
+
+def plan_on_a_slow_first_rank() -> tuple[str, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 0:
+            stop_after(2, patch)
+        subject = oracle.gpt(False, layers=1)
+        trainer = mw.parallelize(subject.model, subject.loss_fn, subject.batches[0], cluster=CLUSTER, seconds=60.0)
+    return trainer.plan.digest, sum(note.split == "stopped after 60 s" for note in trainer.plan.notes)
+
+
+def test_all_ranks_take_the_plan_that_rank_0_found_in_time(ranks: Ranks) -> None:
+    first, second = ranks(2, plan_on_a_slow_first_rank)
+    assert first == second
+    assert first[1] == 1
+
+
+def test_more_devices_than_there_are_anywhere_are_refused() -> None:
+    for layout in (None, mw.Layout(dp=10**12)):
+        with pytest.raises(ClusterError, match="cluster cpu-local: 1000000000000 devices are more than 1,000,000"):
+            mw.plan(gpt(), "cpu-local", devices=10**12, layout=layout)

@@ -12,6 +12,7 @@ import torch
 
 import meshwright as mw
 from meshwright import api, cli
+from meshwright.api.machine import known_cluster
 from meshwright.cost.captured import step_work
 from meshwright.cost.collective import Group, Network
 from meshwright.errors import ClusterError, FileFormatError, LaunchError
@@ -262,3 +263,49 @@ def test_the_command_shows_what_it_found(
     assert f"written to {api.calibration_file()}" in shown
     assert cli.run(["calibrate", "--if-stale", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calibration"]["spread"] == 0.5
+
+
+def test_what_was_not_measured_is_not_said_to_be() -> None:
+    """One rank of a machine with several cores sends no message."""
+    seconds = {"matmul": [(1e6, 1e-3)], "pointwise": [(1e6, 1e-3)]}
+    alone = Measured(seconds=seconds, peaks={"float32": 1e9}, taken_s=1.0, passed_s=1.0)
+    made = made_cluster(alone, None, None, [], ranks=1, cores=4)
+    assert made.constants == "device measured, box default"
+    assert made.levels[0].source.startswith("not measured: ")
+    sent = CollectiveTiming(operation="send", algorithm="", level="box", ranks=2, bytes=8, time_s=1e-5)
+    assert made_cluster(alone, None, None, [sent], ranks=2, cores=4).constants == "device measured, box measured"
+    grown = known_cluster(made, torch.device("cpu"))
+    assert grown.constants == made.constants
+
+
+@pytest.mark.parametrize(
+    ("words", "constants"),
+    [
+        ("clusters cpu-local", "box: 2 together, 30 us a message, 2.74 GB/s: default  ("),
+        ("clusters h100-dgx", "device: catalog  ("),
+        (
+            "predict llama3-8b --cluster h100-dgx-ndr400x8 --devices 16 --zero 3 --global-batch 16",
+            "(device catalog, pod catalog, box catalog)",
+        ),
+        ("plan llama3-8b --cluster h100-dgx --batch 8", "constants of the cluster: device catalog, box catalog"),
+        ("plan alexnet --cluster v100-dgx1", "constants of the cluster: device catalog, box catalog"),
+        ("plan mlp --dp 2 --cluster cpu-local", "constants of the cluster: device default, box default"),
+    ],
+)
+def test_commands_say_where_constants_are_from(words: str, constants: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(words.split()) == 0
+    assert constants in " ".join(capsys.readouterr().out.split("\n"))
+
+
+class Properties:
+    """What CUDA reports of a device."""
+
+    name, total_memory = "NVIDIA H100 80GB HBM3", 84_900_000_000
+
+
+def test_without_a_cluster_the_cuda_device_at_hand_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: Properties.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    here = known_cluster(None, torch.device("cuda"))
+    assert (here.name, here.device.name, here.device.memory_bytes) == ("h100-dgx", "h100", Properties.total_memory)

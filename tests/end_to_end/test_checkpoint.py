@@ -318,15 +318,58 @@ def test_the_latest_are_kept(tmp_path: Path) -> None:
     assert same(weights(other), weights(trainer))
 
 
-def test_half_written_ones_do_not_count_and_are_removed(tmp_path: Path) -> None:
+def test_half_written_ones_do_not_count_and_stay(tmp_path: Path) -> None:
     trainer = a_trainer()
     paths = []
     for _ in range(3):
         paths.append(trainer.save_in(tmp_path, keep=3))
         trainer.step(a_batch())
     (paths[1] / "manifest.json").unlink()
-    trainer.save_in(tmp_path, keep=3)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-00000000", "step-00000002", "step-00000003"]
+    trainer.save_in(tmp_path, keep=2)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_directories_of_other_people_are_neither_removed_nor_counted_nor_loaded(tmp_path: Path) -> None:
+    others = {
+        "step-00000001/results.txt": "mine",
+        "step-00000002/manifest.json": '{"files": []}',
+        "step-00000003/data-20240101/photo.jpg": "mine",
+        "step-90000000/manifest.json": "{",
+    }
+    for name, text in others.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    trainer = a_trainer()
+    assert trainer.load_latest(tmp_path) is None
+    assert manifest.latest_step(tmp_path) == -1
+    for step in (10, 20, 30, 40):
+        trainer.step_number = step
+        trainer.save_in(tmp_path, keep=2)
+    assert manifest.steps_in(tmp_path) == ["step-00000040", "step-00000030"]
+    assert {name: (tmp_path / name).read_text() for name in others} == others
+    assert trainer.load_latest(tmp_path) == tmp_path / "step-00000040"
+    trainer.step_number = 3
+    with pytest.raises(CheckpointError, match=r"step-00000003: the directory holds other files \(data-20240101\)"):
+        trainer.save_in(tmp_path)
+
+
+def test_what_people_put_into_a_checkpoint_stays_when_it_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = a_trainer()
+    first = trainer.save_in(tmp_path)
+    data = data_of(first)
+    (first / "notes.txt").write_text("mine")
+    (data / "more.txt").write_text("mine")
+    trainer.step(a_batch())
+    with caplog.at_level(logging.WARNING, "meshwright"):
+        trainer.save_in(tmp_path, keep=1)
+    assert sorted(one for one in first.rglob("*") if one.is_file()) == [data / "more.txt", first / "notes.txt"]
+    assert told(caplog) == [
+        f"{data} holds files that no save wrote (more.txt), and is left there",
+        f"{first} holds files that no save wrote ({data.name}), and is left there",
+    ]
+    assert manifest.steps_in(tmp_path) == ["step-00000001"]
 
 
 def test_a_damaged_latest_one_is_named_and_the_one_before_is_used(

@@ -392,3 +392,43 @@ def test_held_out_results_read_well() -> None:
     assert str(HeldOut(step=1, loss=2.0)) == "loss 2.0000"
     assert str(HeldOut(step=1, loss=2.0, bits_per_byte=2.885)) == "loss 2.0000, 2.885 bits per byte"
     assert str(HeldOut(step=1, loss=2.0, accuracy=0.9876)) == "loss 2.0000, accuracy 98.76%"
+
+
+def test_a_search_may_be_given_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "mlp", "--ranks", "2", "--layout.plan", "auto", "--cluster", "cpu-local"]
+    assert cli([*words, "--seconds", "600"]) == 0
+    assert "stopped after" not in capsys.readouterr().out
+    assert cli([*words, "--seconds", "1e-9"]) == 2
+    assert "seconds: no layout that fits was found in 1e-09 s: 0 of" in capsys.readouterr().err
+    for seconds in ("0", "nan", "-3"):
+        assert cli([*words, f"--seconds={seconds}"]) == 2
+        assert f"seconds: {float(seconds)!r} is no time to plan for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["clusters", "h100-box99999999999"],
+            "cluster h100-box99999999999: 99999999999 devices are more than 1,000,000",
+        ),
+        (["plan", "mlp", "--dp", "1000000000000"], "cluster cpu-local: 1000000000000 devices are more than 1,000,000"),
+        (["plan", "mlp", "--layout.pp", "1000000000"], "cluster cpu-local: 1000000000 devices are more than 1,000,000"),
+        (["simulate", "mlp", "--dp", "1000000000000"], "1000000000000 devices are more than 1,000,000"),
+        (["simulate", "mlp", "--dp", "2", "--jitter", "1e300"], "faults: jitter: jitter is 1e+300"),
+        (["plan", "gpt", "--model.layers", "1000000000"], "--model.layers: '1000000000': Expected `int` <= 10000"),
+        (
+            ["plan", "gpt", "--data.batch_size", "1000000000000000"],
+            "there is not enough memory for 10240",
+        ),
+        (
+            ["verify", "mlp", "--layout.dp", "100000"],
+            "ranks: 100000 ranks on one machine are more than 256\n  -> start fewer: each is a process",
+        ),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(words) == 2
+    assert problem in capsys.readouterr().err

@@ -72,6 +72,27 @@ def test_schedule_prints_bytes_sent_for_a_micro_batch(capsys: pytest.CaptureFixt
     )
 
 
+def test_of_a_large_schedule_the_first_ranks_and_slots_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["schedule", "1f1b", "--stages", "70", "--microbatches", "200"]
+    assert cli(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "drawn: 64 of 70 ranks, 500 of 807 slots" in lines
+    assert lines[-2:] == [
+        "bubble: 0.345 of the time that a rank computes; at most 70 micro-batches alive on a rank",
+        "the first ranks and slots are shown: --whole draws all of it, --text and --json print it",
+    ]
+    assert {line.partition("  ")[0] for line in lines if line.startswith("rank ")} >= {"rank 0", "rank 63"}
+    assert not any(line.startswith("rank 64") for line in lines)
+    assert cli([*arguments, "--whole"]) == 0
+    whole = capsys.readouterr().out.splitlines()
+    assert "slot     " + lines[2].removeprefix("slot     ") == whole[2]
+    cells = [" ".join(line[9:] for line in part if line.startswith("rank 0 ")).split() for part in (lines, whole)]
+    assert cells[0][:200] == cells[1][:200]
+    assert cells[0][-1].startswith("B"), "an action that goes on is drawn up to the last slot"
+    assert whole[-1] == lines[-2]
+    assert any(line.startswith("rank 69") for line in whole)
+
+
 @pytest.mark.parametrize("written", ["text", "json"])
 def test_a_file_that_was_printed_is_read_again(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["schedule", "interleaved", "--stages", "2", "--microbatches", "4", "--chunks", "2"]

@@ -359,7 +359,9 @@ def failure(doing: str, kind: type[RankError] = FailedRankError) -> RankError:
 def saved(directory: Path, step: int) -> None:
     path = directory / manifest.step_name(step)
     path.mkdir(parents=True)
-    (path / manifest.MANIFEST).write_text("{}")
+    fields: dict[str, object] = dict.fromkeys(("model", "fingerprint", "optimizer", "torch", "meshwright", "data"), "")
+    fields |= {"files": {}, "tensors": {}, "plan": {}, "step": step}
+    manifest.commit(path, msgspec.convert(fields, manifest.Manifest))
 
 
 def test_the_third_failure_at_one_place_is_the_last(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.api.machine import known_cluster
+from meshwright.errors import NonFiniteLossError
 from meshwright.models import GPT, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -40,4 +42,21 @@ def test_five_steps_equal_eager(case: int) -> None:
         optimizer.step()
         torch.testing.assert_close(trainer.step(batch), loss.detach(), rtol=1e-9, atol=1e-9)
     for name, value in trainer.full_state_dict().items():
-        torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(value, twin.state_dict()[name].cpu(), rtol=1e-9, atol=1e-9)
+
+
+def test_a_loss_that_is_no_number_is_seen_one_step_late_and_its_error_says_so() -> None:
+    model, loss_fn, batch = _cases()[1]
+    trainer = mw.parallelize(model.double(), loss_fn, batch, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    trainer.step(batch)
+    trainer.step(batch | {"image": batch["image"] * torch.nan})
+    assert not any(torch.isfinite(value).any() for value in trainer.full_state_dict().values())
+    with pytest.raises(NonFiniteLossError) as caught:
+        trainer.step(batch)
+    assert str(caught.value).startswith("step 2: the loss became nan at step 2\n")
+    assert "; parameters are those after step 2" in str(caught.value)
+
+
+def test_without_a_cluster_the_device_at_hand_is_known() -> None:
+    cluster = known_cluster(None, torch.device("cuda"))
+    assert cluster.device.memory_bytes == torch.cuda.get_device_properties(0).total_memory

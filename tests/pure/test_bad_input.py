@@ -53,6 +53,30 @@ PLAN = ["plan", "llama2-7b", "--cluster", DGX]
             [*PLAN, "--ranks", "24", "--batch", "7"],
             "model llama2-7b: no layout of 24 devices divides 32 heads, 32 layers and a batch of 7",
         ),
+        # sizes that no machine has, or that would take hours
+        (
+            [*PLAN, "--ranks", "1000000000000"],
+            (
+                f"cluster {DGX}: 1000000000000 devices are more than 1,000,000, the most that are planned for\n"
+                "  -> ask for fewer devices or ranks"
+            ),
+        ),
+        ([*PREDICT, "--dp", "1000000000000", "--global-batch", "1000000000000"], "1000000000000 devices are more than"),
+        (
+            ["schedule", "1f1b", "--stages", "64", "--microbatches", "100000"],
+            (
+                "schedule 1f1b: 64 ranks, 100000 micro-batches and 1 chunks are 12,800,000 forwards and backwards, "
+                "more than 1,000,000\n  -> give fewer micro-batches"
+            ),
+        ),
+        (
+            ["schedule", "interleaved", "--stages", "8", "--microbatches", "64", "--chunks", "1000000000"],
+            "are 1,024,000,000,000 forwards and backwards",
+        ),
+        (
+            ["collectives", "all_reduce", "--ranks", "1000000", "--picture", "ring"],
+            "--ranks: 1000000 ranks\n  -> draw 1 to 256",
+        ),
         # heads
         ([*PREDICT, "--tp", "5"], "heads: heads = 96 is not divisible by tp = 5"),
         # impossible clusters

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.catalog import cluster_names, device_names, load_cluster, load_device
+from meshwright.catalog import cluster_names, device_names, load_cluster, load_device, reported_cluster
 from meshwright.errors import ClusterError, FileFormatError
 from meshwright.ir.cluster import Cluster
 
@@ -165,3 +165,70 @@ def test_a_path_is_a_file_and_no_name() -> None:
 
 def test_the_noun_loads_names_too() -> None:
     assert Cluster.load("h200-dgx-ndr400x8", 16) == load_cluster("h200-dgx-ndr400x8", 16)
+
+
+GIB = 2**30
+REPORTED = {
+    "A100-SXM4-40GB": (39.4, "a100-40gb", "nvlink"),
+    "A100-SXM4-80GB": (79.2, "a100-80gb", "nvlink"),
+    "NVIDIA A100-SXM4-40GB": (39.4, "a100-40gb", "nvlink"),
+    "NVIDIA A100-SXM4-80GB": (79.2, "a100-80gb", "nvlink"),
+    "NVIDIA A100-PCIE-40GB": (39.4, "a100-40gb", "pcie"),
+    "NVIDIA A100 80GB PCIe": (79.2, "a100-80gb", "pcie"),
+    "NVIDIA A800-SXM4-80GB": (79.2, "a800", "nvlink"),
+    "NVIDIA A800 80GB PCIe": (79.2, "a800", "pcie"),
+    "NVIDIA H100 80GB HBM3": (79.1, "h100", "nvlink"),
+    "NVIDIA H100": (95.0, "h100-96gb", "nvlink"),
+    "NVIDIA H200": (139.7, "h200", "nvlink"),
+    "NVIDIA H800": (79.1, "h800", "nvlink"),
+    "NVIDIA GH200 480GB": (95.0, "gh200", "nvlink"),
+    "NVIDIA GH200 120GB": (94.5, "gh200", "nvlink"),
+    "NVIDIA B200": (178.4, "b200", "nvlink"),
+    "NVIDIA GB200": (184.0, "gb200", "nvlink"),
+    "Tesla V100-SXM2-16GB": (15.8, "v100-16gb", "mesh"),
+    "Tesla V100-SXM2-32GB": (31.7, "v100", "mesh"),
+    "Tesla V100-SXM3-32GB": (31.7, "v100", "mesh"),
+    "Tesla V100-PCIE-16GB": (15.8, "v100-16gb", "pcie"),
+    "Tesla V100-PCIE-32GB": (31.7, "v100", "pcie"),
+    "Tesla V100-DGXS-32GB": (31.7, "v100", "mesh"),
+    "Tesla P100-SXM2-16GB": (15.9, "p100", "nvlink"),
+    "Tesla P100-PCIE-16GB": (15.9, "p100", "pcie"),
+    "AMD Instinct MI250X": (64.0, "mi250x", "nvlink"),
+    "AMD Instinct MI300X": (191.5, "mi300x", "nvlink"),
+}
+UNKNOWN = [
+    "NVIDIA A100-SXM-64GB", "NVIDIA A100X", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 PCIe", "NVIDIA H100 NVL",
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA H200 NVL", "NVIDIA H20", "NVIDIA GH200 144G HBM3e", "NVIDIA L40S",
+    "NVIDIA L4", "NVIDIA A10G", "NVIDIA A10", "NVIDIA A40", "NVIDIA RTX A6000", "NVIDIA GeForce RTX 4090",
+    "NVIDIA GeForce RTX 3090", "Tesla T4", "Tesla V100S-PCIE-32GB", "Tesla P100-PCIE-12GB", "GRID A100X-40C",
+    "AMD Instinct MI210", "AMD Radeon Graphics", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reported", REPORTED)
+def test_what_a_driver_reports_names_a_device_and_its_link(reported: str) -> None:
+    memory_gib, name, link = REPORTED[reported]
+    cluster = reported_cluster(reported, int(memory_gib * GIB), 2)
+    assert (cluster.device.name, cluster.levels[0].source.split(";")[0]) == (name, link)
+    assert cluster.device.memory_bytes == int(memory_gib * GIB)
+    assert cluster.num_devices == (2 if link == "pcie" else 8)
+
+
+@pytest.mark.parametrize("reported", UNKNOWN)
+def test_what_the_catalog_does_not_have_is_refused(reported: str) -> None:
+    with pytest.raises(ClusterError, match=f"the catalog has no device {reported!r}") as caught:
+        reported_cluster(reported, 40 * GIB, 1)
+    assert str(caught.value).endswith(
+        "\n  -> pass cluster=, the name or the file of a cluster: `meshwright clusters` lists names"
+    )
+
+
+def test_other_kinds_of_an_unknown_device_are_told() -> None:
+    with pytest.raises(ClusterError, match=r"no device 'NVIDIA H100 PCIe' \(it has other kinds: h100, h100-96gb\)"):
+        reported_cluster("NVIDIA H100 PCIe", 80 * GIB, 1)
+
+
+def test_a_part_of_a_device_is_not_the_device() -> None:
+    problem = r"NVIDIA A100-SXM4-80GB reports 39\.6 GiB of memory, the catalog's a100-80gb has 79\.2 GiB"
+    with pytest.raises(ClusterError, match=problem):
+        reported_cluster("NVIDIA A100-SXM4-80GB", int(39.6 * GIB), 1)

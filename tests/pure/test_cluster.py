@@ -299,7 +299,7 @@ def test_ranks_and_levels_that_do_not_exist_are_named() -> None:
             (
                 "two.toml: levels[0]: Object contains unknown field `alpha_us`\n"
                 "  -> did you mean `alpha_s`? known keys: name, fan_out, alpha_s, beta_s_per_byte, links, contention, "
-                "rings, source, members"
+                "rings, source, origin, members"
             ),
         ),
         (

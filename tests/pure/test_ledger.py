@@ -25,7 +25,7 @@ BOX = Cluster(
         peak_flops_per_s={"float32": 1e11},
     ),
     levels=(
-        Level(name="socket", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1e-10),
+        Level(name="socket", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1e-10, origin="measured"),
         Level(name="box", fan_out=2, alpha_s=2e-5, beta_s_per_byte=2e-10),
     ),
 )  # fmt: skip
@@ -88,11 +88,12 @@ def test_measured_times_are_medians_over_steps_by_rank_and_part() -> None:
 
 
 def test_the_table_lays_them_side_by_side_and_ends_in_words() -> None:
+    assert BOX.constants == "device given, box given, socket measured"
     found = ledger(
         AS_PREDICTED, {0: (10.0, 2.5, 0.0), 1: (10.0, 2.5, 0.0)}, peaks=({0: 3 * MIB, 1: 3 * MIB}, {0: 3 * MIB})
     )
     assert found.table() == "\n".join([
-        "GPT-S as dp2 on box: predicted (simulated) beside 1 step (measured)",
+        f"GPT-S as dp2 on box ({BOX.constants}): predicted (simulated) beside 1 step (measured)",
         "  rank  part                    predicted   measured pred/meas",
         "  0     computing                     8 s       10 s      0.80",
         "        exposed communication         2 s      2.5 s      0.80",

@@ -66,6 +66,10 @@ def test_impossible_faults_are_refused() -> None:
         Faults(slow={1: -1.0})
     with pytest.raises(LayoutError, match=r"jitter is -0\.1"):
         Faults(jitter=-0.1)
+    with pytest.raises(LayoutError, match=r"slow: rank 0 has 1e\+300\n  -> give ranks .* times from 0 to 1e\+09"):
+        Faults(slow={0: 1e300})
+    with pytest.raises(LayoutError, match=r"jitter is 1e\+300\n  -> give 0 to 100, such as 0\.05"):
+        Faults(jitter=1e300)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

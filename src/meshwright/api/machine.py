@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from meshwright.catalog import device_names, load_cluster
+from meshwright.catalog import load_cluster, reported_cluster
 from meshwright.comm.groups import from_rank_0
 from meshwright.comm.transport import mpi
 from meshwright.cost.recalibrate import recalibrate as corrected
@@ -157,13 +157,8 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
             return here
         inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
         return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
-    found = torch.cuda.get_device_name(device)
-    name = next((name for name in device_names() if name.split("-")[0] in found.lower().split()[-1]), None)
-    if name is None:
-        raise ClusterError(
-            f"no cluster is known for {found!r}", where="cluster", remedy="pass cluster= by name or file"
-        )
-    return load_cluster(f"{name}-dgx")
+    properties = torch.cuda.get_device_properties(device)
+    return reported_cluster(properties.name, properties.total_memory, torch.cuda.device_count())
 
 
 def check_size(cluster: Cluster, num_ranks: int) -> None:

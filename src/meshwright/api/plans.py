@@ -67,6 +67,7 @@ def plan(
     pipelines: bool = True,
     offload: bool = False,
     strict: bool = False,
+    seconds: float | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
     """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
@@ -77,10 +78,12 @@ def plan(
     keeps and moves (``cost.optimizer``), ``clips``, where a layout is searched, whether gradients are clipped.
     ``pipelines=False`` divides operators alone, and makes no stages; ``offload=True`` may put optimizer state on the
     host, where nothing fits otherwise. An operator without a rule runs whole on every rank, and the plan says what that
-    costs; ``strict`` refuses it.
+    costs; ``strict`` refuses it. A search tells ``progress`` what it weighs, and ends after about ``seconds`` with the
+    best layout so far, as a note of the plan then says (None: when all are weighed).
 
     Raises:
-        LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory.
+        LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory, or was
+            found in time.
         ClusterError: the cluster is unknown.
         RuleError: an operator has no rule, under ``strict``.
     """
@@ -91,7 +94,7 @@ def plan(
         world_size = devices or known.num_devices
         return plan_auto(
             graph, world_size, known, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, pipelines=pipelines,
-            offload=offload, progress=progress,
+            offload=offload, seconds=seconds, progress=progress,
         )  # fmt: skip
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(
@@ -141,6 +144,7 @@ def choose(
     *,
     clips: bool,
     offload: bool = False,
+    seconds: float | None = None,
 ) -> Plan:
     """The plan that is meant by ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
     if isinstance(plan, Layout):
@@ -152,7 +156,7 @@ def choose(
                 "this machine was not measured, so its layout is chosen for a generic one: `meshwright calibrate`"
             )
         known = _fitting(cluster, device, world_size)
-        return plan_auto(graph, world_size, known, optimizer=optimizer, clips=clips, offload=offload)
+        return plan_auto(graph, world_size, known, optimizer=optimizer, clips=clips, offload=offload, seconds=seconds)
     chosen, where = loaded(plan)
     chosen.check(graph, where)
     if chosen.mesh.world_size != world_size:

@@ -1,6 +1,7 @@
 """What a RUN.toml names: planned, verified, trained."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -44,28 +45,32 @@ LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with what it will do, and whether a rank's memory holds it; ``verdict`` is empty where ``stage_sizes``
-    differ, which are not simulated."""
+    differ, which are not simulated. ``constants``: where the cluster's are from."""
 
     plan: Plan
+    constants: str
     memory_bytes: float
     verdict: Verdict | Literal[""] = ""
 
 
-def plan_run(run: Run, ranks: int = 0, memory_bytes: float | None = None) -> Planned:
+def plan_run(
+    run: Run, ranks: int = 0, memory_bytes: float | None = None, progress: Callable[[str], None] = lambda what: None
+) -> Planned:
     """The plan of a RUN.toml for ``ranks`` ranks (0: what its layout asks for, or its cluster has), each with
-    ``memory_bytes`` (default: what a device of the cluster has).
+    ``memory_bytes`` (default: what a device of the cluster has). ``progress`` is told which layout is weighed.
 
     Raises:
         LayoutError: the layout does not fit the model or the batch; nothing that may be searched fits in memory.
     """
-    graph, made, optimizer = _planned(run, ranks, memory_bytes)
+    graph, made, optimizer = _planned(run, ranks, memory_bytes, progress)
     known = known_cluster(run.layout.cluster or None, torch.device("cpu"), made.mesh.world_size)
     limit = memory_bytes or known.device.memory_bytes
     if made.uneven:
-        return Planned(plan=made, memory_bytes=limit)
+        return Planned(plan=made, constants=known.constants, memory_bytes=limit)
     found = foretell(graph, made, known, optimizer=optimizer, clips=run.train.max_grad_norm > 0).prediction
     verdict = memory_verdict(found.peak_memory_bytes, limit)
-    return Planned(plan=msgspec.structs.replace(made, prediction=found), memory_bytes=limit, verdict=verdict)
+    made = msgspec.structs.replace(made, prediction=found)
+    return Planned(plan=made, constants=known.constants, memory_bytes=limit, verdict=verdict)
 
 
 def simulate_run(
@@ -90,7 +95,9 @@ def simulate_run(
     )
 
 
-def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, Plan, OptimizerCost]:
+def _planned(
+    run: Run, ranks: int, memory_bytes: float | None, progress: Callable[[str], None] = lambda what: None
+) -> tuple[Graph, Plan, OptimizerCost]:
     asked = run.layout.chosen()
     graph = capture(
         build.model(run),
@@ -113,6 +120,8 @@ def _planned(run: Run, ranks: int, memory_bytes: float | None) -> tuple[Graph, P
             optimizer=optimizer,
             clips=clips,
             offload=run.layout.offload != "none",
+            seconds=run.layout.seconds,
+            progress=progress,
         )
     else:
         made = choose(asked, graph, world_size, cluster, torch.device("cpu"), optimizer, clips=clips)
@@ -179,6 +188,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         seed=run.train.seed,
         precision=run.layout.precision,
         offload=run.layout.offload != "none",
+        seconds=run.layout.seconds,
         cluster=run.layout.cluster or None,
         strict=run.layout.strict,
         compile=run.train.compile,

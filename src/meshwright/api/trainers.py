@@ -24,6 +24,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.precision import Precision
 from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.notes import check_strict
+from meshwright.planner.time_limit import check_seconds
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
@@ -58,6 +59,7 @@ def parallelize(
     seed: int = 0,
     precision: Precision | None = None,
     offload: bool = False,
+    seconds: float | None = None,
     device: torch.device | str | None = None,
     cluster: Cluster | str | None = None,
     rules: Rules | None = None,
@@ -82,6 +84,8 @@ def parallelize(
             ``"float16"`` (with a dynamic loss scale), ``"float32"``; the parameters must be float32. None: as the
             model computes.
         offload: whether ``"auto"`` may keep optimizer state on the host (``Layout.offload``).
+        seconds: after which ``"auto"`` takes the best layout that it has found (the log says what it weighs); None:
+            when all are weighed.
         device: default: this rank's CUDA device where there is one (experimental), else the CPU.
         cluster: what the plan is for; default: this machine as it was calibrated, else ``cpu-local``.
         rules: rules for operators of your own, by operator.
@@ -100,6 +104,7 @@ def parallelize(
     """
     check_plan(plan)
     check_factory(optimizer, max_grad_norm)
+    check_seconds(seconds)
     target = launch.start(device)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     computed_in = from_rank_0(lambda: precision_of(plan, precision))
@@ -114,7 +119,8 @@ def parallelize(
     clips = max_grad_norm is not None
 
     def planned() -> bytes:
-        return files.encode_json(choose(plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload))
+        chosen = choose(plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, seconds=seconds)
+        return files.encode_json(chosen)
 
     made = from_rank_0(planned)
     chosen = files.decode(made, Plan, where="plan of rank 0")

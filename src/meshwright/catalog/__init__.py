@@ -15,6 +15,9 @@ from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device, check_device, check_quantity
 
 _T = TypeVar("_T", bound=msgspec.Struct)
+_VENDORS = {"nvidia", "tesla", "geforce", "amd", "instinct"}
+_MEMORY_TOLERANCE = 0.1
+"""Drivers, and error correction, take a part of the memory: reported sizes of one device differ by less."""
 _EXAMPLE = "a100-80gb-dgx-hdr200x8"
 
 
@@ -28,12 +31,13 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``devices/NAME.toml``: the device, the links it may have in a box, the BOX-FABRICs it is known in, and other
-    names for it."""
+    """``devices/NAME.toml``: the device, the links it may have in a box, the BOX-FABRICs it is known in, other names
+    for it, and the names that its driver reports, without the vendor."""
 
     device: Device
     links: dict[str, Link]
     aliases: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()
     clusters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -121,6 +125,39 @@ def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None =
     return cluster if num_devices is None else cluster.resized(num_devices)
 
 
+def reported_cluster(reported: str, memory_bytes: int, num_devices: int) -> Cluster:
+    """One box of the device that its driver reports as ``reported``, such as ``NVIDIA A100-SXM4-80GB``, with the memory
+    that it reports. Cards on PCIe are ``num_devices``; else the box has as many as is usual.
+
+    Raises:
+        ClusterError: the catalog does not have the device, or has it with another memory (it is a part of one).
+    """
+    words = _words(reported)
+    spelled = {tuple(_words(text)): name for name in device_names() for text in _device_file(name).reported}
+    name = spelled.get(tuple(words))
+    remedy = "pass cluster=, the name or the file of a cluster: `meshwright clusters` lists names"
+    if name is None:
+        akin = [known for known in device_names() if known.split("-")[0] in words]
+        other = f" (it has other kinds: {', '.join(akin)})" if akin else ""
+        raise ClusterError(f"the catalog has no device {reported!r}{other}", where="cluster", remedy=remedy)
+    entry = _device_file(name)
+    if abs(memory_bytes / entry.device.memory_bytes - 1) > _MEMORY_TOLERANCE:
+        raise ClusterError(
+            f"{reported} reports {memory_bytes / 2**30:.1f} GiB of memory, the catalog's {name} has "
+            f"{entry.device.memory_bytes / 2**30:.1f} GiB",
+            where="cluster",
+            remedy=remedy,
+        )
+    switched = "pcie" not in words and {"mesh", "nvlink"} & set(entry.links)
+    cluster = load_cluster(f"{name}-{'dgx' if switched else f'pcie{num_devices}'}")
+    return msgspec.structs.replace(cluster, device=msgspec.structs.replace(cluster.device, memory_bytes=memory_bytes))
+
+
+def _words(reported: str) -> list[str]:
+    """The sorted words of a device's name without its vendor's: ``80GB PCIe`` and ``PCIE-80GB`` are the same."""
+    return sorted(set(re.split(r"[\s-]+", reported.lower())) - _VENDORS)
+
+
 def _from_grammar(name: str, spelled: str) -> Cluster:
     """The cluster ``name`` as the grammar spells it."""
     # Device names have hyphens themselves: the longest that fits is meant.
@@ -166,6 +203,7 @@ def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts
         beta_s_per_byte=link.beta_s_per_byte,
         rings=link.rings,
         source=f"{available[0]}; {link.source}",
+        origin="catalog",
     )
 
 
@@ -188,6 +226,7 @@ def _fabric(name: str, text: str, parts: Parts) -> Level:
         beta_s_per_byte=8 / (rate * 1e9 * kind.fraction),
         links=links,
         source=kind.source,
+        origin="catalog",
     )
 
 
@@ -217,7 +256,9 @@ def _parts() -> Parts:
 
 @functools.cache
 def _device_file(name: str) -> DeviceFile:
-    return _read(f"devices/{name}.toml", DeviceFile)
+    entry = _read(f"devices/{name}.toml", DeviceFile)
+    origin = "catalog" if entry.device.origin == "given" else entry.device.origin  # generic devices say it themselves
+    return msgspec.structs.replace(entry, device=msgspec.structs.replace(entry.device, origin=origin))
 
 
 def _read(name: str, kind: type[_T]) -> _T:

@@ -1,6 +1,7 @@
 """The command line, ``meshwright``: one file a command; errors are told in a line, never as a traceback."""
 
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -85,14 +86,27 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # `meshwright plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            return _defect(error)
+        asked = re.search(r"[0-9]+ bytes", str(error))
+        _complain(
+            f"there is not enough memory{f' for {asked[0]}' if asked else ''}\n"
+            "  -> take a smaller model, batch or number of ranks, or a machine with more"
+        )
+        return 2
     except Exception as error:  # noqa: BLE001 - the last resort: a defect of ours, told in a line too
-        with tempfile.NamedTemporaryFile("w", prefix="meshwright-", suffix=".traceback", delete=False) as file:
-            file.write(traceback.format_exc())
-        _complain(f"unexpected {type(error).__name__}: {error}\n  -> this is a defect; its traceback is in {file.name}")
-        return 1
+        return _defect(error)
     if result == INTERRUPTED:  # typer has taken the KeyboardInterrupt
         _complain("stopped")
     return result if isinstance(result, int) else 0
+
+
+def _defect(error: Exception) -> int:
+    with tempfile.NamedTemporaryFile("w", prefix="meshwright-", suffix=".traceback", delete=False) as file:
+        file.write(traceback.format_exc())
+    _complain(f"unexpected {type(error).__name__}: {error}\n  -> this is a defect; its traceback is in {file.name}")
+    return 1
 
 
 def _complain(text: str) -> None:

@@ -42,12 +42,12 @@ def clusters(
         return
     if found[0].device.usd_per_hour is not None:
         terminal.print(f"\n$ {found[0].device.usd_per_hour:.2f} a device and hour  ({found[0].device.price_source})")
-    terminal.print()
+    terminal.print(f"\ndevice: {found[0].device.origin}  ({found[0].device.source})")
     for level in found[0].levels:
         rate = 1 / level.beta_s_per_byte / 1e9
         terminal.print(
             f"{level.name}: {level.fan_out} together, {level.alpha_s * 1e6:.3g} us a message, {rate:.3g} GB/s"
-            f"{f' x {level.links} links' if level.links > 1 else ''}  ({level.source})"
+            f"{f' x {level.links} links' if level.links > 1 else ''}: {level.origin}  ({level.source})"
         )
 
 

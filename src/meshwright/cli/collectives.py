@@ -5,9 +5,12 @@ import typer
 from rich.table import Table
 
 from meshwright.cli import display
+from meshwright.errors import ScheduleError
 from meshwright.schedules.collectives import ALGORITHMS, build
 from meshwright.schedules.collectives.picture import rounds
 
+MOST_DRAWN = 256
+"""Ranks whose rounds are drawn."""
 EPILOG = """[bold]Examples[/bold]
 
   meshwright collectives --ranks 8 --bytes 1MiB
@@ -68,6 +71,8 @@ def collectives(
 
 
 def _draw(operation: str, algorithm: str, ranks: int, as_json: bool) -> None:
+    if ranks > MOST_DRAWN:
+        raise ScheduleError(f"{ranks} ranks", where="--ranks", remedy=f"draw 1 to {MOST_DRAWN}")
     pieces = 1 if operation == "barrier" else 2 * ranks  # enough for any algorithm to cut
     steps = build(operation, algorithm, ranks, pieces)
     if as_json:

@@ -48,6 +48,11 @@ class Bars:
         if self._shown is not None:
             self._shown.advance(self._shown.task_ids[0])
 
+    def say(self, what: str) -> None:
+        """What is done now."""
+        if self._shown is not None:
+            self._shown.update(self._shown.task_ids[0], description=what)
+
     def end(self) -> None:
         """Take the bar away."""
         if self._shown is not None:

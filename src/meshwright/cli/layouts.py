@@ -96,8 +96,11 @@ def _as_json(value: dict[str, Any], found: "Found") -> dict[str, Any]:
 
 
 def _print(model: str, value: dict[str, Any], found: "Found", seconds: float) -> None:
+    from meshwright.prediction import load_cluster
+
     terminal = display.console()
-    terminal.print(f"{model} on {value['cluster']}: {found.considered} setups weighed in {seconds:.2f} s\n")
+    terminal.print(f"{model} on {value['cluster']}: {found.considered} setups weighed in {seconds:.2f} s")
+    terminal.print(f"constants of the cluster: {load_cluster(value['cluster']).constants}\n")
     if not found.options:
         terminal.print("nothing fits", end="")
         if found.nearest is not None:

@@ -33,7 +33,8 @@ def show_network(name: str, cluster: str, devices: int, images: int, vary: str, 
         return 0 if found.verdict != "does not fit" else 1
     terminal = display.console()
     alone = "" if found.all_data_s is None else f"   all layers data parallel: {found.all_data_s * 1e3:.4g} ms"
-    terminal.print(f"{found.network} on {found.ranks} devices of {cluster}, {found.images} images a step, fp16\n")
+    terminal.print(f"{found.network} on {found.ranks} devices of {cluster}, {found.images} images a step, fp16")
+    terminal.print(f"constants of the cluster: {prediction.load_cluster(cluster).constants}\n")
     terminal.print(f"step {found.step_s * 1e3:.4g} ms   {found.images / found.step_s:,.0f} images/s{alone}")
     terminal.print(f"memory {found.peak_bytes / 2**30:.1f} GiB: {found.verdict}\n")
     table = Table(box=None, pad_edge=False)

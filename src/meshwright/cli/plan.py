@@ -45,7 +45,7 @@ STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an opera
 TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
-OF_CAPTURED = ("dp", "tp", "strict", "output", "memory")
+OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds")
 """Options that mean nothing for a model that is weighed by its sizes."""
 OF_SIZES = ("batch", "sequence", "vary", "price", "report", "scaling")
 """Options that mean nothing for a model that is captured."""
@@ -61,6 +61,9 @@ def plan(
     cluster: str = CLUSTER,
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
+    seconds: float | None = typer.Option(
+        None, help="Time for the search of layout.plan = auto: then the best so far is taken."
+    ),
     memory: str = typer.Option("", "--memory", help="Memory of a rank, as in 8GiB; default: what a device has."),
     batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
     sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
@@ -100,14 +103,16 @@ def plan(
             words += ["--price", f"{price:g}"] if price else []
             return write_report(report, target, cluster, ranks, batch, sequence, price, " ".join(words))
         return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, as_json)
-    run = run_of(target, dp, tp, context.args, cluster=cluster, strict=strict)
+    limited = [f"--layout.seconds={seconds}"] if seconds is not None else []
+    run = run_of(target, dp, tp, [*limited, *context.args], cluster=cluster, strict=strict)
     refuse(context, OF_SIZES, f"{target} is captured as it is: its run file has batch and sequence length")
     from meshwright import api
 
     bars = display.Bars(display.console())
     bars.begin("capturing and planning")
     try:
-        found = api.plan_run(run, ranks, display.num_bytes(memory, "--memory") if memory else None)
+        limit = display.num_bytes(memory, "--memory") if memory else None
+        found = api.plan_run(run, ranks, limit, lambda what: bars.say(f"planning: {what}"))
     finally:
         bars.end()
     made = found.plan
@@ -117,6 +122,7 @@ def plan(
         typer.echo(files.encode_json(made).decode(), nl=False)
     else:
         display.console().print(made.explain())
+        display.console().print(f"  constants of the cluster: {found.constants}")
         if found.verdict:
             display.console().print(f"  memory: {found.verdict} in {found.memory_bytes / 2**30:.3g} GiB a rank")
     return 0

@@ -72,7 +72,8 @@ def _print(found: "Prediction") -> None:
     terminal = display.console()
     step_s, memory = found.estimate.step_s, found.memory
     tokens = found.setup.global_batch * found.setup.model.sequence
-    terminal.print(f"{found.setup.model.name} on {found.setup.world_size} devices of {found.cluster}")
+    devices = f"{found.setup.world_size} devices of {found.cluster} ({found.constants})"
+    terminal.print(f"{found.setup.model.name} on {devices}")
     terminal.print(
         f"\nstep {step_s:.4g} s   {tokens / step_s:,.0f} tokens/s   "
         f"{found.estimate.model_flops_per_s / found.setup.world_size / 1e12:.1f} TFLOP/s a device   mfu {found.mfu:.1%}"

@@ -42,21 +42,28 @@ def schedule(
         None, "--file", help="Check a file instead: a line a rank, as PyTorch writes its CSV; or our .json."
     ),
     size: str = typer.Option("", "--bytes", help="Size of the activation (and gradient) at a border of stages: 16MiB."),
+    whole: bool = typer.Option(False, "--whole", help="Draw all ranks and time slots, and not only the first of many."),
     as_text: bool = typer.Option(False, "--text", help="Print all actions as text that PyTorch reads, a line a rank."),
     as_json: bool = typer.Option(False, "--json", help="Print schedule and report as JSON."),
 ) -> None:
     """Draw and check a pipeline schedule: bubble, live micro-batches, bytes sent. A backward takes two forwards."""
     num_bytes = display.num_bytes(size, "--bytes") if size else None
-    made = (
-        _built(name, stages, microbatches, chunks)
-        if file is None
-        else _read(file, name, (stages, microbatches, chunks))
-    )
+    bars = display.Bars(display.console())
+    bars.begin("building and checking the schedule")
     try:
+        made = (
+            _built(name, stages, microbatches, chunks)
+            if file is None
+            else _read(file, name, (stages, microbatches, chunks))
+        )
         report = check(made)
     except ScheduleError as error:
-        where = f"{file}: {error.where}" if file is not None else error.where
-        raise ScheduleError(error.problem, where=where, remedy=error.remedy) from None
+        known = file is None or error.where.startswith(f"{file}")
+        raise ScheduleError(
+            error.problem, where=error.where if known else f"{file}: {error.where}", remedy=error.remedy
+        ) from None
+    finally:
+        bars.end()
     if as_json:
         sent = None if num_bytes is None else tuple(one.sent_per_microbatch * num_bytes for one in report.ranks)
         printed = files.encode_json(Checked(schedule=made, report=report, sent_bytes_per_microbatch=sent)).decode()
@@ -64,7 +71,7 @@ def schedule(
     elif as_text:
         typer.echo(made.to_text(","), nl=False)
     else:
-        _print(made, report, num_bytes)
+        _print(made, report, num_bytes, whole)
 
 
 def _built(name: str, stages: int | None, microbatches: int | None, chunks: int) -> Schedule:
@@ -103,14 +110,15 @@ def _size_text(num_bytes: int) -> str:
     return f"{num_bytes / display.UNITS[unit]:.4g} {unit}B"
 
 
-def _print(made: Schedule, report: Report, num_bytes: int | None) -> None:
+def _print(made: Schedule, report: Report, num_bytes: int | None, whole: bool) -> None:
     counts = ((len(made.ranks), "rank"), (made.num_stages, "stage"), (made.num_microbatches, "micro-batch"))
     words = [f"{count} {what}{'' if count == 1 else 'es' if what.endswith('h') else 's'}" for count, what in counts]
-    typer.echo(f"{made.name}: {', '.join(words)}\n\n{picture.timeline(made, tuple(one.times for one in report.ranks))}")
+    drawn = picture.timeline(made, tuple(one.times for one in report.ranks), whole=whole)
+    typer.echo(f"{made.name}: {', '.join(words)}\n\n{drawn}")
     table = Table(box=None, pad_edge=False)
     for title in ("rank", "stages", "bubble", "live micro-batches", "sent per micro-batch"):
         table.add_column(title, justify="left" if title == "stages" else "right", no_wrap=True)
-    for rank, one in enumerate(report.ranks):
+    for rank, one in enumerate(report.ranks if whole else report.ranks[: picture.MOST_RANKS]):
         sent = f"{one.sent_per_microbatch} tensor{'' if one.sent_per_microbatch == 1 else 's'}"
         if num_bytes is not None:
             sent = _size_text(one.sent_per_microbatch * num_bytes)
@@ -123,6 +131,8 @@ def _print(made: Schedule, report: Report, num_bytes: int | None) -> None:
         f"\nbubble: {report.bubble:.4g} of the time that a rank computes; at most {report.live_microbatches:.4g} "
         "micro-batches alive on a rank"
     )
+    if not whole and "\ndrawn: " in drawn:
+        terminal.print("the first ranks and slots are shown: --whole draws all of it, --text and --json print it")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -92,8 +92,9 @@ def _levels(value: Any, factor: float, names: tuple[str, ...]) -> Any:
     if isinstance(value, CollectiveTiming):
         return replace(value, time_s=value.time_s * factor) if value.level in names else value
     changed = _inside(value, lambda one, _: _levels(one, factor, names))
-    if isinstance(changed, Level) and changed.name in names:
-        changed = replace(changed, alpha_s=changed.alpha_s * factor, beta_s_per_byte=changed.beta_s_per_byte * factor)
+    if isinstance(changed, Level) and changed.name in names and factor != 1:
+        alpha_s, beta_s_per_byte = changed.alpha_s * factor, changed.beta_s_per_byte * factor
+        changed = replace(changed, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, origin="measured")
     return changed
 
 

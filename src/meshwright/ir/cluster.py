@@ -8,13 +8,15 @@ from typing import ClassVar, Literal
 import msgspec
 
 from meshwright.errors import ClusterError
-from meshwright.ir.device import Device, check_device, check_quantity
+from meshwright.ir.device import Device, Origin, check_device, check_quantity
 
 Operation = Literal[
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast",
     "reduce", "scatter", "gather", "barrier", "send",
 ]  # fmt: skip
 
+MOST_DEVICES = 1_000_000
+"""Devices that a cluster may have; the largest there are have some hundred thousand."""
 NETWORK = "network"
 """The level between boxes, as calibration calls it: the innermost where each box has one rank."""
 
@@ -35,6 +37,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``rings``: where devices of an innermost level have no switch, the fraction of the rate that a collective over 2, 3,
     ... devices reaches (the last for any more; none: all of it).
     ``contention`` (at least 1) multiplies β when all units send at once, as through an oversubscribed switch.
+    ``origin`` is of alpha and beta.
     Unlike units are listed in ``members``; such a level stands innermost, for its members say all that is below it.
     """
 
@@ -46,6 +49,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     contention: float = 1.0
     rings: tuple[float, ...] = ()
     source: str = ""
+    origin: Origin = "given"
     members: tuple[Member, ...] = ()
 
     def ring_fraction(self, devices: int) -> float:
@@ -105,6 +109,12 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         check_device(self.device, "device")
+        if self.num_devices > MOST_DEVICES:
+            raise ClusterError(
+                f"{self.num_devices} devices are more than {MOST_DEVICES:,}, the most that are planned for",
+                where=f"cluster {self.name}",
+                remedy="ask for fewer devices or ranks",
+            )
         _check_levels(self.levels, "levels", outside=())
         size = _size(self.levels)
         if self.num_devices != size:
@@ -130,6 +140,12 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def level_names(self) -> tuple[str, ...]:
         """All names of levels, outermost first, those of members included."""
         return tuple(dict.fromkeys(level.name for level in _walk(self.levels)))
+
+    @property
+    def constants(self) -> str:
+        """Where the constants of the device and of each level are from: ``device catalog, box measured``."""
+        parts = [("device", self.device.origin), *((level.name, level.origin) for level in _walk(self.levels))]
+        return ", ".join(dict.fromkeys(f"{name} {origin}" for name, origin in parts))
 
     @property
     def homogeneous(self) -> bool:

@@ -14,6 +14,9 @@ PEAK_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8"
 """The keys that ``Device.peak_flops_per_s`` may have; ``tfloat32`` is float32 rounded by the matrix unit."""
 
 Curve = tuple[tuple[float, float], ...]
+Origin = Literal["measured", "catalog", "default", "given"]
+"""Where constants are from: measured on this machine; data sheets and published figures; a stand-in, as nobody
+measured; given by the user, in a file that does not say."""
 
 
 class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -52,7 +55,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``[size, fraction of the peak]`` points; a size is FLOPs for what computes and bytes for what is bound by memory
     (``ir/kind.py``). ``conditions`` say what else was measured: more threads, all devices of the box at work.
     ``kernels`` says what the closed-form estimates need beyond that. ``usd_per_hour`` is what a device is rented for,
-    None where no price is known, and ``price_source`` says by whom and when: prices move.
+    None where no price is known, and ``price_source`` says by whom and when: prices move. ``origin`` is of peaks,
+    bandwidth and efficiency.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     usd_per_hour: float | None = None
     price_source: str = ""
     source: str = ""
+    origin: Origin = "given"
 
     def peak(self, dtype: str) -> float:
         """FLOP/s at best in ``dtype``; a ClusterError where the device has no such precision."""

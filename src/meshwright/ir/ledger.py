@@ -91,7 +91,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Predicted beside measured for every rank of a run.
 
     ``plan`` is ``Plan.digest``; ``levels`` are the levels of the cluster over which its ranks communicate, innermost
-    first; measured times are medians over ``num_steps`` steps, by rank and part.
+    first; ``constants`` says where the cluster's are from; measured times are medians over ``num_steps`` steps, by
+    rank and part.
     """
 
     VERSION: ClassVar[int] = 1
@@ -99,6 +100,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     model: str
     layout: str
     cluster: str
+    constants: str = ""
     plan: str
     levels: tuple[str, ...]
     predicted_by: TraceSource
@@ -188,7 +190,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def table(self) -> str:
         """The ledger for a terminal, with what was off most and what would explain it."""
         steps = "1 step" if self.num_steps == 1 else f"the median of {self.num_steps} steps"
-        head = f"{self.model} as {self.layout} on {self.cluster}"
+        head = f"{self.model} as {self.layout} on {self.cluster}{f' ({self.constants})' * bool(self.constants)}"
         lines = [
             f"{head}: predicted ({self.predicted_by}) beside {steps} ({self.measured_by})",
             f"  {'rank':<5} {'part':<22} {'predicted':>10} {'measured':>10} {'pred/meas':>9}",
@@ -311,6 +313,7 @@ def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster
         model=plan.model,
         layout=layout_text(plan.layout),
         cluster=cluster.name,
+        constants=cluster.constants,
         plan=plan.digest,
         levels=_levels(cluster, plan.mesh.world_size),
         predicted_by=predicted.source,

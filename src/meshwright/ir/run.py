@@ -75,6 +75,8 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     finds (in ``precision``, with ``offload`` where memory demands), unless another key of this table asks for one."""
     cluster: str = ""
     """The cluster that is planned for: a name, or a file; empty: this machine."""
+    seconds: float | None = None
+    """After which ``plan = "auto"`` takes the best layout that was found; by default all are weighed."""
     strict: bool = False
     """Refuse a model with an operator that no rule splits, in place of running it whole on every rank."""
 

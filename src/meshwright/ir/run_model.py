@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
+Layers = Annotated[int, Meta(ge=1, le=10_000)]
 Count = Annotated[int, Meta(ge=0)]
 Rate = Annotated[float, Meta(ge=0.0)]
 Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
@@ -24,7 +25,7 @@ class _Model(Section, frozen=True, kw_only=True, tag_field="name"):
 class GPTModel(_Model, frozen=True, kw_only=True, tag="gpt"):
     """``meshwright.models.GPT``: a decoder-only language model."""
 
-    layers: Positive = 4
+    layers: Layers = 4
     """Number of transformer blocks."""
     width: Positive = 256
     """Size of the hidden state; a multiple of ``heads``."""
@@ -69,7 +70,7 @@ class LeNetModel(_Model, frozen=True, kw_only=True, tag="lenet"):
 class ResNetModel(_Model, frozen=True, kw_only=True, tag="resnet"):
     """``meshwright.models.ResNet``: a small residual network with batch normalization."""
 
-    depth: Positive = 8
+    depth: Layers = 8
     """Layers with weights on the main path: 8, 14, 20, ..."""
     width: Positive = 16
     """Channels of the first stage."""

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +22,7 @@ from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.factors import Factors
 from meshwright.planner.foretell import foretell
 from meshwright.planner.precision import check_precision
+from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 from meshwright.schedules.pipeline import schedule_of
 
 PLAYED = 6
@@ -33,7 +34,6 @@ SHOWN = 8
 MOST_MICROBATCHES = 32
 MOST_CHUNKS = 3
 
-Progress = Callable[[str], None]
 RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 """By falling memory: what is computed again only costs time, so the first that fits is taken."""
 
@@ -66,6 +66,7 @@ def plan_auto(
     clips: bool = False,
     pipelines: bool = True,
     offload: bool = False,
+    seconds: float | None = None,
     progress: Progress = lambda what: None,
 ) -> Plan:
     """The fastest plan over dp x cp x ep x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that
@@ -82,36 +83,54 @@ def plan_auto(
         optimizer: what it keeps and moves; AdamW, which keeps most, where nothing is known.
         pipelines: whether layouts with stages are weighed, too; else operators alone are divided.
         offload: whether optimizer state may lie on the host, where a layout does not fit otherwise.
+        seconds: when to stop weighing, with the best layout so far; what was begun is ended, and the plan made, after
+            that. None: when all are weighed.
 
     Raises:
-        LayoutError: the devices lack the step's precision; no layout divides the batch, or none fits; names the one
-            that needs least, and what would do.
+        LayoutError: no layout that fits was found in time; the devices lack the step's precision; no layout divides
+            the batch, or none fits; names the one that needs least, and what would do.
     """
     check_precision(None, graph, cluster)
+    clock = TimeLimit(seconds, progress)
     limit = memory_bytes or cluster.device.memory_bytes
     fitting: list[_Option] = []
     too_large: list[_Option] = []
     refused: list[str] = []
-    weigh = _Scales(graph, world_size, cluster, optimizer, clips, offload)
-    layouts = candidates(graph.batch_size, world_size, axes_of(graph))
-    for layout in (one for one in layouts if pipelines or one.pp == 1):
-        progress(layout_text(layout))
+    weigh = _Scales(graph, world_size, cluster, optimizer, clips, offload, clock)
+    layouts = [one for one in candidates(graph.batch_size, world_size, axes_of(graph)) if pipelines or one.pp == 1]
+    weighed = 0
+    for layout in layouts:
+        clock.say(f"{layout_text(layout)}, layout {weighed + 1} of {len(layouts)}")
         try:
             option = weigh.lightest_that_fits(layout, limit)
+        except TimeIsOverError:
+            for option in weigh.begun:
+                (fitting if option.memory.peak_bytes <= limit else too_large).append(option)
+            break
         except (LayoutError, ScheduleError) as error:
             refused.append(f"{layout_text(layout)}: {error.problem}")
+            weighed += 1
             continue
+        weighed += 1
         (fitting if option.memory.peak_bytes <= limit else too_large).append(option)
+    if not fitting and weighed < len(layouts):
+        raise LayoutError(
+            f"no layout that fits was found in {seconds:g} s: {weighed} of {len(layouts)} were weighed",
+            where="seconds",
+            remedy="give more time, or a layout, such as Layout(dp=..., tp=..., zero=3)",
+        )
     if not fitting:
         raise _nothing_fits(graph, too_large, refused, world_size, limit)
     fitting.sort(key=lambda one: (one.predicted.step_s, _complexity(one.layout)))
     step_s: dict[str, float] = {}
     for option in fitting[:PLAYED]:
-        progress(f"simulating {option.name}")
+        if step_s and clock.over:
+            break
+        clock.say(f"simulating {option.name}")
         step_s[option.name] = foretell(graph, option.plan, cluster, work=option.work).played.step_s
     near = (1 + ALIKE) * min(step_s.values())
     best = min(
-        (one for one in fitting[:PLAYED] if step_s[one.name] <= near),
+        (one for one in fitting[:PLAYED] if step_s.get(one.name, math.inf) <= near),
         key=lambda one: (_complexity(one.layout), step_s[one.name]),
     )
     others = sorted(
@@ -121,9 +140,12 @@ def plan_auto(
     prediction = Prediction(step_s=step_s[best.name], peak_memory_bytes=best.memory.peak_bytes)
     if (plan.buckets, plan.gathers) != (best.plan.buckets, best.plan.gathers):
         prediction = foretell(graph, plan, cluster, optimizer=optimizer, clips=clips).prediction
-    told = [_alternative(one, best, step_s) for one in others[:SHOWN]]
-    told += [_too_large(one, limit) for one in sorted(too_large, key=lambda one: one.predicted.step_s)[: SHOWN // 2]]
-    return msgspec.structs.replace(plan, alternatives=tuple(told), prediction=prediction)
+    lost = [_alternative(one, best, step_s) for one in others[:SHOWN]]
+    lost += [_too_large(one, limit) for one in sorted(too_large, key=lambda one: one.predicted.step_s)[: SHOWN // 2]]
+    if weighed < len(layouts) or len(step_s) < min(PLAYED, len(fitting)):
+        note = clock.stopped(weighed, len(layouts), len(step_s))
+        plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
+    return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=prediction)
 
 
 @dataclass(frozen=True)
@@ -205,8 +227,11 @@ class _Scales:
         cluster: Cluster,
         optimizer: OptimizerCost,
         clips: bool,
-        offload: bool = False,
+        offload: bool,
+        clock: TimeLimit,
     ) -> None:
+        self.clock = clock
+        self.begun: list[_Option] = []
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
         self.optimizer, self.clips = optimizer, clips
         self.offload = offload and cluster.device.kind != "cpu"  # whose memory is the host's
@@ -215,8 +240,9 @@ class _Scales:
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
         """As it is if that fits; else the fastest of those that fit under ZeRO with as little recomputation as the
-        limit allows; the smallest, where nothing fits."""
+        limit allows; the smallest, where nothing fits. ``begun`` is what was weighed for it."""
         options = []
+        self.begun = []
         for zero in zeros(layout):
             option = self._with_recomputation(msgspec.structs.replace(layout, zero=zero), limit)
             if option.layout == layout and option.ask is self._plain and option.memory.peak_bytes <= limit:
@@ -264,6 +290,7 @@ class _Scales:
         return option if option.memory.peak_bytes <= limit else None
 
     def _weigh(self, layout: Layout, ask: Ask) -> _Option:
+        self.clock.check()
         plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
         key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.zero, layout.recompute,
                layout.cp, layout.context, layout.ep, layout.sequence_parallel, layout.mixed,
@@ -273,7 +300,9 @@ class _Scales:
         work, schedule = self._works[key], schedule_of(plan)
         peaks = peak_memory(work, schedule)
         predicted = predict_step(work, schedule, plan.mesh, self.cluster)
-        return _Option(plan, work, predicted, max(peaks, key=lambda one: one.peak_bytes), ask)
+        option = _Option(plan, work, predicted, max(peaks, key=lambda one: one.peak_bytes), ask)
+        self.begun.append(option)
+        return option
 
 
 def zeros(layout: Layout) -> tuple[Literal[0, 1, 2, 3], ...]:

@@ -35,6 +35,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     setup: Setup
     cluster: str
+    constants: str
+    """Where the cluster's are from (``Cluster.constants``)."""
     estimate: Estimate
     memory: Memory
     verdict: Verdict
@@ -97,6 +99,7 @@ def predict(
     return Prediction(
         setup=setup,
         cluster=machine.name,
+        constants=machine.constants,
         estimate=estimate,
         memory=memory,
         verdict=verdict(memory, machine, memory_bytes),

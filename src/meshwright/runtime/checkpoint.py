@@ -133,6 +133,7 @@ def load(
     """
     trainer.saver.wait()  # its failure has been told, and what is loaded is another checkpoint
     path, where = same_path(path)
+    trainer.losses.forget()
     extra = extra or {}
     found = from_rank_0(lambda: told(where, lambda: _examine(trainer, path)))
     directory = path / found.data

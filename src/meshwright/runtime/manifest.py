@@ -6,11 +6,13 @@
       data-77aa01b3/      a save under way: nobody reads it until the manifest names it
 
 A save that fails or is killed at any point leaves the old manifest and the old data as they were; what it had
-written is removed by the next save. No torch here: files only.
+written is removed by the next save. Only a directory with a valid manifest is a checkpoint and may be removed, and of
+its files only those that a save wrote: other files there are left alone. No torch here: files only.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -25,8 +27,12 @@ import msgspec
 from meshwright.errors import CheckpointError, DiskError, FileFormatError
 from meshwright.ir import files
 
+log = logging.getLogger("meshwright")
+
 MANIFEST = "manifest.json"
 _DATA = re.compile(r"data-[0-9a-f]{8}")
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|trainer\.pt|\.trainer\.pt\..*")
+"""The files that a save writes into its data directory, and the temporary ones that a killed save leaves."""
 _TEMPORARY = f".{MANIFEST}."  # files.write_atomically, if it was killed
 _STEP = re.compile(r"step-\d{8,}")
 _RESTORE = "restore it from a copy, or load another checkpoint"
@@ -85,7 +91,7 @@ def begin(path: Path, num_bytes: int) -> str:
         raise CheckpointError("is a file", where=f"{path}", remedy=remedy)
     if path.is_dir() and not _is_manifest(path / MANIFEST):
         names = {one.name for one in path.iterdir()}
-        left = {name for name in names if _DATA.fullmatch(name) or name.startswith(_TEMPORARY)}
+        left = {name for name in names if _is_data(path / name) or name.startswith(_TEMPORARY)}
         if others := sorted(names - left - ({MANIFEST} if left else set())):
             raise CheckpointError(f"the directory holds other files ({others[0]})", where=f"{path}", remedy=remedy)
     if full := no_room(path, num_bytes):
@@ -124,11 +130,7 @@ def commit(path: Path, manifest: Manifest) -> None:
     files.write_atomically(path / MANIFEST, files.encode_json(msgspec.structs.replace(manifest, checksum=checksum)))
     _sync(path)
     _sync(path.parent)
-    for other in path.iterdir():
-        if _DATA.fullmatch(other.name) and other.name != manifest.data:
-            shutil.rmtree(other, ignore_errors=True)
-        elif other.name.startswith(_TEMPORARY):
-            other.unlink(missing_ok=True)
+    _remove_data(path, manifest.data)
 
 
 def read(path: Path) -> Manifest:
@@ -138,28 +140,7 @@ def read(path: Path) -> Manifest:
         DamagedCheckpointError: no or a changed manifest, a missing file, a file of another size.
         CheckpointError: nothing there, or a newer version.
     """
-    try:
-        data = (path / MANIFEST).read_bytes()
-    except OSError as error:
-        raise _absent(path, error) from None
-    try:
-        raw = json.loads(data)
-        version, checksum = int(raw["version"]), str(raw["checksum"])
-    except (ValueError, KeyError, TypeError):
-        problem = f"damaged: {MANIFEST} is not a manifest"
-        raise DamagedCheckpointError(problem, where=f"{path}", remedy=_RESTORE) from None
-    if version > Manifest.VERSION:
-        raise CheckpointError(
-            f"version is {version}, this Meshwright reads up to version {Manifest.VERSION}",
-            where=f"{path / MANIFEST}",
-            remedy="use the Meshwright that wrote it, or a newer one",
-        )
-    if checksum != _checksum(raw):
-        raise DamagedCheckpointError(f"damaged: {MANIFEST} has changed since", where=f"{path}", remedy=_RESTORE)
-    try:
-        manifest = files.decode(data, Manifest, where=f"{path / MANIFEST}")
-    except FileFormatError as error:
-        raise DamagedCheckpointError(f"damaged: {error.problem}", where=error.where, remedy=_RESTORE) from None
+    manifest = _parsed(path)
     for name, saved in manifest.files.items():
         file = path / manifest.data / name
         if not file.is_file():
@@ -194,16 +175,18 @@ def verify(directory: Path, saved: dict[str, SavedFile]) -> None:
 
 
 def steps_in(directory: Path) -> list[str]:
-    """The names of a directory's checkpoints, the latest step first, whole or not."""
+    """The names of a directory's checkpoints, the latest step first, whole or not. A directory of such a name that no
+    save wrote is left out."""
     if not directory.is_dir():
         return []
-    names = [one.name for one in directory.iterdir() if one.is_dir() and _STEP.fullmatch(one.name)]
+    named = [one for one in directory.iterdir() if one.is_dir() and _STEP.fullmatch(one.name)]
+    names = [one.name for one in named if _is_manifest(one / MANIFEST) or any(map(_is_data, _entries(one)))]
     return sorted(names, key=lambda name: int(name.removeprefix("step-")), reverse=True)
 
 
 def latest_step(directory: Path) -> int:
     """The latest step in a directory of checkpoints that was written to its end; -1: there is none."""
-    names = (name for name in steps_in(directory) if (directory / name / MANIFEST).is_file())
+    names = (name for name in steps_in(directory) if _is_valid(directory / name))
     return next((int(name.removeprefix("step-")) for name in names), -1)
 
 
@@ -213,17 +196,78 @@ def step_name(step: int) -> str:
 
 
 def prune(directory: Path, newest: str, keep: int) -> list[str]:
-    """Remove all but ``newest`` and the ``keep`` - 1 latest whole checkpoints before it; returns whole later ones."""
-    names = steps_in(directory)
+    """Remove all but ``newest`` and the ``keep`` - 1 latest checkpoints before it; returns later ones. A directory
+    without a valid manifest is neither counted nor removed."""
+    names = [name for name in steps_in(directory) if _is_valid(directory / name)]
     place = names.index(newest)
-    later, before = names[:place], names[place + 1 :]
-    whole = [name for name in names if (directory / name / MANIFEST).is_file()]
-    kept = [name for name in before if name in whole][: keep - 1]
-    for name in before:
-        if name not in kept:
-            (directory / name / MANIFEST).unlink(missing_ok=True)  # first, so that a half removed one is seen as such
-            shutil.rmtree(directory / name, ignore_errors=True)
-    return [name for name in later if name in whole]
+    for name in names[place + keep :]:
+        _remove_data(directory / name)
+        _remove(directory / name, [directory / name / MANIFEST])  # last: without it nobody knows whose this is
+    return names[:place]
+
+
+def _parsed(path: Path) -> Manifest:
+    """The manifest of ``path``, unchanged since it was written; raises as ``read`` does."""
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise _absent(path, error) from None
+    try:
+        raw = json.loads(data)
+        version, checksum = int(raw["version"]), str(raw["checksum"])
+    except (ValueError, KeyError, TypeError):
+        problem = f"damaged: {MANIFEST} is not a manifest"
+        raise DamagedCheckpointError(problem, where=f"{path}", remedy=_RESTORE) from None
+    if version > Manifest.VERSION:
+        raise CheckpointError(
+            f"version is {version}, this Meshwright reads up to version {Manifest.VERSION}",
+            where=f"{path / MANIFEST}",
+            remedy="use the Meshwright that wrote it, or a newer one",
+        )
+    if checksum != _checksum(raw):
+        raise DamagedCheckpointError(f"damaged: {MANIFEST} has changed since", where=f"{path}", remedy=_RESTORE)
+    try:
+        return files.decode(data, Manifest, where=f"{path / MANIFEST}")
+    except FileFormatError as error:
+        raise DamagedCheckpointError(f"damaged: {error.problem}", where=error.where, remedy=_RESTORE) from None
+
+
+def _is_valid(path: Path) -> bool:
+    """Whether there is a checkpoint of ours that was written to its end."""
+    with suppress(CheckpointError):
+        _parsed(path)
+        return True
+    return False
+
+
+def _entries(directory: Path) -> list[Path]:
+    """What a directory holds; nothing where another process has just removed it."""
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _remove_data(path: Path, kept: str = "") -> None:
+    """Remove the data that saves wrote into a checkpoint, killed saves too, but for the data directory ``kept``."""
+    for entry in _entries(path):
+        if _DATA.fullmatch(entry.name) and entry.name != kept and entry.is_dir():
+            _remove(entry, [file for file in _entries(entry) if _DATA_FILE.fullmatch(file.name)])
+        elif entry.name.startswith(_TEMPORARY):
+            entry.unlink(missing_ok=True)
+
+
+def _remove(directory: Path, files_of_saves: Iterable[Path]) -> None:
+    """Remove files from ``directory``, then the directory, unless it holds others."""
+    try:
+        for file in files_of_saves:
+            file.unlink(missing_ok=True)
+        if others := [file.name for file in directory.iterdir()]:
+            log.warning("%s holds files that no save wrote (%s), and is left there", directory, min(others))
+        else:
+            directory.rmdir()
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", directory, error.strerror)
 
 
 def _absent(path: Path, error: OSError) -> CheckpointError:
@@ -250,6 +294,12 @@ def _is_manifest(file: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(raw, dict) and {"version", "data", "checksum"} <= raw.keys()
+
+
+def _is_data(directory: Path) -> bool:
+    """Whether a save wrote it: the name and all that it holds are a save's."""
+    named = _DATA.fullmatch(directory.name) is not None and directory.is_dir()
+    return named and all(_DATA_FILE.fullmatch(file.name) for file in _entries(directory))
 
 
 def _size(num_bytes: int) -> str:

@@ -15,6 +15,8 @@ from meshwright.runtime.machine import machine_name
 BUSY_SPREAD = 0.15
 """More than this, and somebody else is using the machine."""
 BOX = "box"
+DEFAULT_LINE = (30e-6, 3.65e-10, "not measured: one rank was started; gloo (torch 2.13) on another machine")
+"""α, β and their source for a level over which no message was sent."""
 
 Seconds = dict[str, list[tuple[float, float]]]
 """By kind, (size, seconds of a call)."""
@@ -83,6 +85,7 @@ def made_cluster(
         conditions=tuple(conditions),
         kernels=Kernels(processors=1, matmul_fraction=1.0, bandwidth_fraction=0.7, kernel_s=alone.kernel_s, launch_s=0),
         source="meshwright calibrate: the best rate of any kernel on one core",
+        origin="measured",
     )
     levels = levels_of(timings, cores, boxes)
     return Cluster(
@@ -106,8 +109,14 @@ def levels_of(timings: list[CollectiveTiming], cores: int, boxes: int) -> tuple[
 
 def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:
     sent = [(float(row.bytes), row.time_s) for row in timings if (row.operation, row.level) == ("send", name)]
+    if not sent:
+        alpha, beta, source = DEFAULT_LINE
+        return Level(name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta, source=source, origin="default")
     alpha, beta = _line(sent)
-    return Level(name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta, source="meshwright calibrate")
+    return Level(
+        name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta, source="meshwright calibrate",
+        origin="measured",
+    )  # fmt: skip
 
 
 def _seldom_in_step(alone: Measured, together: Measured) -> Measured:
@@ -168,8 +177,6 @@ def _curves(found: Measured, peak: float, bandwidth: float) -> dict[str, Curve]:
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """α and β of messages: what the smallest takes, and the largest a byte beyond that."""
-    if not points:
-        return 30e-6, 3.65e-10
     (least, first), (most, last) = min(points), max(points)
     return first, max(1e-13, (last - first) / max(1.0, most - least))
 

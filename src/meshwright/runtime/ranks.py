@@ -31,6 +31,8 @@ Again = Callable[[RankError, Path], bool]
 
 STOP_S = 5
 """How long stopped ranks may take before they are killed."""
+MOST_RANKS = 256
+"""Processes that are started on one machine."""
 LINGER_S = 10.0
 """How long a rank that lost another waits to be stopped, so that the other one's failure is seen first."""
 
@@ -56,8 +58,8 @@ def run_ranks(
     Raises:
         MeshwrightError: that a rank raised; of several ranks, the first one's.
         FailedRankError: a rank raised something else, was killed, or ended.
-        LaunchError: the port is taken, another run is at work in the directory, or the script that calls this does so
-            whenever it is imported, as every rank does.
+        LaunchError: more ranks than ``MOST_RANKS``; the port is taken, another run is at work in the directory, or the
+            script that calls this does so whenever it is imported, as every rank does.
         KeyboardInterrupt: Ctrl-C; all ranks are stopped.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself looks
@@ -65,6 +67,12 @@ def run_ranks(
             "a rank that was started has imported the script that starts it, which starts ranks again",
             where="main module",
             remedy='put what the script does under `if __name__ == "__main__":`',
+        )
+    if num_ranks > MOST_RANKS:
+        raise LaunchError(
+            f"{num_ranks} ranks on one machine are more than {MOST_RANKS}",
+            where="ranks",
+            remedy="start fewer: each is a process; `meshwright plan` and `simulate` take more, and start none",
         )
     if port:
         launch.check_port(port)

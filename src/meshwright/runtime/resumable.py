@@ -15,6 +15,7 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
 from meshwright.runtime import checkpoint
 from meshwright.runtime.checkpoint import Stateful
+from meshwright.runtime.loss_check import LossCheck
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.precision import LossScale
 from meshwright.runtime.saving import Saver
@@ -34,6 +35,7 @@ class Resumable:
     rank: int
     metrics: dict[str, Tensor]
     saver: Saver
+    losses: LossCheck
     _optimizer: torch.optim.Optimizer | None
     _offloader: Offloader | None
 
@@ -54,6 +56,7 @@ class Resumable:
 
         Raises:
             CheckpointError: on every rank; what was at ``path`` has not changed.
+            NonFiniteLossError: the loss of the last step, which a CUDA device had not told yet.
         """
         self._settle()
         checkpoint.save(self, self._optimizer, path, loader, extra, blocking=blocking)
@@ -117,5 +120,6 @@ class Resumable:
         amend(self.groups, self.plan.amendments)
 
     def _settle(self) -> None:
+        self.losses.settle()
         if self._offloader is not None:
             self._offloader.settle()

@@ -165,13 +165,15 @@ class LocalParameters:
 
 
 def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str, Tensor]:
-    """Whole tensors by the model's own names (tied ones under each name); empty on ranks that do not keep it."""
+    """Whole tensors on the CPU by the model's own names (tied ones under each name); empty on ranks that do not keep
+    it. One tensor after another is gathered: no more than one lies whole on the device."""
     keep = all_ranks or not dist.is_initialized() or dist.get_rank() == 0
     found: dict[str, Tensor] = {}
     for name in (*parameters.graph.parameters, *parameters.graph.buffers):
         whole = parameters.whole(name, parameters[name].detach() if parameters.holds(name) else None)
         if keep:
-            found[name] = whole
+            found[name] = whole.cpu()
+        del whole
     if not keep:
         return {}
     for name, first in parameters.graph.tied.items():

@@ -20,7 +20,7 @@ from meshwright.capture.tracer import LossFunction
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import amend, look_at_links, sum_over, told_of
 from meshwright.comm.record import COMPUTE, Recorder, recording
-from meshwright.errors import NonFiniteLossError, OptimizerError
+from meshwright.errors import OptimizerError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.mesh import AxisGroup
@@ -30,6 +30,7 @@ from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.runtime.inputs import Parts, check_alike, compare_over_ranks, kind_of
+from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
 from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
@@ -80,6 +81,7 @@ class Trainer(Resumable):
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.saver = Saver()
+        self.losses = LossCheck(device)
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
         amend(self.groups, plan.amendments)
@@ -147,7 +149,9 @@ class Trainer(Resumable):
             The loss of the global batch, a scalar tensor (not waited for).
 
         Raises:
-            NonFiniteLossError: the loss is NaN or infinite; parameters are left as they were before the step.
+            NonFiniteLossError: the loss is NaN or infinite. On a CPU, and under a low precision, parameters are as
+                they were before the step. A CUDA device is not waited for: its loss is looked at in the next step,
+                evaluation or save, when parameters are those after the step, as the error says.
             DataError: the batch does not have the structure or the dtypes that were captured.
             LayoutError: it is smaller than dp, or does not divide into micro-batches.
             RankError: ranks were given batches of different shapes, or other values where they share a batch.
@@ -184,6 +188,7 @@ class Trainer(Resumable):
 
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """The loss of a batch in evaluation mode: no gradients, no dropout, buffers as they are."""
+        self.losses.settle()
         with self._recorded():
             self.metrics = self._run(batch, local, training=False).scalars
         return self.metrics["loss"]
@@ -202,7 +207,7 @@ class Trainer(Resumable):
         return on_rank_0(mine, self.device) if all_ranks else mine
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Whole tensors under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
+        """Whole tensors on the CPU under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
 
         Every rank must call it; it loads into the plain model with ``load_state_dict``.
         """
@@ -322,8 +327,8 @@ class Trainer(Resumable):
             return True
         begun, loss, step = time.perf_counter(), result.scalars["loss"], self.step_number + 1
         gradients = [value for value in result.gradients.values() if value is not None]
-        if not self.loss_scale.dynamic and not torch.isfinite(loss):
-            self._refuse(float(loss), step)
+        if not self.loss_scale.dynamic:
+            refuse_unless_finite(loss, step, UNCHANGED)
         finite = self.loss_scale.unscale(gradients, self.groups, loss)
         self.loss_scale.note(finite, step, tells=self.rank == 0)
         result.scalars["skipped"] = torch.tensor(0 if finite else 1)
@@ -335,25 +340,12 @@ class Trainer(Resumable):
         return finite
 
     def _finish(self, result: StepResult) -> None:
-        loss = result.scalars["loss"]
-        if self.device.type == "cpu" and not torch.isfinite(loss):
-            self._refuse(float(loss), self.step_number + 1)
-        previous = self.metrics.get("loss")
-        if self.device.type != "cpu" and previous is not None and not torch.isfinite(previous):
-            self._refuse(float(previous), self.step_number)
+        self.losses.check(result.scalars["loss"], self.step_number + 1)
         self.metrics = result.scalars
         for name, value in result.buffers.items():
             buffer = self.parameters.named_buffers[name]
             if value is not buffer:
                 buffer.copy_(value)
-
-    def _refuse(self, value: float, step: int) -> None:
-        raise NonFiniteLossError(
-            f"the loss became {value} at step {step}",
-            where=f"step {step}",
-            remedy="lower the learning rate, clip gradients (max_grad_norm), or look at this step's batch; "
-            "parameters and checkpoints are as they were before the step",
-        )
 
     def _clip(self, max_norm: float) -> Tensor:
         """Clip by the norm over all ranks: split gradients are summed over the axes that split them, stages over pp."""

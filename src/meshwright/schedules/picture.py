@@ -8,10 +8,13 @@ from meshwright.schedules.timing import Times
 
 WIDTH = 120
 """Columns of a picture."""
+MOST_RANKS, MOST_SLOTS = 64, 500
+"""Of a picture that is not drawn as a whole."""
 
 
-def timeline(schedule: Schedule, times: tuple[Times, ...]) -> str:
-    """One row a rank, one cell a time slot, wrapped to 120 columns. A slot is as long as the shortest action.
+def timeline(schedule: Schedule, times: tuple[Times, ...], *, whole: bool = True) -> str:
+    """One row a rank, one cell a time slot, wrapped to 120 columns. A slot is as long as the shortest action. Unless
+    ``whole``, only the first ``MOST_RANKS`` ranks and ``MOST_SLOTS`` slots are drawn; the last line then says so.
 
     ``F0 F1 B0--- .``: two forwards, a backward that takes two slots, an idle slot. Where ranks hold several stages,
     the stage comes first, as in ``4F0``. Communication is not drawn.
@@ -21,10 +24,21 @@ def timeline(schedule: Schedule, times: tuple[Times, ...]) -> str:
         for actions, each in zip(schedule.ranks, times, strict=True)
     ]
     slot = min(end - start for row in computing for _, start, end in row)
+    num_slots = max(_round(end / slot) for row in computing for _, _, end in row)
+    cropped = not whole and (len(computing) > MOST_RANKS or num_slots > MOST_SLOTS)
+    rest = ""
+    if cropped:
+        rest = f"\ndrawn: {min(MOST_RANKS, len(computing))} of {len(computing)} ranks, "
+        rest += f"{min(MOST_SLOTS, num_slots):,} of {num_slots:,} slots\n"
+        num_slots = min(MOST_SLOTS, num_slots)
+        last = num_slots * slot
+        computing = [
+            [(action, start, min(end, last)) for action, start, end in row if start < last]
+            for row in computing[:MOST_RANKS]
+        ]
     several = any(len({action.stage for action, _, _ in row}) > 1 for row in computing)
     texts = {action: _cell(action, several) for row in computing for action, _, _ in row}
     width = max(map(len, texts.values())) + 1
-    num_slots = max(_round(end / slot) for row in computing for _, _, end in row)
     rows = []
     for row in computing:
         line, drawn = "", 0
@@ -45,7 +59,7 @@ def timeline(schedule: Schedule, times: tuple[Times, ...]) -> str:
         part = [row[first * width : slots.stop * width] for row in rows]
         lines = [f"{name:<{margin}}{text}" for name, text in zip(["slot", *names], [head, *part], strict=True)]
         blocks.append("".join(f"{line.rstrip()}\n" for line in lines))
-    return "\n".join(blocks)
+    return "\n".join(blocks) + rest
 
 
 def grid(schedule: Schedule, marks: Mapping[int, int]) -> str:

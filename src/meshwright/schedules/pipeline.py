@@ -8,6 +8,8 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules.passes import add_communication, add_reduction
 
+MOST_ACTIONS = 1_000_000
+"""Forwards and backwards of a schedule: about as many as are built and checked in some minutes."""
 Ranks = list[list[Action]]
 
 
@@ -31,7 +33,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
 
     Raises:
         ScheduleError: the name is unknown, a count is less than 1, the schedule has one chunk or one rank only, or m
-            is not one for which it is defined; says which are.
+            is not one for which it is defined; says which are. Or there are more than ``MOST_ACTIONS``.
     """
     if name not in _BUILDERS:
         hint = files.did_you_mean(name, _BUILDERS)
@@ -42,6 +44,13 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
     for key, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
         if count < 1:
             raise ScheduleError(f"{key} is {count}", where=f"schedule {name}", remedy="give 1 or more")
+    if (actions := 2 * num_ranks * num_microbatches * num_chunks) > MOST_ACTIONS:
+        raise ScheduleError(
+            f"{num_ranks} ranks, {num_microbatches} micro-batches and {num_chunks} chunks are {actions:,} forwards and "
+            f"backwards, more than {MOST_ACTIONS:,}",
+            where=f"schedule {name}",
+            remedy="give fewer micro-batches: the bubble falls as 1 / micro-batches",
+        )
     if name != "interleaved" and num_chunks != 1:
         raise ScheduleError(
             f"{name} has one chunk a rank, and {num_chunks} are asked for",

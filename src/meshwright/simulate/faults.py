@@ -8,6 +8,9 @@ import msgspec
 
 from meshwright.errors import LayoutError
 
+MOST_S, MOST_JITTER = 1e9, 100.0
+"""More is a mistake: of a factor or of seconds (32 years); of a relative deviation."""
+
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Of one step: how many times as long a rank computes (``slow``, by rank); the relative standard deviation of every
@@ -26,12 +29,12 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         numbers = [("slow", rank, value) for rank, value in self.slow.items()]
         numbers += [("deaths_s", rank, value) for rank, value in self.deaths_s.items()]
         for key, rank, value in numbers:
-            if rank < 0 or not 0 <= value < math.inf:
-                raise LayoutError(
-                    f"rank {rank} has {value}", where=f"faults: {key}", remedy="give ranks and times from 0 on"
-                )
-        if not 0 <= self.jitter < math.inf:
-            raise LayoutError(f"jitter is {self.jitter}", where="faults: jitter", remedy="give 0 or more, such as 0.05")
+            if rank < 0 or not 0 <= value <= MOST_S:
+                remedy = f"give ranks from 0 on, and factors or times from 0 to {MOST_S:g}"
+                raise LayoutError(f"rank {rank} has {value}", where=f"faults: {key}", remedy=remedy)
+        if not 0 <= self.jitter <= MOST_JITTER:
+            remedy = f"give 0 to {MOST_JITTER:g}, such as 0.05"
+            raise LayoutError(f"jitter is {self.jitter}", where="faults: jitter", remedy=remedy)
 
     def check(self, world_size: int) -> None:
         """A LayoutError where a rank is named that is not there."""

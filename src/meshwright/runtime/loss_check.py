@@ -1,0 +1,74 @@
+"""Whether a step's loss is finite: looked at before the update on a CPU, one step late on a device that runs ahead."""
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import NonFiniteLossError
+
+UNCHANGED = "parameters and checkpoints are as they were before the step"
+
+
+class LossCheck:
+    """Refuses a loss that is NaN or infinite.
+
+    On an accelerator the step does not wait for its loss. The loss is copied to the host, and looked at when the
+    next step has been queued: the update of the refused step has been made then, and the error says so.
+
+        host     queue 1 | queue 2, look at 1 | queue 3, look at 2
+        device           | step 1 ▸ loss 1    | step 2 ▸ loss 2
+
+    Attributes:
+        late: whether the loss is looked at one step late.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.late = device.type != "cpu"
+        self._pending: tuple[Tensor, int, torch.cuda.Event | None] | None = None
+
+    def check(self, loss: Tensor, step: int) -> None:
+        """Look at the loss of step number ``step``, which has not changed parameters yet; if ``late``, at the loss of
+        the step before it.
+
+        Raises:
+            NonFiniteLossError: it is not finite.
+        """
+        if not self.late:
+            refuse_unless_finite(loss, step, UNCHANGED)
+            return
+        self.settle()
+        copied = None
+        host = torch.empty((), dtype=loss.dtype, pin_memory=loss.is_cuda).copy_(loss, non_blocking=True)
+        if loss.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(loss.device))
+        self._pending = host, step, copied
+
+    def settle(self) -> None:
+        """Look at a loss that was not looked at yet; a refused one is refused once.
+
+        Raises:
+            NonFiniteLossError: it is not finite.
+        """
+        if self._pending is None:
+            return
+        loss, step, copied = self._pending
+        self._pending = None
+        if copied is not None:
+            copied.synchronize()
+        refuse_unless_finite(
+            loss, step, f"parameters are those after step {step}: load the last checkpoint, which is from before it"
+        )
+
+    def forget(self) -> None:
+        """A checkpoint was loaded: the steps before it do not matter any more."""
+        self._pending = None
+
+
+def refuse_unless_finite(loss: Tensor, step: int, left: str) -> None:
+    """Raises NonFiniteLossError for a loss that is not finite; ``left`` says what the parameters are."""
+    if not torch.isfinite(loss):
+        raise NonFiniteLossError(
+            f"the loss became {float(loss)} at step {step}",
+            where=f"step {step}",
+            remedy=f"lower the learning rate, clip gradients (max_grad_norm), or look at this step's batch; {left}",
+        )
