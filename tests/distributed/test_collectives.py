@@ -27,7 +27,7 @@ from torch import Tensor
 from meshwright.comm import collective_kind
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import collectives
-from meshwright.comm.transport import base, shared_memory
+from meshwright.comm.transport import base, segment, shared_memory
 from meshwright.comm.transport.base import Lane
 from meshwright.comm.transport.loopback import Loopback
 from meshwright.comm.transport.point_to_point import Wire
@@ -130,7 +130,7 @@ class small_messages:  # noqa: N801 - used like a function
         self._patch, self._num_bytes = pytest.MonkeyPatch(), num_bytes
 
     def __enter__(self) -> None:
-        for module in (collective_kind, shared_memory, base):
+        for module in (collective_kind, segment, base):
             self._patch.setattr(module, "MESSAGE_BYTES", self._num_bytes)
 
     def __exit__(self, *error: object) -> None:

@@ -12,7 +12,8 @@ from torch.library import Library, fallthrough_kernel
 
 from meshwright.comm import halo
 from meshwright.comm.collectives import Collectives
-from meshwright.comm.groups import Member, carrier, collectives, member, process_group
+from meshwright.comm.groups import carrier, collectives, process_group
+from meshwright.comm.member import Member, culprit, member, naming
 from meshwright.comm.record import blocking, current, place
 from meshwright.comm.transport.base import OWN_ERROR, Work
 from meshwright.comm.transport.mpi import Mpi
@@ -216,6 +217,7 @@ class _Then:
         self._finish()
 
 
+@naming
 def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
     """Send rows to the ranks of a group, ``counts`` [size, n] of them to each: (the rows that came, their counts)."""
     ranks, theirs = process_group(group), torch.empty_like(counts)
@@ -328,11 +330,12 @@ def wait(value: Tensor) -> Tensor:
 
 def _lost(found: _Flight, value: Tensor, error: RuntimeError) -> LostRankError:
     """What torch.distributed says, with what was waited for."""
-    told = found.ranks.mine.told(found.label, found.place)
+    told, lost = found.ranks.mine.told(found.label, found.place), culprit()
+    problem = f"{lost.problem}, and this rank waits" if lost else str(error).strip().splitlines()[0]
     what = f"{found.what} of {value.numel()} x {str(value.dtype).removeprefix('torch.')}" + f" ({told})" * bool(told)
     return LostRankError(
-        f"{str(error).strip().splitlines()[0]}\n     rank {dist.get_rank()} is in #{found.number} {what}, native",
-        where=found.ranks.mine.axis or f"group {found.ranks.name}",
+        f"{problem}\n     rank {dist.get_rank()} is in #{found.number} {what}, native",
+        where=lost.where if lost else found.ranks.mine.axis or f"group {found.ranks.name}",
         remedy=OWN_ERROR,
     )
 

@@ -6,23 +6,26 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshwright.comm.attendance import Attendance
 from meshwright.comm.transport.base import timeout_of
 from meshwright.errors import LostRankError
 
 PIECE_BYTES = 4 * 2**20
 """torch's store takes no value of more than 8 MiB."""
-LOOK_EVERY_S = 0.02
+LOOK_EVERY_S, CHECK_EVERY_S = 0.02, 0.5
+"""How often a reader looks for a note, and whether the rank that is to leave it is gone."""
 
 
 class Board:
     """Where ranks leave notes for each other, in the store through which they met; alone, nobody reads it.
 
     It has a connection of its own, so that a reader who waits keeps no step waiting. Make it outside of the thread
-    that uses it.
+    that uses it. ``attendance`` says who is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attendance: Attendance | None = None) -> None:
         self._store: Any = None
+        self._attendance = attendance
         if dist.is_initialized() and dist.get_world_size() > 1:
             world = dist.group.WORLD
             assert world is not None
@@ -43,11 +46,15 @@ class Board:
         """Wait for the note that ``rank`` leaves under a key.
 
         Raises:
-            LostRankError: it did not come within the time that ranks wait for each other.
+            LostRankError: that rank is gone, or it did not come within the time that ranks wait for each other.
         """
         # Looks, rather than one long wait inside of the store: a thread that sleeps here lets the process end.
-        deadline = time.monotonic() + self._timeout_s
+        deadline, look = time.monotonic() + self._timeout_s, time.monotonic()
         while not self._store.check([f"board/{key}"]):
+            if self._attendance is not None and time.monotonic() > look + CHECK_EVERY_S:
+                if self._attendance.is_gone(rank) and not self._store.check([f"board/{key}"]):
+                    self._attendance.check(rank)
+                look = time.monotonic()
             if time.monotonic() > deadline:
                 raise LostRankError(
                     f"it has left no note {key!r} for {self._timeout_s:g} s",

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,15 +13,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.comm import collective_kind, watch
-from meshwright.comm.blocks import Blocks
 from meshwright.comm.collectives import Collectives
+from meshwright.comm.member import attend, member, naming
 from meshwright.comm.record import blocking
 from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
 from meshwright.comm.transport.process import box
-from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
 from meshwright.comm.watch import Key, Watch
@@ -35,56 +33,6 @@ from meshwright.schedules.collectives.choice import MPI, NATIVE, chosen, names
 log = logging.getLogger("meshwright")
 
 T = TypeVar("T")
-
-TOLD = 4096
-"""What collectives are of, in words, of which so many are kept."""
-
-
-class Member:
-    """What this rank keeps of a group, for which torch.distributed's own table of groups by name has no room.
-
-    ``axis``: of which it was made (``axis dp``); nothing for others. ``watch``: who looks at what its collectives take,
-    where that may change. ``begun``: how many collectives have. ``blocks``: memory that results take turns in.
-    ``progress``: this rank's streams, which all groups share. ``has_links``: of the world, whether any group has.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self.axis, self.begun, self.progress, self.has_links = "", 0, progress, False
-        self.watch: Watch | None = None
-        self.collectives: Collectives | None = None
-        self.by_mpi: Mpi | None = None
-        self.blocks = Blocks()
-        self.channels: dict[int, Channel] = {}
-        self._told: dict[tuple[str, object], str] = {}
-
-    def algorithm(self, text: str, operation: str, num_bytes: int) -> str:
-        """The algorithm of a collective over a vector of so many bytes."""
-        watch = self.watch
-        return chosen(text, operation, num_bytes) if watch is None else watch.algorithm(text, operation, num_bytes)
-
-    def told(self, label: str, where: object) -> str:
-        """What a collective is of: axis, tensor, stage, micro-batch."""
-        found = self._told.get((label, where))
-        if found is None:
-            if len(self._told) >= TOLD:
-                self._told.clear()
-            found = ", ".join(part for part in (self.axis, label, str(where or "")) if part)
-            self._told[label, where] = found
-        return found
-
-
-_MEMBERS: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
-"""An entry ends with its group, or where what it keeps holds that (wires, MPI, a watch) with the process."""
-
-
-def member(group: dist.ProcessGroup) -> Member:
-    """What this rank keeps of a group."""
-    found = _MEMBERS.get(group)
-    if found is None:
-        world = dist.group.WORLD
-        progress = Progress() if world is None or group is world else member(world).progress
-        found = _MEMBERS[group] = Member(progress)
-    return found
 
 
 def axis_groups(
@@ -246,6 +194,7 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Mpi:
     return mine.by_mpi
 
 
+@naming
 def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of a group (as they count in it) by the boxes in which they share memory, in the order of the first of
     each; all of them must call this."""
@@ -261,29 +210,36 @@ def channels(peers: Iterable[int]) -> dict[int, Channel]:
         return {}
     world = dist.group.WORLD
     assert world is not None
-    known, progress = member(world).channels, member(world).progress
+    known, progress, attendance = member(world).channels, member(world).progress, member(world).attendance
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
-        known[peer] = PointToPoint(world, peer, progress) if lane is None else Stream(lane, progress)
+        known[peer] = PointToPoint(world, peer, progress, attendance) if lane is None else Stream(lane, progress)
     return {peer: known[peer] for peer in wanted}
 
 
 def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots: int) -> dict[int, SharedMemory | None]:
     """Memory shared with each peer, where that can be; a rank that has none left ends the others' waiting."""
     rank, store, timeout_s = dist.get_rank(), group.get_group_store(), timeout_of(group).total_seconds()
+    attendance = attend()
+    assert attendance is not None, "there are peers"
     found: dict[int, SharedMemory | None] = {}
     ordered = sorted(peers, key=lambda peer: sorted((rank, peer)))  # else ranks in a circle wait for each other
     for peer in ordered:
         try:
-            found[peer] = SharedMemory.connect(store, name, rank, peer, timeout_s, slots)
+            found[peer] = SharedMemory.connect(store, name, rank, peer, timeout_s, slots, attendance.check)
         except RankError as error:
             for other in ordered:
                 SharedMemory.refuse(store, name, rank, other, error)
             raise
+    for lane in found.values():
+        if lane is not None:
+            lane.blame = attendance.blame
+            attendance.lanes.append(lane)
     if refused := next((lane.process.refused for lane in found.values() if lane and lane.process.refused), ""):
         log.warning("%s; whether other ranks have ended is read in /proc instead", refused)
     return found
 
 
+@naming
 def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
     """Give all ranks of the group the value of the one at ``index``."""
     ranks = process_group(group.name)
@@ -291,12 +247,14 @@ def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
         dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
 
 
+@naming
 def meet() -> None:
     """Wait for all ranks of the world, where there are several."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
+@naming
 def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     """The sum of a small tensor over the group."""
     value = value.clone()
@@ -305,6 +263,7 @@ def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     return value
 
 
+@naming
 def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> None:
     """Give every rank rank 0's values, in chunks of one dtype."""
     pending: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -322,6 +281,7 @@ def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> N
                 chunk = []
 
 
+@naming
 def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Tensor:
     """The whole tensor from its shards (every rank of the axes must call it); ``value`` itself where it is whole."""
     now = {axis: one for axis, one in placements.items() if isinstance(one, Shard)}
@@ -345,6 +305,7 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
     return value
 
 
+@naming
 def from_rank_0(make: Callable[[], T]) -> T:
     """What rank 0 makes, on every rank. ``make`` runs on rank 0 only.
 
@@ -376,6 +337,7 @@ def _failed(error: Exception) -> RankError:
     )
 
 
+@naming
 def from_every_rank(value: T) -> list[T]:
     """Every rank's value, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -12,10 +12,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.attendance import Attendance
+from meshwright.comm.groups import meet
+from meshwright.comm.member import attend, close_all
 from meshwright.errors import LaunchError
 from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
+TOGETHER_S = 0.3
+"""Ranks whose programs end within that time end together."""
+HEAR_S = 3.0
+"""How long a rank that ends earlier is there for others, to hear of it and to say so."""
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -45,7 +52,10 @@ def start(device: torch.device | str | None = None) -> torch.device:
         keep_memory()
     if not dist.is_initialized() and _number("WORLD_SIZE", "1") > 1:
         _join("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(_finish_at_exit)
+        # torchrun's agent keeps the store; otherwise rank 0 does
+        keeps_store = launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        atexit.register(_finish_at_exit, attend(), keeps_store)
+    attend()
     return device
 
 
@@ -56,7 +66,7 @@ def join_by_file(path: str, interface: str) -> None:
         "gloo", init_method=f"file://{path}", rank=launched_rank(), world_size=_number("WORLD_SIZE", "1"),
         timeout=_timeout(),
     )  # fmt: skip
-    atexit.register(_finish_at_exit)
+    atexit.register(_finish_at_exit, attend(), False)
 
 
 def _timeout() -> timedelta:
@@ -79,7 +89,7 @@ def _device(device: torch.device | str) -> torch.device:
 def finish() -> None:
     """End torch.distributed in order: nobody leaves while another rank still needs it."""
     if dist.is_initialized():
-        dist.barrier()
+        meet()
         dist.destroy_process_group()
 
 
@@ -219,8 +229,16 @@ def _absent(rank: int, world_size: int, timeout_s: float, text: str) -> LaunchEr
     )
 
 
-def _finish_at_exit() -> None:
-    # After an error the others may never come to a barrier.
-    if getattr(sys, "last_value", None) is None and dist.is_initialized():
+def _finish_at_exit(attendance: Attendance | None, keeps_store: bool) -> None:
+    """End in order where all ranks do so now. Else those that still wait for this one shall hear of its end: nobody can
+    tell here whether the program ends by ``sys.exit(1)``, or is done while others go on without it."""
+    if attendance is None or not dist.is_initialized():
+        return
+    error = getattr(sys, "last_value", None)
+    attendance.leave(error)
+    if not attendance.all_gone(TOGETHER_S):
+        close_all()
+        attendance.all_gone(attendance.timeout_s if keeps_store and error is None else HEAR_S)
+    elif error is None:
         with contextlib.suppress(RuntimeError):
-            finish()
+            dist.destroy_process_group()

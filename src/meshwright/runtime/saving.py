@@ -21,6 +21,7 @@ import msgspec
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshwright.comm.board import Board
+from meshwright.comm.member import attend
 from meshwright.errors import CheckpointError, DiskError, MeshwrightError
 from meshwright.ir import files
 from meshwright.runtime import manifest, shards
@@ -167,7 +168,7 @@ class Saver:
     def board(self) -> Board:
         """Where the ranks tell each other what became of a save."""
         if self._board is None:
-            self._board = Board()
+            self._board = Board(attend())
         return self._board
 
     def start(self, save: Save, *, blocking: bool) -> None:

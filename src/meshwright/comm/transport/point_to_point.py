@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,39 +24,57 @@ _TAG, _LAST_TAG = 1, 2
 _LATE = "look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others"
 
 
-class PointToPoint:
-    """A channel with the rank ``peer`` of a group. The streams of ``progress`` move while it waits."""
+class _Attendance(Protocol):
+    """Who is gone (``comm/attendance.py``)."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, progress: Progress) -> None:
-        self._group, self._peer, self._progress = group, peer, progress
+    def culprit(self) -> Trouble | None: ...
+
+
+class PointToPoint:
+    """A channel with the rank ``peer`` of a group. The streams of ``progress`` move while it waits; ``attendance`` says
+    who is gone."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, progress: Progress, attendance: "_Attendance | None" = None
+    ) -> None:
+        self._group, self._peer, self._progress, self._attendance = group, peer, progress, attendance
         self._name = dist.get_global_rank(group, peer)
 
     def send(self, tensor: Tensor) -> Work:
         """Start to send."""
-        return _Transfer(self._group.send([tensor], self._peer, 0), tensor, self._progress)
+        return _Transfer(self, self._group.send([tensor], self._peer, 0), tensor, "it takes nothing", "a message to it")
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Start to receive."""
-        due = (self._name, label or "a message")
-        return _Transfer(self._group.recv([into], self._peer, 0), into, self._progress, due)
+        work = self._group.recv([into], self._peer, 0)
+        return _Transfer(self, work, into, "it has sent nothing", label or "a message")
+
+    def wait(self, work: Work, otherwise: str, what: str) -> None:
+        """Wait for what is under way.
+
+        Raises:
+            LostRankError: the peer, or another one because of which it has given up, is gone, or is late.
+        """
+        try:
+            self._progress.during(work.wait)
+        except RuntimeError as error:
+            found = self._attendance.culprit() if self._attendance is not None else None
+            if found is not None:
+                raise LostRankError(
+                    f"{found.problem}, and {what} is due", where=found.where, remedy=OWN_ERROR
+                ) from error
+            said = f"{otherwise}, and {what} is due: {_first_line(error)}"
+            raise LostRankError(said, where=f"rank {self._name}", remedy=_LATE) from error
 
 
 class _Transfer:
     """A work under way, with the tensor that must live as long."""
 
-    def __init__(self, work: Work, kept: Tensor, progress: Progress, due: tuple[int, str] | None = None) -> None:
-        self._work, self._kept, self._progress, self._due = work, kept, progress, due
+    def __init__(self, channel: PointToPoint, work: Work, kept: Tensor, otherwise: str, what: str) -> None:
+        self._channel, self._work, self._kept, self._words = channel, work, kept, (otherwise, what)
 
     def wait(self) -> None:
-        try:
-            self._progress.during(self._work.wait)
-        except RuntimeError as error:
-            if self._due is None:
-                raise
-            peer, what = self._due
-            raise LostRankError(
-                f"it has sent nothing, and {what} is due: {_first_line(error)}", where=f"rank {peer}", remedy=_LATE
-            ) from error
+        self._channel.wait(self._work, *self._words)
 
 
 class Wire:

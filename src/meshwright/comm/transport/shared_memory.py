@@ -1,18 +1,4 @@
-"""Two ranks of one machine: memory that both see, and futexes to sleep on.
-
-Each rank owns an anonymous file in memory for each other one, which vanishes with the last process that holds it,
-however that ends; it has no name in /dev/shm and does not count against the size of that:
-
-    page 0   published: how many messages its owner has put in   (a futex, on which the peer sleeps)
-             consumed:  how many of the peer's it has done with  (another)
-             finished:  the collective up to which its owner needs the peer no more
-             sleeping:  whether its owner sleeps, so that the peer must wake it
-             failed:    whether its owner has given up
-             begun:     the collective that its owner has begun last, for the errors of others
-             told:      what that is, in words
-             because:   of which rank its owner has given up
-    slots    per message: its bytes and its tag
-    arena    the messages, each in the slot of its number
+"""Two ranks of one machine: memory that both see (``segment.py``), and futexes to sleep on.
 
 A message is at most as large as a slot, and there are few slots, so that what one rank writes the other finds in the
 cache that they share. There is no deadlock while each rank takes in the order in which the other puts.
@@ -20,7 +6,6 @@ cache that they share. There is no deadlock while each rank takes in the order i
 
 import ctypes
 import logging
-import mmap
 import os
 import platform
 import secrets
@@ -30,12 +15,20 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Trouble, check_message
+from meshwright.comm.transport.base import OWN_ERROR, Trouble, check_message
 from meshwright.comm.transport.process import Process, box
+from meshwright.comm.transport.segment import (
+    BECAUSE_AT,
+    BECAUSE_BYTES,
+    TOKEN_AT,
+    TOLD_AT,
+    TOLD_BYTES,
+    Segment,
+    allocate,
+)  # fmt: skip
 from meshwright.errors import LostRankError, RankError
 
 SLEEP_S = 0.5
@@ -47,16 +40,7 @@ FLUSH_S = 0.0005
 SPINS, YIELDS = 100, 16
 """Looks before it sleeps, and looks between which others may have the core: less than a sleep costs."""
 ENDED = "it has ended"
-VIEWS = 4096
-"""Tensors and arrays over slots that are kept."""
-
-_PUBLISHED, _CONSUMED, _FINISHED, _SLEEPING, _FAILED, _TOKEN, _BEGUN, _TOLD = 0, 64, 72, 128, 136, 192, 248, 256
-"""A line of the cache for what changes with every message, another for what seldom does: who looks finds it at hand."""
-_TOLD_BYTES = 1024
-_BECAUSE, _BECAUSE_BYTES = _TOLD + _TOLD_BYTES, 64
 _REFUSED = "refused: "
-_SLOTS_AT = 4096
-_SLOT_BYTES = 16
 _BEHIND = 2**31
 """The bit of ``word - number`` that is set while a counter of 32 bits has not come to ``number`` (which has more)."""
 _FUTEX = 202  # the system call's number on x86-64
@@ -69,58 +53,21 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class _Segment:
-    """The memory of one rank, seen from either side."""
-
-    def __init__(self, descriptor: int, slots: int) -> None:
-        arena_at = _arena_at(slots)
-        self.memory = mmap.mmap(descriptor, arena_at + slots * MESSAGE_BYTES)
-        self.published = ctypes.c_uint32.from_buffer(self.memory, _PUBLISHED)
-        self.consumed = ctypes.c_uint32.from_buffer(self.memory, _CONSUMED)
-        self.sleeping = ctypes.c_uint32.from_buffer(self.memory, _SLEEPING)
-        self.finished = ctypes.c_uint64.from_buffer(self.memory, _FINISHED)
-        self.failed = ctypes.c_uint32.from_buffer(self.memory, _FAILED)
-        self.begun = ctypes.c_uint64.from_buffer(self.memory, _BEGUN)
-        with torch.inference_mode(False):  # else it could not be written to where gradients are wanted
-            self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
-        self.heads = memoryview(self.memory)[_SLOTS_AT : _SLOTS_AT + slots * _SLOT_BYTES].cast("Q")
-        self._begins = range(0, slots * MESSAGE_BYTES, MESSAGE_BYTES)
-        self.views: dict[tuple[int, int, Any], Any] = {}
-
-    def write(self, begin: int, words: bytes) -> None:
-        """Lay words there."""
-        self.memory[begin : begin + len(words) + 1] = words + b"\0"
-
-    def read(self, begin: int, num: int) -> str:
-        """The words that were laid there."""
-        return self.memory[begin : begin + num].split(b"\0")[0].decode(errors="replace")
-
-    def view(self, slot: int, num_bytes: int, dtype: Any) -> Any:
-        """So many bytes at the start of a slot: a tensor, or an array where the dtype is numpy's. ``views`` keeps
-        it."""
-        if len(self.views) >= VIEWS:
-            self.views.clear()
-        begin = self._begins[slot]
-        found: Any = self._arena[begin : begin + num_bytes]
-        found = found.view(dtype) if isinstance(dtype, torch.dtype) else found.numpy().view(dtype)
-        self.views[slot, num_bytes, dtype] = found
-        return found
-
-
 class SharedMemory:
     """A lane through memory that two ranks share. ``connect`` makes it.
 
     ``while_waiting`` is called while this rank waits, if there is one, and says whether it has more to do; ``look`` now
-    and then, and raises where waiting is in vain.
+    and then, and raises where waiting is in vain. ``blame`` says why a peer has ended.
     """
 
     expects = False
 
     def __init__(
-        self, mine: _Segment, theirs: _Segment, slots: int, peer: int, process: Process, timeout_s: float
+        self, mine: Segment, theirs: Segment, slots: int, peer: int, process: Process, timeout_s: float
     ) -> None:
         self.while_waiting: Callable[[], bool] | None = None
         self.look: Callable[[], None] | None = None
+        self.blame: Callable[[int], Trouble] = lambda rank: Trouble(f"rank {rank}", ENDED)
         self.peer, self.timeout_s = peer, timeout_s
         self._mine, self._theirs, self._slots, self.process = mine, theirs, slots, process
         self._futex = ctypes.CDLL(None).syscall
@@ -129,8 +76,18 @@ class SharedMemory:
         self._num_taken = 0
 
     @classmethod
-    def connect(cls, store: dist.Store, name: str, rank: int, peer: int, timeout_s: float, slots: int) -> Self | None:
+    def connect(
+        cls,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        peer: int,
+        timeout_s: float,
+        slots: int,
+        check: Callable[[int], None] = lambda peer: None,
+    ) -> Self | None:
         """Share memory with another rank that calls this with the same name; None (for both) where they cannot.
+        ``check`` is called now and then, and raises where the peer is gone.
 
         Ranks of one box try: each opens the other's memory, and finds there what the other says that it has written.
 
@@ -141,14 +98,13 @@ class SharedMemory:
         token = secrets.token_bytes(16)
         descriptor = mine = None
         if sys.platform == "linux" and platform.machine() == "x86_64":
-            descriptor = os.memfd_create("meshwright")
-            _allocate(descriptor, _arena_at(slots) + slots * MESSAGE_BYTES, rank)
-            mine = _Segment(descriptor, slots)
-            mine.memory[_TOKEN : _TOKEN + len(token)] = token
+            descriptor = allocate(slots, rank)
+            mine = Segment(descriptor, slots)
+            mine.memory[TOKEN_AT : TOKEN_AT + len(token)] = token
         here, there = (f"{name}/{one}/{other}" for one, other in ((rank, peer), (peer, rank)))
         at = box()
         store.set(here, f"{os.getpid()} {-1 if descriptor is None else descriptor} {token.hex()} {at}")
-        number, file, wanted, their_box = _answer(store, there, peer, timeout_s).split(" ", 3)
+        number, file, wanted, their_box = _answer(store, there, peer, timeout_s, check).split(" ", 3)
         process = theirs = None
         if mine is not None and int(file) >= 0 and their_box == at:
             try:
@@ -157,7 +113,7 @@ class SharedMemory:
                 raise _ended(peer) from None
             theirs = cls._open(int(number), int(file), bytes.fromhex(wanted), slots)
         store.set(f"{here}/opened", str(theirs is not None))
-        both = _answer(store, f"{there}/opened", peer, timeout_s, process) == "True"
+        both = _answer(store, f"{there}/opened", peer, timeout_s, check, process) == "True"
         if descriptor is not None:
             os.close(descriptor)
         if mine is None or theirs is None or process is None or not both:
@@ -172,19 +128,19 @@ class SharedMemory:
             store.set(key, _REFUSED + "\n".join((error.problem, error.where, error.remedy)))
 
     @staticmethod
-    def _open(process: int, number: int, token: bytes, slots: int) -> _Segment | None:
+    def _open(process: int, number: int, token: bytes, slots: int) -> Segment | None:
         """The peer's memory, if it is on this machine and lets us; the token says that it is the right one."""
         try:
             descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError:
             return None
         try:
-            segment = _Segment(descriptor, slots)
+            segment = Segment(descriptor, slots)
         except (OSError, ValueError):  # another file, of another size
             return None
         finally:
             os.close(descriptor)
-        return segment if segment.memory[_TOKEN : _TOKEN + len(token)] == token else None
+        return segment if segment.memory[TOKEN_AT : TOKEN_AT + len(token)] == token else None
 
     # --- messages --------------------------------------------------------------------------------------------------
 
@@ -258,7 +214,7 @@ class SharedMemory:
     def tell(self, number: int, words: bytes) -> None:
         """Lay it where the peer finds it, even when this rank has ended."""
         self._mine.begun.value = number
-        self._mine.write(_TOLD, words[: _TOLD_BYTES - 1])
+        self._mine.write(TOLD_AT, words[: TOLD_BYTES - 1])
 
     def finished(self, number: int) -> None:
         """Lay it where the peer finds it."""
@@ -267,15 +223,15 @@ class SharedMemory:
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
         """Lay it where the peer finds it."""
         self.tell(number, words)
-        self._mine.write(_BECAUSE, because_of.encode()[: _BECAUSE_BYTES - 1])
+        self._mine.write(BECAUSE_AT, because_of.encode()[: BECAUSE_BYTES - 1])
         self._mine.failed.value = 1
 
     def trouble(self, number: int) -> Trouble | None:
         """The peer's process is gone, or it says so."""
         if self._theirs.failed.value:
-            return Trouble(self._theirs.read(_BECAUSE, _BECAUSE_BYTES), f"rank {self.peer} has given up because of it")
+            return Trouble(self._theirs.read(BECAUSE_AT, BECAUSE_BYTES), f"rank {self.peer} has given up because of it")
         if self._theirs.finished.value < number and self.has_ended():
-            return Trouble(f"rank {self.peer}", ENDED)
+            return self.blame(self.peer)
         return None
 
     def told(self) -> str:
@@ -283,7 +239,7 @@ class SharedMemory:
 
         Of collectives that are alike it tells only the first: what it has sent and finished since says how many more.
         """
-        words = self._theirs.read(_TOLD, _TOLD_BYTES)
+        words = self._theirs.read(TOLD_AT, TOLD_BYTES)
         ended = ", and has ended" if self.has_ended() else ""
         if not words:
             return f"rank {self.peer} has begun none{ended}"
@@ -296,8 +252,12 @@ class SharedMemory:
         return f"rank {self.peer} was in #{number} {words}{sent}{ended}"
 
     def has_ended(self) -> bool:
-        """Whether the peer's process is gone."""
-        return self.process.has_ended()
+        """Whether the peer has left, or its process is gone."""
+        return bool(self._theirs.left.value) or self.process.has_ended()
+
+    def leave(self) -> None:
+        """Say that this rank will put and take no more."""
+        self._mine.left.value = 1
 
     # --- futexes ---------------------------------------------------------------------------------------------------
 
@@ -335,7 +295,8 @@ class SharedMemory:
     def _check_peer(self, word: ctypes.c_uint32, number: int, deadline: float, what: str) -> None:
         what = what or f"message {number}"
         if self.has_ended() and (word.value - number) & _BEHIND:
-            raise LostRankError(f"{ENDED}, and {what} is due", where=f"rank {self.peer}", remedy=OWN_ERROR)
+            where, problem = self.blame(self.peer)
+            raise LostRankError(f"{problem}, and {what} is due", where=where, remedy=OWN_ERROR)
         if time.monotonic() > deadline:
             raise LostRankError(
                 f"it has sent nothing for {self.timeout_s:g} s, and {what} is due",
@@ -344,23 +305,20 @@ class SharedMemory:
             )
 
 
-def _allocate(descriptor: int, num_bytes: int, rank: int) -> None:
-    """Now, where it can be refused: memory that is missing later kills the process."""
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
-        os.close(descriptor)
-        raise RankError(
-            f"no {num_bytes / 2**20:.0f} MiB of memory to share with another rank: {error.strerror}",
-            where=f"rank {rank}",
-            remedy="free memory, raise the container's limit, or run fewer ranks on this machine",
-        ) from None
-
-
-def _answer(store: dist.Store, key: str, peer: int, timeout_s: float, process: Process | None = None) -> str:
+def _answer(
+    store: dist.Store,
+    key: str,
+    peer: int,
+    timeout_s: float,
+    check: Callable[[int], None],
+    process: Process | None = None,
+) -> str:
     """What the peer, whose process this is, says in the store."""
-    deadline = time.monotonic() + timeout_s
+    deadline, look = time.monotonic() + timeout_s, time.monotonic() + SLEEP_S
     while not store.check([key]):
+        if time.monotonic() > look:
+            check(peer)
+            look = time.monotonic() + SLEEP_S
         if process is not None and process.has_ended() and not store.check([key]):
             raise _ended(peer)
         if time.monotonic() > deadline:
@@ -375,10 +333,6 @@ def _answer(store: dist.Store, key: str, peer: int, timeout_s: float, process: P
 
 def _ended(peer: int) -> LostRankError:
     return LostRankError(f"{ENDED}, and memory was to be shared with it", where=f"rank {peer}", remedy=OWN_ERROR)
-
-
-def _arena_at(slots: int) -> int:
-    return -(-(_SLOTS_AT + slots * _SLOT_BYTES) // 4096) * 4096
 
 
 def _timespec(seconds: float) -> _Timespec:
