@@ -34,6 +34,10 @@ class CaptureError(MeshwrightError):
     """A model or loss function that cannot be traced into a graph."""
 
 
+class ChangedModelError(MeshwrightError):
+    """A model that was changed after ``parallelize`` in a way that training cannot follow."""
+
+
 class CompileError(MeshwrightError):
     """A step that cannot be compiled: no compiler, or a device that it was not made for."""
 

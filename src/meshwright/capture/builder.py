@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from meshwright.capture.calls import written
 from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify
 from meshwright.capture.functionalize import functionalized, is_getitem
 from meshwright.capture.garbage import nothing_collected
+from meshwright.capture.reads import Read, Reads
 from meshwright.capture.recorder import Rewrites
 from meshwright.capture.rules import Found, Rules
 from meshwright.capture.tracer import LossFunction, Traced, trace
@@ -33,12 +34,17 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 @dataclass
 class Capture:
-    """A graph, and of the traced step what is no data: its constants, and how its batch is put together."""
+    """A graph, and of the traced step what is no data: its constants, and how its batch is put together.
+
+    ``reads`` is what the step read from Python, and ``moved`` names what of it the step itself changed, and how.
+    """
 
     graph: ir.Graph
     traced: Traced
     rules: Mapping[Target, OperatorRule]
     training: bool = True
+    reads: list[Read] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,15 +79,18 @@ def capture(
     ``precision`` is that of products (``capture/precision.py``); None: as the model computes.
 
     Raises:
-        CaptureError: the step cannot be traced, or its operators depend on the batch size.
+        CaptureError: the step cannot be traced, its operators depend on the batch size, or on numbers in Python that
+            it changes itself.
         RuleError: a rule's pattern does not fit its operator.
     """
     size = take_apart(batch).size
+    reads = Reads(model, loss_fn)
 
     def at(batch_size: int, rewrites: Rewrites) -> Traced:
-        return trace(
-            model, loss_fn, batch, training=training, batch_size=batch_size, rewrites=rewrites, precision=precision
-        )
+        with reads:
+            return trace(
+                model, loss_fn, batch, training=training, batch_size=batch_size, rewrites=rewrites, precision=precision
+            )
 
     rewrites: Rewrites = CANONICAL
     traced = at(size, rewrites)
@@ -91,7 +100,10 @@ def capture(
     pair = {batch_size: traced if batch_size == size else at(batch_size, rewrites) for batch_size in sizes}
     refusals.other_random_numbers([one.drawn for one in (traced, *pair.values())])
     refusals.other_operators({batch_size: one.graph for batch_size, one in pair.items()})
-    return _Builder(model, functionalized(traced), pair, size, rules or {}, precision).build(training)
+    moved = reads.check_moved(pair[sizes[1]].graph, lambda: at(sizes[1], rewrites).graph)
+    captured = _Builder(model, functionalized(traced), pair, size, rules or {}, precision).build(training)
+    captured.reads, captured.moved = reads.found, moved
+    return captured
 
 
 class _Builder:

@@ -23,15 +23,19 @@ def own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> 
             )
 
 
-def hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """A parameter's hooks are called by its own gradient accumulation, which a captured step has no use for."""
-    for name, value in parameters.items():
-        if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(
-                "it has a hook for its gradient, which would not be called",
-                where=f"parameter {name}",
-                remedy="remove the hook, and do its work in the model, in loss_fn, or in an optimizer's step_pre_hook",
-            )
+def hooks(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Hooks for gradients: a parameter's are called by its own gradient accumulation, which a captured step has no use
+    for, and a module's by autograd, which runs only while the step is captured."""
+    hooked = [f"parameter {name}" for name, value in parameters.items()
+              if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)]  # fmt: skip
+    hooked += [f"module {path or '(model)'}" for path, module in model.named_modules()
+               if module._backward_hooks or module._backward_pre_hooks]  # fmt: skip
+    if hooked:
+        raise CaptureError(
+            "it has a hook for its gradient, which would not be called",
+            where=hooked[0],
+            remedy="remove the hook, and do its work in the model, in loss_fn, or in an optimizer's step_pre_hook",
+        )
 
 
 def changed_parameters(names: list[str]) -> None:

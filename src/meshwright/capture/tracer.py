@@ -108,7 +108,7 @@ def trace(
         with mode:
             return torch.empty(shape, dtype=tensor.dtype, device="cpu")
 
-    refusals.hooks(parameters)
+    refusals.hooks(model, parameters)
     check_masters(precision, parameters)
     wanted = [name for name, value in parameters.items() if value.requires_grad] if training else []
     scaled = is_scaled(precision) and bool(wanted)

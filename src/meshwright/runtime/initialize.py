@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import CaptureError, LayoutError
@@ -16,7 +17,12 @@ Keep = Callable[[str, nn.Parameter], bool]
 
 
 class SplitParameter(nn.Parameter):
-    """A meta tensor in the caller's module, in place of a parameter of which every rank has its part."""
+    """A meta tensor in the caller's module, in place of a parameter of which every rank has its part.
+
+    Its ``data`` counts as its own: ``_version`` tells that somebody wrote to either, which would be lost.
+    """
+
+    data = property(lambda self: self.detach(), lambda self, value: increment_version(self))
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int, keep: Keep | None = None) -> None:

@@ -19,7 +19,7 @@ from meshwright.runtime.loss_check import LossCheck
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.precision import LossScale
 from meshwright.runtime.saving import Saver
-from meshwright.runtime.state import LocalParameters
+from meshwright.runtime.state import LocalParameters, full_state_dict, load_state_dict
 
 
 class Resumable:
@@ -118,6 +118,25 @@ class Resumable:
         """Go on by the plan with these amendments, of which later ones replace earlier ones, and no others."""
         self.plan = msgspec.structs.replace(self.plan, amendments=amended((), amendments))
         amend(self.groups, self.plan.amendments)
+
+    def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
+        """Whole tensors on the CPU under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
+
+        Every rank must call it; it loads into the plain model with ``load_state_dict``.
+        """
+        return full_state_dict(self.parameters, all_ranks=all_ranks)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Train on from the whole tensors of a plain model's state dict, under any layout: the inverse of
+        ``full_state_dict``. Every rank must call it; rank 0's tensors count. The optimizer's state stays as it is.
+
+        ``strict=False`` leaves out names that the model does not have, and leaves alone what has no value here.
+
+        Raises:
+            CheckpointError: on every rank: a tensor is missing, unknown or of another shape; nothing has changed.
+        """
+        self._settle()
+        load_state_dict(self.parameters, state_dict, strict=strict)
 
     def _settle(self) -> None:
         self.losses.settle()

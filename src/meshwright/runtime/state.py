@@ -1,13 +1,15 @@
 """This rank's parameters and buffers: made from the caller's module, and whole again for its state dict."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.comm.groups import broadcast_along, broadcast_tensors, gather_whole
+from meshwright.comm.groups import broadcast_along, broadcast_tensors, from_rank_0, gather_whole
+from meshwright.errors import ChangedModelError, CheckpointError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, is_split
@@ -40,7 +42,7 @@ class LocalParameters:
             for name, stages in cut(graph, plan.firsts).owners.items()
         }
         self._parameters: dict[str, nn.Parameter] = {}
-        self._given: dict[str, nn.Parameter] = {}
+        self.given: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
         parts: dict[str, nn.Parameter] = {}
         materialize(model, device, seed, lambda name, value: self._take(name, value, parts))
@@ -52,7 +54,7 @@ class LocalParameters:
         for name in graph.parameters:
             parameter = owned[name]
             if parameter.is_meta or self._take(name, parameter, parts):
-                self._given[name] = _on_meta(parameter)
+                self.given[name] = _on_meta(parameter)
                 if name in parts:
                     self._parameters[name] = parts[name]
             else:
@@ -80,12 +82,14 @@ class LocalParameters:
     def take_over(self) -> None:
         """Make the caller's split parameters meta tensors, now that nothing can fail any more."""
         owned = dict(self.model.named_parameters())
-        for name, given in self._given.items():
+        for name, given in self.given.items():
             _replace(self.model, owned[name], given)
-        if self._given:
+        if any(map(self.is_sharded, self.graph.parameters)):
+            self.model.register_load_state_dict_pre_hook(_refuse_loading)
+        if self.given:
             log.info(
                 "%d of %d parameters are not whole on this rank; in the given module they are now meta tensors",
-                len(self._given),
+                len(self.given),
                 len(owned),
             )
 
@@ -101,11 +105,16 @@ class LocalParameters:
         Returns:
             The names of the parameters that are trained now, on whatever rank.
         """
-        for name, given in self._given.items():
+        for name, given in self.given.items():
             if name in self._parameters and self._parameters[name].requires_grad != given.requires_grad:
                 self._parameters[name].requires_grad_(given.requires_grad)
-        caller = {**self._parameters, **self._given}
+        caller = {**self._parameters, **self.given}
         return tuple(name for name in self.graph.parameters if caller[name].requires_grad)
+
+    @property
+    def own(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters or parts of them, by name."""
+        return self._parameters
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -180,6 +189,84 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
         found[name] = found[first]
     order = [name for name in _state_names(parameters.model) if name in found]
     return {name: found[name] for name in order}
+
+
+def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, strict: bool) -> None:
+    """The inverse of ``full_state_dict``: rank 0's whole tensors become the parameters and buffers of every rank.
+
+    Raises:
+        CheckpointError: on every rank; nothing has changed.
+    """
+    names = from_rank_0(lambda: _checked(parameters, state, strict))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for name in names:
+        like = parameters.graph.tensors[name]
+        whole = torch.empty(like.shape, dtype=getattr(torch, like.dtype), device=parameters.device)
+        if rank == 0:
+            given = next(state[key] for key in _names_of(parameters, name) if key in state)
+            whole.copy_(given.detach())
+        if parameters.groups:
+            broadcast_tensors([whole])
+        if parameters.holds(name):
+            part = local_part(whole, parameters.placements(name), parameters.groups)
+            parameters[name].detach().copy_(part)
+
+
+def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool) -> list[str]:
+    """The names, as the graph knows them, of the tensors that a state dict holds."""
+    wanted = {
+        key: name
+        for name in (*parameters.graph.parameters, *parameters.graph.buffers)
+        for key in _names_of(parameters, name)
+    }
+    for key in _state_names(parameters.model) if strict else ():
+        if key in wanted and key not in state:
+            raise CheckpointError(
+                "it is missing", where=f"state dict, {key}",
+                remedy="give all that full_state_dict() has, or strict=False to leave the rest as it is",
+            )  # fmt: skip
+    known: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if key not in wanted:
+            if strict:
+                raise CheckpointError(
+                    "the model has no such tensor", where=f"state dict, {key}",
+                    remedy="give the state dict of this model, or strict=False to leave such tensors out",
+                )  # fmt: skip
+            continue
+        shape = parameters.global_shape(wanted[key])
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.is_meta:
+            kind = f"{'of shape ' if not value.is_meta else 'a meta tensor, '}{list(value.shape)}"
+            raise CheckpointError(
+                f"it is {kind if isinstance(value, Tensor) else f'a {type(value).__name__}'}, in the model it is of "
+                f"shape {list(shape)}",
+                where=f"state dict, {key}",
+                remedy="give whole tensors: a plain model's state_dict(), or trainer.full_state_dict()",
+            )
+        other = known.setdefault(wanted[key], value)
+        if other is not value and not torch.equal(other, value):
+            raise CheckpointError(
+                f"it is not equal to {wanted[key]}, with which the model shares it", where=f"state dict, {key}",
+                remedy="give shared tensors the same values",
+            )  # fmt: skip
+    return list(known)
+
+
+def _names_of(parameters: LocalParameters, name: str) -> list[str]:
+    """The names under which a state dict has a tensor."""
+    return [name, *(other for other, first in parameters.graph.tied.items() if first == name)]
+
+
+def _refuse_loading(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+    """A hook of the caller's module: its ``load_state_dict`` would write to tensors that hold nothing."""
+    split = any(isinstance(value, SplitParameter) for value in module.parameters())
+    if split and not metadata.get("assign_to_params_buffers"):
+        raise ChangedModelError(
+            "its parameters are split over ranks, and in their place it holds meta tensors: nothing would be loaded",
+            where=f"{type(module).__name__}.load_state_dict",
+            remedy="load into the trainer: trainer.load_state_dict(...) takes the same whole tensors; or load before "
+            "parallelize",
+        )
 
 
 def _state_names(model: nn.Module) -> list[str]:

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
@@ -29,6 +28,7 @@ from meshwright.ir.trace import Trace
 from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
+from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import Parts, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
 from meshwright.runtime.memory import memory_reader
@@ -38,7 +38,7 @@ from meshwright.runtime.precision import LossScale
 from meshwright.runtime.resumable import Resumable
 from meshwright.runtime.rng import step_key
 from meshwright.runtime.saving import Saver
-from meshwright.runtime.state import LocalParameters, full_state_dict
+from meshwright.runtime.state import LocalParameters
 from meshwright.runtime.steps import Step, StepResult, groups_of
 
 log = logging.getLogger("meshwright")
@@ -97,13 +97,18 @@ class Trainer(Resumable):
         self._names_trained = self.parameters.follow()
         precision = captured.graph.precision
         self.loss_scale = LossScale(precision, device) if precision in LOW else None
-        self._lowered: OrderedDict[Hashable, tuple[Step, Graph]] = OrderedDict()
+        self._callers = CallersTensors(self.parameters)
         self._leaves = captured.traced.leaves
         self._parts = Parts(self._leaves, list(self._leaves.tensors), lowered.input_placements, self.groups)
-        self._lowered[self._key(self._leaves, local=False, training=True)] = (lowered, captured.graph)
+        key = self._key(self._leaves, local=False, training=True)
+        self._lowered: list[tuple[Hashable, Guard, Step]] = [(key, Guard(model, True, captured.reads), lowered)]
         self._compared: set[Hashable] = set()
+        self._num_changes = 0
         self._last = lowered
         self.graph = captured.graph
+        for place, change in captured.moved.items() if self.rank == 0 else ():
+            log.warning("%s: the model changes it itself (%s); training runs no Python of the model, and leaves it as "
+                        "it is", place, change)  # fmt: skip
 
     # --- what a user calls ---------------------------------------------------------------------------------------
 
@@ -206,18 +211,10 @@ class Trainer(Resumable):
         mine = msgspec.structs.replace((self.recorder or Recorder()).trace(self.rank), plan=self._ran.digest)
         return on_rank_0(mine, self.device) if all_ranks else mine
 
-    def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Whole tensors on the CPU under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
-
-        Every rank must call it; it loads into the plain model with ``load_state_dict``.
-        """
-        return full_state_dict(self.parameters, all_ranks=all_ranks)
-
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _key(self, leaves: Leaves, local: bool, training: bool) -> Hashable:
-        """What a captured step depends on: what is trained, modules in a mode of their own, and the batch but for its
-        values.
+        """What a captured step depends on besides the model: what is trained, and the batch but for its values.
 
         Of tensors that are cut over the ranks (``local``), the global shape counts.
         """
@@ -228,10 +225,7 @@ class Trainer(Resumable):
             for name, value in leaves.tensors.items()
         )  # fmt: skip
         others = tuple(repr(leaf) for leaf in leaves.others.values())
-        modes: tuple[int, ...] = ()
-        if self._model.training == training:  # else it is put into this mode as a whole
-            modes = tuple(k for k, part in enumerate(self._model.modules()) if part.training != training)
-        return (self._trained() if training else None, modes, leaves.spec, shapes, others)
+        return (self._trained() if training else None, leaves.spec, shapes, others)
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -250,17 +244,13 @@ class Trainer(Resumable):
 
     def _run(self, batch: Any, local: bool, training: bool) -> StepResult:
         begun = time.perf_counter()
+        self._callers.check()
         leaves = take_apart(batch)
         key = self._key(leaves, local, training)
         if key not in self._compared and self.groups:
             compare_over_ranks(leaves, self._parts.index(leaves, self.data_shard[0]) if local else 0)
         self._compared.add(key)
-        entry = self._lowered.get(key)
-        if entry is None:
-            entry = self._capture_again(key, leaves, training)
-        else:
-            self._lowered.move_to_end(key)
-        step = self._last = entry[0]
+        step = self._last = self._step_for(key, leaves, training)
         inputs = {}
         for name, value in leaves.tensors.items():
             placements = step.input_placements.get(name, {})
@@ -297,29 +287,47 @@ class Trainer(Resumable):
             self._names_trained = names
         return names
 
-    def _capture_again(self, key: Any, leaves: Leaves, training: bool) -> tuple[Step, Graph]:
-        """The same plan for another batch shape, for evaluation, or with other parameters frozen."""
+    def _step_for(self, key: Any, leaves: Leaves, training: bool) -> Step:
+        """The step that was captured for such a batch, if all that it has baked in is still so, else a new one."""
+        changed = ""
+        for index, (known, guard, step) in enumerate(self._lowered):
+            if known == key:
+                now = guard.changed(training)
+                if not now:
+                    self._lowered.insert(0, self._lowered.pop(index))
+                    return step
+                changed = changed or now
+        return self._capture_again(key, leaves, training, changed)
+
+    def _capture_again(self, key: Any, leaves: Leaves, training: bool, changed: str) -> Step:
+        """The same plan for another batch shape, for evaluation, with other parameters frozen, or after a change."""
         if training:
             check_alike(leaves, self._leaves)
-        shapes = [shape for shape, _ in key[3]]
+        self._callers.check_members()
+        check_same_change(changed)
+        shapes = [shape for shape, _ in key[2]]
         shaped = [
             torch.empty(shape, dtype=value.dtype, device="meta")
             for shape, value in zip(shapes, leaves.tensors.values(), strict=True)
         ]
-        if training:
+        if changed:
+            log.info("capturing the step again: %s", changed)
+            self._num_changes += 1
+            if self._num_changes == SHAPES_KEPT and self.rank == 0:
+                log.warning("the step was captured %d times, now because of %s; numbers that change from step to step "
+                            "had better come in the batch", 1 + SHAPES_KEPT, changed)  # fmt: skip
+        elif training:
             log.info("capturing the step again for batch shapes %s", shapes)
         captured = capture(
             self._model, self._loss_fn, leaves.with_tensors(shaped), training=training, rules=self._rules,
             precision=self.graph.precision,
         )  # fmt: skip
         plan = self._replan(self.plan, captured.graph)
-        entry = (Step(captured, plan, self.groups, self.rank, self.device, self._compiler), captured.graph)
-        self._lowered[key] = entry
-        while len(self._lowered) > SHAPES_KEPT:
-            forgotten = next(one for one in self._lowered if one != key)
-            self._lowered.pop(forgotten)
-            self._compared.discard(forgotten)
-        return entry
+        step = Step(captured, plan, self.groups, self.rank, self.device, self._compiler)
+        self._lowered.insert(0, (key, Guard(self._model, training, captured.reads), step))
+        del self._lowered[SHAPES_KEPT:]
+        self._compared &= {key for key, _, _ in self._lowered}
+        return step
 
     def _is_finite(self, result: StepResult) -> bool:
         """Under a low precision: gradients are unscaled, and if one is not finite on any rank, nothing is changed."""
