@@ -93,6 +93,10 @@ class Read:
             self.owner.get(self.name, MISSING) if type(self.owner) is dict else getattr(self.owner, self.name, MISSING)
         )
 
+    def change(self, value: Any) -> str:
+        """What became of the value, in words."""
+        return f"{in_words(self.value if self.copied is None else self.copied)} became {in_words(value)}"
+
     def put(self, value: Any, contents: Any = None) -> None:
         """Set the value, with these contents where it is a container, or take it away."""
         if type(self.owner) is not dict:
@@ -163,7 +167,7 @@ class Reads:
             CaptureError: it does not; names the place.
         """
         moved = self._moved
-        words = {read.where: f"{in_words(read.value)} became {in_words(value)}" for read, value, _ in moved}
+        words = {read.where: read.change(value if contents is None else contents) for read, value, contents in moved}
         if moved and not self._runs_the_same(graph, trace, moved):
             alone = (read.where for read, *new in moved if not self._runs_the_same(graph, trace, [(read, *new)]))
             where = next(alone, moved[0][0].where)

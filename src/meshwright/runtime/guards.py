@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.capture import refusals
-from meshwright.capture.reads import CONTAINERS, MISSING, Read, in_words, is_fixed, state_of
+from meshwright.capture.reads import CONTAINERS, MISSING, Read, is_fixed, state_of
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import ChangedModelError, RankError
 from meshwright.runtime.state import LocalParameters
@@ -183,5 +183,4 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _told(read: Read, value: Any) -> str:
-    old = read.value if read.copied is None else read.copied
-    return f"{read.where}: {in_words(old)} became {in_words(value)}"
+    return f"{read.where}: {read.change(value)}"

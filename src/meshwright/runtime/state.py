@@ -236,10 +236,11 @@ def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool
             continue
         shape = parameters.global_shape(wanted[key])
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.is_meta:
-            kind = f"{'of shape ' if not value.is_meta else 'a meta tensor, '}{list(value.shape)}"
+            kind = f"a {type(value).__name__}"
+            if isinstance(value, Tensor):
+                kind = f"{'a meta tensor ' if value.is_meta else ''}of shape {list(value.shape)}"
             raise CheckpointError(
-                f"it is {kind if isinstance(value, Tensor) else f'a {type(value).__name__}'}, in the model it is of "
-                f"shape {list(shape)}",
+                f"it is {kind}, in the model it is of shape {list(shape)}",
                 where=f"state dict, {key}",
                 remedy="give whole tensors: a plain model's state_dict(), or trainer.full_state_dict()",
             )
