@@ -141,7 +141,7 @@ def two_sides(layout: mw.Layout) -> tuple[Side, Side, mw.Trainer, torch.optim.Op
     return mine, plain, trainer, sgd(plain.model.parameters()), batch
 
 
-def plain_step(side: Side, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+def plain_step(side: Side, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
     optimizer.zero_grad()
     loss: Tensor = side.loss_fn(side.model, batch)
     loss.backward()
@@ -226,7 +226,8 @@ def default_dtype_and_momentum() -> tuple[float, float]:
     torch.set_default_dtype(torch.float64)
     try:
         for one in (model, plain):
-            one[1].momentum = 0.9
+            norm: Any = one[1]
+            norm.momentum = 0.9
         error = error_of(trainer.step(batch), plain_step(Side(plain, loss_of, SimpleNamespace()), optimizer, batch))
         return error, largest_error(trainer.full_state_dict(), plain.state_dict())
     finally:
@@ -245,7 +246,8 @@ class Counting(nn.Module):
 
     def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.linear, self.use, self.calls, self.seen = nn.Linear(4, 4), use, 0, []
+        self.linear, self.use, self.calls = nn.Linear(4, 4), use, 0
+        self.seen: list[Tensor] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
@@ -254,7 +256,7 @@ class Counting(nn.Module):
         return result
 
 
-def mean_of(model: nn.Module, batch: Tensor) -> Tensor:
+def mean_of(model: Any, batch: Tensor) -> Tensor:
     model(batch)
     loss: Tensor = model.mean
     return loss

@@ -108,13 +108,17 @@ def refusals_of(layout: mw.Layout) -> tuple[list[str], float, float]:
 def test_a_state_dict_that_does_not_fit_changes_nothing(ranks: Ranks, layout: str) -> None:
     for texts, unchanged, partly in ranks(LAYOUTS[layout].num_ranks, refusals_of, LAYOUTS[layout]):
         missing, foreign, short, meta, number, untied = texts
-        assert missing.startswith("state dict, token.weight: it is missing\n  -> give all that full_state_dict() has")
+        assert missing.startswith(
+            "state dict, token_embedding.weight: it is missing\n  -> give all that full_state_dict() has"
+        )
         assert foreign.startswith("state dict, foreign: the model has no such tensor\n  -> give the state dict of this")
-        assert short.startswith("state dict, token.weight: it is of shape [127, 16], in the model it is of shape [128,")
+        assert short.startswith(
+            "state dict, token_embedding.weight: it is of shape [127, 16], in the model it is of shape [128,"
+        )
         assert "it is a meta tensor of shape [128, 16], in the" in meta
         assert "it is a int, in the model" in number
         assert untied.startswith(
-            "state dict, head.weight: it is not equal to token.weight, with which the model shares"
+            "state dict, head.weight: it is not equal to token_embedding.weight, with which the model shares"
         )
         assert unchanged == 0.0
         assert partly == 0.0

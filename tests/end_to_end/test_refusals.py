@@ -48,6 +48,12 @@ def hooked(kind: str) -> nn.Module:
     return model
 
 
+def hooked_module(kind: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4))
+    getattr(model[0], kind)(lambda module, *gradients: None)
+    return model
+
+
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     loss: Tensor = model(batch).square().mean()
     return loss
@@ -60,10 +66,12 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
         (nn.Embedding(9, 4, max_norm=1.0), torch.zeros(2, 3, dtype=torch.int64), "parameter weight: the step changes"),
         (hooked("register_hook"), torch.zeros(2, 4), "parameter 0.weight: it has a hook for its gradient"),
         (hooked("register_post_accumulate_grad_hook"), torch.zeros(2, 4), "parameter 0.weight: it has a hook for its"),
+        (hooked_module("register_full_backward_hook"), torch.zeros(2, 4), "module 0: it has a hook for its gradient"),
+        (hooked_module("register_full_backward_pre_hook"), torch.zeros(2, 4), "module 0: it has a hook for its grad"),
         (Scaled(random.random), torch.zeros(2, 4), "the step draws from Python's random, and would have the same"),
         (Scaled(lambda: float(np.random.rand())), torch.zeros(2, 4), "the step draws from numpy.random, and would"),
     ],
-    ids=["clamp", "max_norm", "hook", "late hook", "random", "numpy"],
+    ids=["clamp", "max_norm", "hook", "late hook", "backward hook", "backward pre-hook", "random", "numpy"],
 )
 def test_what_would_be_lost_without_a_word(model: nn.Module, batch: Tensor, message: str) -> None:
     with pytest.raises(CaptureError) as caught:

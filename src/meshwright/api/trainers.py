@@ -71,8 +71,8 @@ def parallelize(
     Args:
         model: any traceable module; rank 0's values are used; it may be on the meta device.
         loss_fn: ``loss_fn(model, batch)`` gives a scalar, or (scalar, {metric: scalar}). It is captured, not
-            called in every step: numbers that it, or the model, takes from elsewhere (a variable, an attribute) stay as
-            they are then. What changes from step to step must come in the batch.
+            called in every step; where numbers that it, or the model, takes from elsewhere (a variable, an attribute)
+            have changed, the step is captured again. What changes in every step had better come in the batch.
         batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch, and of numbers.
         plan: ``"auto"`` (the fastest layout that fits, see ``plan``), a Layout, a Plan, or the path of a plan file.
         optimizer: gets a list of (name, parameter), as torch.optim takes it:
