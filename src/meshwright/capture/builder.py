@@ -23,11 +23,9 @@ from meshwright.ir import graph as ir
 from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
-from meshwright.ops.random import RULES as RANDOM
 from meshwright.ops.table import CANONICAL, VISIBLE
 from meshwright.ops.view import VIEWS
 
-ours = torch.ops.meshwright
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
@@ -316,10 +314,7 @@ class _Builder:
         tainted = {node for node, name in self.names.items() if name in state}
         result = set()
         for operation in operations:
-            random = operation.call.target in RANDOM or operation.call.target in (
-                ours.attention.default, ours.attention_backward.default,
-            )  # fmt: skip
-            if random or any(node in tainted for node in operation.inputs):
+            if operation.found.random or any(node in tainted for node in operation.inputs):
                 tainted.update(output for output in operation.outputs if output is not None)
             else:
                 result.add(operation.name)

@@ -161,12 +161,14 @@ class Unsplit:
 @dataclass(frozen=True)
 class OperatorRule:
     """``rule`` gives a call's rule; ``local`` emits it on one rank's part; ``flops`` counts the whole call;
-    ``contiguous`` names letters whose parts must be one run of indices (a vocabulary)."""
+    ``contiguous`` names letters whose parts must be one run of indices (a vocabulary); ``random``: it draws random
+    numbers (``local`` uses ``local.key``), as operators do that PyTorch tags so."""
 
     rule: Callable[[Call], Rule | Unsplit]
     local: Callable[[Local], Any] = emit_unchanged
     flops: Callable[[Call, Rule | None], float] = lambda call, rule: 0.0
     contiguous: frozenset[str] = frozenset()
+    random: bool = False
 
 
 def make_rule(

@@ -57,6 +57,12 @@ def operator_rule(target: Target, own: Mapping[Target, OperatorRule] | None = No
     return pointwise.POINTWISE if pointwise.is_pointwise(target) else None
 
 
+def is_random(target: Target, own: Mapping[Target, OperatorRule] | None = None) -> bool:
+    """Whether an operator draws random numbers: PyTorch tags it so, or its rule says so."""
+    rule = operator_rule(target, own)
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or (rule is not None and rule.random)
+
+
 def rule_of(call: Call, own: Mapping[Target, OperatorRule] | None = None) -> Rule | Unsplit:
     """The rule of one call.
 
@@ -66,7 +72,7 @@ def rule_of(call: Call, own: Mapping[Target, OperatorRule] | None = None) -> Rul
     found = operator_rule(call.target, own)
     if found is not None:
         return found.rule(call)
-    if torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
+    if is_random(call.target):
         raise RuleError(
             "this random operator has no form with a key, so that ranks would draw different numbers",
             where=str(call.target),
