@@ -460,6 +460,7 @@ def _nll_backward(space: bool) -> Callable[[Draw], Arguments]:
         logarithms, target, weight, reduction, ignore = _likelihood(draw, space)
         forward = aten.nll_loss2d_forward if space else aten.nll_loss_forward
         output, total = forward(logarithms, target, weight, reduction, ignore)
+        total = draw.pick(total, draw.tensor(1))  # a sum does not read it
         return (draw.tensor(*output.shape), logarithms, target, weight, reduction, ignore, total), {}
 
     return build

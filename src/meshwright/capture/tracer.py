@@ -15,12 +15,13 @@ from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.experts import one_operator
 from meshwright.capture.outputs import fake_mode
-from meshwright.capture.precision import LOW, called, check_masters, computing_in
+from meshwright.capture.precision import called, check_masters, computing_in
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
 from meshwright.capture.recorder import Recorder, Rewrites
 from meshwright.errors import CaptureError
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
+from meshwright.ops.base import wide_dtype
 from meshwright.ops.table import CANONICAL
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -128,8 +129,8 @@ def trace(
                 step, {f"model.{name}": value for name, value in every.items()}, (leaves.with_tensors(inputs),)
             )
         loss, extra = _loss_and_metrics(result)
-        if loss.dtype in LOW.values() and precision is not None:
-            loss = loss.float()
+        # micro-batches and ranks add up their terms in float32
+        loss, *others = (value.to(wide_dtype(value.dtype)) for value in (loss, *extra.values()))
         metrics[:] = list(extra)
         gradients: tuple[Tensor | None, ...] = ()
         if wanted:
@@ -141,7 +142,7 @@ def trace(
             of = [weights[name] for name in wanted]
             gradients = torch.autograd.grad(loss, of, scale or None, allow_unused=True)
         updates = refusals.updated(dict(zip(buffers, states, strict=True)), after)
-        return [loss.detach(), *(value.detach() for value in extra.values()), *gradients, *updates]
+        return [loss.detach(), *(value.detach() for value in others), *gradients, *updates]
 
     draws = refusals.Draws()
     modes = [(part, part.training) for part in model.modules()]

@@ -136,6 +136,11 @@ class Local(Protocol):
 HALVES = (torch.float16, torch.bfloat16)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums and squares are computed in: they could leave the range, or the precision, of half a float."""
+    return torch.float32 if dtype in HALVES else dtype
+
+
 def widened(local: Local, value: Value) -> Value:
     """``value`` in float32 where the operator works in half precision: statistics and sums need it."""
     return local.call(aten._to_copy.default, value, dtype=torch.float32) if local.dtype() in HALVES else value
