@@ -37,7 +37,8 @@ def in_pytorch(values: list[Tensor], mask: Tensor | None, causal: bool) -> list[
     """Output and gradients of PyTorch's plainest form."""
     leaves = [value.clone().requires_grad_() for value in values]
     with sdpa_kernel(SDPBackend.MATH):
-        output = F.scaled_dot_product_attention(*leaves, attn_mask=mask, is_causal=causal)
+        query, key, value = leaves
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
     return [output.detach(), *torch.autograd.grad(output.float().sum(), leaves)]
 
 

@@ -22,10 +22,11 @@ WEIGHTS = torch.linspace(0.1, 1.0, WORDS, dtype=torch.float64)
 
 
 class Words(nn.Module):
-    """Scores of the next word, of every place."""
+    """Scores of the next word, of every place; and what their errors weigh."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.criterion = nn.CrossEntropyLoss(weight=WEIGHTS.clone())
         self.embedding, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
@@ -62,6 +63,12 @@ def of_sentences(model: nn.Module, batch: Batch) -> Tensor:
     return over_words(False, reduction="none")(model, batch).sum(1).mean()
 
 
+def weighed_by_a_buffer(model: nn.Module, batch: Batch) -> Tensor:
+    criterion: Any = model.criterion
+    loss: Tensor = criterion(model(batch["tokens"]).transpose(1, 2), batch["labels"])
+    return loss
+
+
 def masked(model: nn.Module, batch: Batch) -> Tensor:
     counted = batch["labels"] > 0
     return (over_words(False, reduction="none")(model, batch) * counted).sum() / counted.sum()
@@ -70,12 +77,12 @@ def masked(model: nn.Module, batch: Batch) -> Tensor:
 PADDED: Mapping[str, Loss] = {
     f"{name}, {'rows' if rows else 'vocabulary in the middle'}": over_words(rows, **settings)
     for rows in (True, False)
-    for name, settings in {
+    for name, settings in dict[str, dict[str, Any]]({
         "mean": {}, "class weights": {"weight": WEIGHTS}, "sum": {"reduction": "sum"},
         "smooth": {"label_smoothing": 0.1}, "smooth, class weights": {"label_smoothing": 0.1, "weight": WEIGHTS},
         "another label ignored": {"ignore_index": 3},
-    }.items()
-} | {"sentences": of_sentences, "masked": masked}  # fmt: skip
+    }).items()
+} | {"sentences": of_sentences, "masked": masked, "class weights, a buffer": weighed_by_a_buffer}  # fmt: skip
 LAYOUTS = {
     "one rank, m4": mw.Layout(microbatches=4),
     "dp2": mw.Layout(dp=2),

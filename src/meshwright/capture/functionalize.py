@@ -95,12 +95,12 @@ def _simplify(graph: fx.Graph, num_scalars: int) -> None:
 
 def _unrounded(scalar: fx.Node | None) -> fx.Node | None:
     """What was rounded to half precision and back."""
-    source = scalar
+    source: Any = scalar
     for _ in range(2):
         if not isinstance(source, fx.Node) or source.target is not aten._to_copy.default:
             return scalar
-        source = cast(fx.Node, source.args[0])
-    return source if source.meta["val"].dtype == cast(fx.Node, scalar).meta["val"].dtype else scalar
+        source = source.args[0]
+    return source if scalar is not None and source.meta["val"].dtype == scalar.meta["val"].dtype else scalar
 
 
 def _join_cross_entropy(graph: fx.Graph, node: fx.Node) -> None:

@@ -22,6 +22,7 @@ from meshwright.capture.recorder import Recorder, Rewrites
 from meshwright.errors import CaptureError
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
 from meshwright.ops.base import wide_dtype
+from meshwright.ops.embedding import BAGS, embedding_bag
 from meshwright.ops.table import CANONICAL
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -68,12 +69,13 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, provenance: Provenance, attention: Attention) -> None:
         super().__init__()
-        self._provenance, self._attention = provenance, attention
+        self._provenance = provenance
+        self._replaced: Mapping[Any, Any] = {SCALED_DOT_PRODUCT: attention, BAGS: embedding_bag}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._provenance.see()
-        return called(self._attention if function is SCALED_DOT_PRODUCT else function, args, kwargs)
+        return called(self._replaced.get(function, function), args, kwargs)
 
 
 def trace(

@@ -91,7 +91,10 @@ def nll_backward_rule(call: Call) -> Rule:
     source, _, weight, reduction, _, total = call.args[1:7]
     whole, rows = _names(source)
     weights = ", v" if weight is not None else ""
-    return make_rule(call, f"^{rows if reduction == NONE else '.'}, {whole}, {rows}{weights}, {'1' if total.dim() else '.'} -> {whole}")
+    return make_rule(
+        call,
+        f"^{rows if reduction == NONE else '.'}, {whole}, {rows}{weights}, {'1' if total.dim() else '.'} -> {whole}",
+    )
 
 
 def nll_backward_local(local: Local) -> Any:
