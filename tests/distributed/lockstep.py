@@ -121,6 +121,8 @@ def compare(found: Tensor, expected: Tensor, what: str) -> None:
         raise WrongRuleError(
             f"{what}: {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
         )
+    if expected.is_complex():
+        found, expected = (torch.view_as_real(one.resolve_conj()) for one in (found, expected))
     if not expected.is_floating_point():
         if not torch.equal(found, expected):
             raise WrongRuleError(f"{what}: {found.tolist()}, not {expected.tolist()}")

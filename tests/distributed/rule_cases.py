@@ -460,6 +460,7 @@ def _nll_backward(space: bool) -> Callable[[Draw], Arguments]:
         logarithms, target, weight, reduction, ignore = _likelihood(draw, space)
         forward = aten.nll_loss2d_forward if space else aten.nll_loss_forward
         output, total = forward(logarithms, target, weight, reduction, ignore)
+        total = draw.pick(total, draw.tensor(1))  # a sum does not read it
         return (draw.tensor(*output.shape), logarithms, target, weight, reduction, ignore, total), {}
 
     return build
@@ -613,6 +614,29 @@ def _softmax_backward(forward: Any) -> Callable[[Draw], Arguments]:
         return (draw.tensor(*source.shape), forward(source, dim, False), dim, torch.float64), {}
 
     return build
+
+
+# --- Fourier transforms -----------------------------------------------------------------------------------------------
+
+
+def _complex(draw: Draw, *shape: int) -> Tensor:
+    return torch.complex(draw.tensor(*shape), draw.tensor(*shape))
+
+
+def _fourier(draw: Draw) -> Arguments:
+    shape = draw.shape(2, 3)
+    dims = sorted({dim % len(shape) for dim in draw.dims(len(shape))})
+    return (_complex(draw, *shape), dims, draw.pick(0, 1, 2), draw.flag()), {}
+
+
+def _fourier_of_real(draw: Draw) -> Arguments:
+    (source, *settings), _ = _fourier(draw)
+    return (source.real.contiguous(), *settings), {}
+
+
+def _fourier_to_real(draw: Draw) -> Arguments:
+    (source, dims, scale, _), _ = _fourier(draw)
+    return (source, dims, scale, 2 * source.shape[dims[-1]] - draw.pick(1, 2)), {}
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
@@ -874,6 +898,12 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.argmax.default: _over_any_dim,
     aten.argmin.default: _over_any_dim,
     aten.logsumexp.default: _logsumexp,
+    aten._conj.default: lambda draw: ((_complex(draw, *draw.shape()),), {}),
+    aten._fft_c2c.default: _fourier,
+    aten._fft_c2r.default: _fourier_to_real,
+    aten._fft_r2c.default: _fourier_of_real,
+    aten.view_as_complex.default: lambda draw: ((draw.tensor(*draw.shape(), 2),), {}),
+    aten.view_as_real.default: lambda draw: ((_complex(draw, *draw.shape()),), {}),
     aten.cummax.default: _scan,
     aten.cumprod.default: _scan,
     aten.cumsum.default: _scan,

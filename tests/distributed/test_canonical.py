@@ -189,8 +189,28 @@ def _batch_norm_backward(draw: Draw) -> Arguments:
 def _strided(scatters: bool) -> Build:
     def build(draw: Draw) -> Arguments:
         a, b, c = draw.sizes(3)
-        written = (draw.tensor(a * b, c),) if scatters else ()
-        return (draw.tensor(a, b, c), *written, [a * b, c], [c, 1]), {}
+        kind = draw.pick("in order", "columns", "transposed", "a part")
+        source, size, stride, offset = {
+            "in order": (draw.tensor(a, b, c), [a * b, c], [c, 1], None),
+            "columns": (draw.tensor(a, b, c + 2), [a, b, c], [b * (c + 2), c + 2, 1], 1),
+            "transposed": (draw.tensor(a, b).t(), [a, b], [b, 1], 0),
+            "a part": (draw.tensor(a + 1, b), [a, b - 1], [b, 1], b + 1),
+        }[kind]
+        written = (draw.tensor(*size),) if scatters else ()
+        return (source, *written, size, stride, offset), {}
+
+    return build
+
+
+def _weight_norm(backward: bool) -> Build:
+    def build(draw: Draw) -> Arguments:
+        shape = draw.shape(2, 3)
+        dim = draw.pick(0, len(shape) - 1)
+        lengths = [size if other == dim else 1 for other, size in enumerate(shape)]
+        v, g = draw.tensor(*shape), draw.tensor(*lengths)
+        if not backward:
+            return (v, g, dim), {}
+        return (draw.tensor(*shape), v, g, aten._weight_norm_interface(v, g, dim)[1], dim), {}
 
     return build
 
@@ -241,6 +261,8 @@ CANONICAL_CASES: Mapping[Any, Build] = {
     aten.new_empty_strided.default: lambda draw: ((draw.tensor(2), [2, 3], [3, 1]), {}),
     aten.pixel_shuffle.default: _pixels(up=True),
     aten.pixel_unshuffle.default: _pixels(up=False),
+    aten._weight_norm_interface.default: _weight_norm(backward=False),
+    aten._weight_norm_interface_backward.default: _weight_norm(backward=True),
     aten.as_strided.default: _strided(scatters=False),
     aten.as_strided_scatter.default: _strided(scatters=True),
     aten.cat.default: _cat,

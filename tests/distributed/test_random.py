@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.capture.builder import Capture, capture
 from meshwright.errors import PlanError, RuleError
-from meshwright.ops.base import Unsplit
+from meshwright.ir.rule import Rule
+from meshwright.ops.base import Call, Local, OperatorRule, Unsplit, make_rule
 from meshwright.ops.random import RULES
 from meshwright.planner.explicit import plan_layout
 from tests.distributed.lockstep import RANDOM_KEY, Wires, execute, present, rank_graph, run_step, subject
@@ -103,11 +104,40 @@ def test_draws_have_the_distribution_of_the_operator(target: Any) -> None:
 
 
 def test_exponential_numbers_are_never_zero() -> None:
-    """In half precision one uniform number in 2048 is 0; gumbel_softmax takes the logarithm of what becomes of it."""
+    """gumbel_softmax takes the logarithm of what is drawn."""
     ones = torch.ones(400, 100, dtype=torch.float16)
     found = drawn(aten.exponential.default, {}, {"dp": 0, "tp": 0}, call=((ones,), {}))
     assert bool((found > 0).all())
     assert bool(found.log().isfinite().all())
+
+
+HALVES = [torch.float16, torch.bfloat16]
+ORIGIN = {"dp": 0, "tp": 0}
+
+
+@pytest.mark.parametrize("target", [aten.bernoulli.default, aten.bernoulli.Tensor], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_rare_event_is_as_rare_in_half_precision(target: Any, dtype: torch.dtype) -> None:
+    """A uniform number of 11 bits is below 0.0001 once in 2048 times, one of 8 bits once in 256 times."""
+
+    def found(probability: Tensor) -> Tensor:
+        args = (probability,) if target is aten.bernoulli.default else (torch.ones_like(probability), probability)
+        return drawn(target, {}, ORIGIN, call=(args, {}))
+
+    rare = torch.full((1000, 500), 1e-4, dtype=dtype)
+    draws = found(rare)
+    assert draws.dtype == dtype
+    assert 30 <= int(draws.sum(dtype=torch.float32)) <= 70
+    assert torch.equal(draws.float(), found(rare.float()))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_exponential_numbers_in_half_precision_are_those_of_single_precision(dtype: torch.dtype) -> None:
+    ones = torch.ones(400, 500)
+    single, half = (drawn(aten.exponential.default, {}, ORIGIN, call=((one,), {})) for one in (ones, ones.to(dtype)))
+    assert half.dtype == dtype
+    assert single.max() > 10
+    assert torch.allclose(half.float(), single, rtol=8e-3, atol=8e-3)
 
 
 def test_a_random_operator_without_a_key_is_refused() -> None:
@@ -119,6 +149,44 @@ def test_a_random_operator_without_a_key_is_refused() -> None:
         "draw different numbers\n  -> draw with torch.rand, randn, randint, bernoulli or dropout, or pass a rule of "
         "your own (rules=)"
     )
+
+
+@torch.library.custom_op("tests::noise", mutates_args=())
+def noise(value: Tensor) -> Tensor:
+    return torch.rand_like(value)
+
+
+@torch.library.custom_op("tests::tagged_noise", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def tagged_noise(value: Tensor) -> Tensor:
+    return torch.rand_like(value)
+
+
+noise.register_fake(torch.empty_like)
+tagged_noise.register_fake(torch.empty_like)
+
+
+def noise_rule(call: Call) -> Rule:
+    return make_rule(call, "b k -> b k")
+
+
+def noise_local(local: Local) -> Any:
+    return local.call(ours.uniform.default, local.args[0], 0.0, 1.0, *local.key())
+
+
+@pytest.mark.parametrize(("operator", "says_so"), [(noise, True), (tagged_noise, False)], ids=["rule", "tag"])
+def test_what_a_rule_of_ones_own_draws_is_drawn_in_every_micro_batch(operator: Any, says_so: bool) -> None:
+    """It depends on no parameter, but is no part of the prologue; the rule says so, or the operator's tag."""
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch * operator(batch.cos())).square().sum()
+        return loss
+
+    rules = {operator._opoverload: OperatorRule(noise_rule, noise_local, random=says_so)}
+    captured = capture(nn.Linear(4, 2), loss_fn, torch.ones(4, 4), rules=rules)
+    prologue = {one.target: one.prologue for one in captured.graph.operators}
+    assert prologue["aten.cos.default"]
+    assert not prologue[str(operator._opoverload)]
+    assert not prologue["aten.mul.Tensor"]
 
 
 # --- whole steps ------------------------------------------------------------------------------------------------------

@@ -24,11 +24,9 @@ from meshwright.ir import graph as ir
 from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
-from meshwright.ops.random import RULES as RANDOM
 from meshwright.ops.table import CANONICAL, VISIBLE
 from meshwright.ops.view import VIEWS
 
-ours = torch.ops.meshwright
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
@@ -323,19 +321,35 @@ class _Builder:
         return tensors
 
     def _prologue(self, operations: list[_Operation]) -> set[str]:
-        """Operators that depend on no parameter, no buffer and no random number."""
-        state = {*self.traced.parameters, *self.traced.buffers}
+        """Operators that depend on no parameter, no buffer and no random number. What is one number, and what makes
+        it, may depend on buffers that the step does not change: a total of class weights."""
+        result = self._independent(operations, {*self.traced.parameters, *self.traced.buffers})
+        allowed = self._independent(operations, {*self.traced.parameters, *self._buffer_updates()})
+        needed: set[fx.Node | None] = set()
+        for operation in reversed(operations):
+            number = not any(value.dim() for value in operation.call.outputs)
+            if operation.name in allowed and (number or not needed.isdisjoint(operation.outputs)):
+                needed.update(operation.inputs)
+                result.add(operation.name)
+        return result
+
+    def _independent(self, operations: list[_Operation], state: set[str]) -> set[str]:
+        """Operators that depend on nothing in ``state`` and on no random number."""
         tainted = {node for node, name in self.names.items() if name in state}
         result = set()
         for operation in operations:
-            random = operation.call.target in RANDOM or operation.call.target in (
-                ours.attention.default, ours.attention_backward.default,
-            )  # fmt: skip
-            if random or any(node in tainted for node in operation.inputs):
+            if operation.found.random or any(node in tainted for node in operation.inputs):
                 tainted.update(output for output in operation.outputs if output is not None)
             else:
                 result.add(operation.name)
         return result
+
+    def _buffer_updates(self) -> dict[str, str]:
+        """By buffer that the step changes, what it becomes."""
+        updates: Any = self.traced.graph.output_node().args[0]
+        updates = updates[1 + len(self.traced.metrics) + len(self.traced.differentiable) :]
+        named = zip(self.traced.buffers, (self.names[node] for node in updates), strict=True)
+        return {name: value for name, value in named if value != name}
 
     def _graph(
         self, tensors: dict[str, ir.Tensor], operators: tuple[ir.Operator, ...], classes: dict[str, ir.FactorClass]
@@ -344,7 +358,6 @@ class _Builder:
         output = next(node for node in traced.graph.nodes if node.op == "output")
         flat = list(output.args[0])
         metrics = {name: self.names[node] for name, node in zip(traced.metrics, flat[1:], strict=False)}
-        updates = flat[1 + len(traced.metrics) + len(traced.differentiable) :]
         graph = ir.Graph(
             model=type(self.model).__name__,
             batch_size=self.size,
@@ -360,11 +373,7 @@ class _Builder:
                 ir.ParameterGradient(parameter=name, gradient=self.names[node] if node is not None else None)
                 for name, node in self._gradients()
             ),
-            buffer_updates={
-                name: self.names[node]
-                for name, node in zip(traced.buffers, updates, strict=True)
-                if self.names[node] != name
-            },
+            buffer_updates=self._buffer_updates(),
             tied=traced.tied,
             precision=self.precision,
         )

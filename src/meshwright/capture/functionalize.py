@@ -31,7 +31,7 @@ def functionalized(traced: Traced) -> Traced:
         copied = {node.args[0] for node in traced.graph.nodes if node.target is aten.copy_.default}
         pairs = zip(traced.parameters, traced.placeholders, strict=False)
         refusals.changed_parameters([name for name, node in pairs if node in copied])
-    _simplify(traced.graph)
+    _simplify(traced.graph, 1 + len(traced.metrics))
 
     def without_gradient(value: Any) -> Any:
         if isinstance(value, Tensor) and value.requires_grad:
@@ -72,7 +72,7 @@ def _replayed(step: Traced) -> Traced:
     return replace(step, graph=recorder.graph, constants=recorder.constants, mutates=False)
 
 
-def _simplify(graph: fx.Graph) -> None:
+def _simplify(graph: fx.Graph, num_scalars: int) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -84,11 +84,23 @@ def _simplify(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target in RESHAPES:
             node.args = (node.args[0], list(node.meta["val"].shape), *node.args[2:])
+    results = cast(list[fx.Node | None], graph.output_node().args[0])
+    graph.output_node().args = ([*map(_unrounded, results[:num_scalars]), *results[num_scalars:]],)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten._log_softmax_backward_data.default:
             _join_cross_entropy(graph, node)
     graph.eliminate_dead_code()
     graph.lint()
+
+
+def _unrounded(scalar: fx.Node | None) -> fx.Node | None:
+    """What was rounded to half precision and back."""
+    source: Any = scalar
+    for _ in range(2):
+        if not isinstance(source, fx.Node) or source.target is not aten._to_copy.default:
+            return scalar
+        source = source.args[0]
+    return source if scalar is not None and source.meta["val"].dtype == scalar.meta["val"].dtype else scalar
 
 
 def _join_cross_entropy(graph: fx.Graph, node: fx.Node) -> None:

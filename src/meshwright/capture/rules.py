@@ -7,18 +7,20 @@ from typing import Any
 from meshwright.capture.outputs import UnlikeError, described
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
-from meshwright.ops.table import operator_rule, rule_of
+from meshwright.ops.table import is_random, operator_rule, rule_of
 from meshwright.ops.view import VIEWS
 
 
 @dataclass(frozen=True)
 class Found:
-    """A call's rule, or why it has none; its operations, and the bytes that it reads and writes (none, of a view)."""
+    """A call's rule, or why it has none; its operations, the bytes that it reads and writes (none, of a view), and
+    whether it draws random numbers."""
 
     rule: Rule | Unsplit
     contiguous: frozenset[str]
     flops: float
     num_bytes: int
+    random: bool
 
 
 class Rules:
@@ -50,4 +52,5 @@ class Rules:
             operator.contiguous if operator else frozenset(),
             operator.flops(call, None if isinstance(rule, Unsplit) else rule) if operator else 0.0,
             sum(value.numel() * value.element_size() for value in touched),
+            is_random(call.target, self._own),
         )

@@ -15,12 +15,14 @@ from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.experts import one_operator
 from meshwright.capture.outputs import fake_mode
-from meshwright.capture.precision import LOW, called, check_masters, computing_in
+from meshwright.capture.precision import called, check_masters, computing_in
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
 from meshwright.capture.recorder import Recorder, Rewrites
 from meshwright.errors import CaptureError
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
+from meshwright.ops.base import wide_dtype
+from meshwright.ops.embedding import BAGS, embedding_bag
 from meshwright.ops.table import CANONICAL
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -67,12 +69,13 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, provenance: Provenance, attention: Attention) -> None:
         super().__init__()
-        self._provenance, self._attention = provenance, attention
+        self._provenance = provenance
+        self._replaced: Mapping[Any, Any] = {SCALED_DOT_PRODUCT: attention, BAGS: embedding_bag}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._provenance.see()
-        return called(self._attention if function is SCALED_DOT_PRODUCT else function, args, kwargs)
+        return called(self._replaced.get(function, function), args, kwargs)
 
 
 def trace(
@@ -128,8 +131,8 @@ def trace(
                 step, {f"model.{name}": value for name, value in every.items()}, (leaves.with_tensors(inputs),)
             )
         loss, extra = _loss_and_metrics(result)
-        if loss.dtype in LOW.values() and precision is not None:
-            loss = loss.float()
+        # micro-batches and ranks add up their terms in float32
+        loss, *others = (value.to(wide_dtype(value.dtype)) for value in (loss, *extra.values()))
         metrics[:] = list(extra)
         gradients: tuple[Tensor | None, ...] = ()
         if wanted:
@@ -141,7 +144,7 @@ def trace(
             of = [weights[name] for name in wanted]
             gradients = torch.autograd.grad(loss, of, scale or None, allow_unused=True)
         updates = refusals.updated(dict(zip(buffers, states, strict=True)), after)
-        return [loss.detach(), *(value.detach() for value in extra.values()), *gradients, *updates]
+        return [loss.detach(), *(value.detach() for value in others), *gradients, *updates]
 
     draws = refusals.Draws()
     modes = [(part, part.training) for part in model.modules()]

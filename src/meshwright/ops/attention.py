@@ -120,8 +120,8 @@ def _flops(products: int) -> Any:
 _CONTIGUOUS = frozenset({"s", "t"})
 
 RULES = {
-    ours.attention.default: OperatorRule(attention_rule, attention_local, _flops(2), _CONTIGUOUS),
+    ours.attention.default: OperatorRule(attention_rule, attention_local, _flops(2), _CONTIGUOUS, random=True),
     ours.attention_backward.default: OperatorRule(
-        attention_backward_rule, attention_backward_local, _flops(5), _CONTIGUOUS
+        attention_backward_rule, attention_backward_local, _flops(5), _CONTIGUOUS, random=True
     ),
 }

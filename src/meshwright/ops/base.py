@@ -136,6 +136,11 @@ class Local(Protocol):
 HALVES = (torch.float16, torch.bfloat16)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums and squares are computed in: they could leave the range, or the precision, of half a float."""
+    return torch.float32 if dtype in HALVES else dtype
+
+
 def widened(local: Local, value: Value) -> Value:
     """``value`` in float32 where the operator works in half precision: statistics and sums need it."""
     return local.call(aten._to_copy.default, value, dtype=torch.float32) if local.dtype() in HALVES else value
@@ -161,12 +166,14 @@ class Unsplit:
 @dataclass(frozen=True)
 class OperatorRule:
     """``rule`` gives a call's rule; ``local`` emits it on one rank's part; ``flops`` counts the whole call;
-    ``contiguous`` names letters whose parts must be one run of indices (a vocabulary)."""
+    ``contiguous`` names letters whose parts must be one run of indices (a vocabulary); ``random``: it draws random
+    numbers (``local`` uses ``local.key``), as operators do that PyTorch tags so."""
 
     rule: Callable[[Call], Rule | Unsplit]
     local: Callable[[Local], Any] = emit_unchanged
     flops: Callable[[Call, Rule | None], float] = lambda call, rule: 0.0
     contiguous: frozenset[str] = frozenset()
+    random: bool = False
 
 
 def make_rule(

@@ -1,8 +1,11 @@
 """Table look-ups. Over a split vocabulary each rank looks up what it holds, and the results add."""
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule
@@ -53,6 +56,37 @@ def embedding_backward_local(local: Local) -> Any:
     padding = padding - first if first <= padding < first + rows else -1
     table = local.call(local.target, grad, shifted, rows + 1, padding, scale)
     return local.call(aten.slice.Tensor, table, 0, 0, rows)
+
+
+BAGS: Any = F.embedding_bag
+
+
+def embedding_bag(
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None,
+    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    """``F.embedding_bag``; bags of one length [b, l] as a look-up and a reduction over ``l``, which have rules. Where
+    the offsets of bags are values, no dim of the indices is the batch, and PyTorch's operator stays."""
+    if input.dim() != 2 or not input.shape[1] or input.is_floating_point() or max_norm is not None or sparse:
+        result: Tensor = BAGS(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+        return result
+    rows = F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
+    padding = None if padding_idx is None else input == padding_idx % weight.shape[0]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding is not None:
+        rows = rows.masked_fill(padding.unsqueeze(-1), -math.inf if mode == "max" else 0.0)
+    if mode == "max":
+        result = rows.max(1).values
+        return result if padding is None else result.masked_fill(padding.all(1, keepdim=True), 0.0)
+    result = rows.sum(1)
+    if mode == "sum":
+        return result
+    return result / (input.shape[1] if padding is None else (~padding).sum(1, keepdim=True).clamp(min=1))
 
 
 RULES = {

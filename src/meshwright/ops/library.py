@@ -64,13 +64,27 @@ def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left`` times ``right`` transposed, in float32 at least; the sums of float16 could leave its range."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.dtype == torch.float16:
+        left, right = left.to(wide), right.to(wide)
+    return torch.matmul(left, right.transpose(-2, -1)).to(wide)
+
+
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = torch.matmul(query * scale, key.transpose(-2, -1))
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = _product(query * scale, key)
     if causal:
         allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
         scores = scores.masked_fill_(~allowed, -math.inf)
     return scores if mask is None else scores + mask
+
+
+def _weights(scores: Tensor, logsumexp: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax of the scores, in their memory; 0 where no key is allowed. NaN stays."""
+    if mask is not None:
+        logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
+    return scores.sub_(logsumexp.unsqueeze(-1)).exp_()
 
 
 def _keep(scores: Tensor, dropout: float, random_key: int, salt: int) -> Tensor:
@@ -99,10 +113,12 @@ def _attention_cpu(
         )
         if mask is not None:  # the kernel gives 0 where no key is allowed
             logsumexp.masked_fill_((mask == -math.inf).all(-1), -math.inf)
-        return _laid_out(output), logsumexp
+        # and where all scores of a query are NaN
+        unknown = (query.amax(-1, keepdim=True) + key.amax((-2, -1), keepdim=True)).isnan()
+        return _laid_out(output).masked_fill_(unknown, math.nan), logsumexp
     scores = _scores(query, key, mask, causal, scale)
     logsumexp = scores.logsumexp(-1)
-    weights = torch.nan_to_num(scores.sub_(logsumexp.unsqueeze(-1)).exp_())
+    weights = _weights(scores, logsumexp, mask)
     if dropout:
         weights = weights * _keep(weights, dropout, random_key, salt)
     return _laid_out(torch.matmul(weights.to(value.dtype), value)), _laid_out(logsumexp)
@@ -113,15 +129,15 @@ def _attention_backward_cpu(
     dropout: float, causal: bool, scale: float, random_key: int, salt: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mask = _additive(mask, query)
-    if mask is not None:
-        logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
     if _fused(query, dropout) and query.shape[-1] == value.shape[-1]:
+        if mask is not None:
+            logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=mask, scale=scale
         )
         return _laid_out(gradients[0]), _laid_out(gradients[1]), _laid_out(gradients[2])
-    weights = torch.nan_to_num(_scores(query, key, mask, causal, scale).sub_(logsumexp.unsqueeze(-1)).exp_())
-    grad_weights = torch.matmul(grad, value.transpose(-2, -1)).to(weights.dtype)
+    weights = _weights(_scores(query, key, mask, causal, scale), logsumexp, mask)
+    grad_weights = _product(grad, value)
     dropped = weights
     if dropout:
         keep = _keep(weights, dropout, random_key, salt)

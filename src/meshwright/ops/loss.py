@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Target, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, Target, make_rule, wide_dtype
 from meshwright.ops.embedding import shifted_indices
 
 aten = torch.ops.aten
@@ -20,13 +20,20 @@ NONE, MEAN, SUM = 0, 1, 2
 
 def _nll(operator: Target) -> Callable[..., Any]:
     def canonical(self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
-        """Canonical form of a mean: the sum divided by the total weight, both of them sums over shards."""
-        if reduction != MEAN:
+        """Canonical form of a mean: the sum divided by the total weight, both of them sums over shards. Halves are
+        summed in float32."""
+        wide = wide_dtype(self.dtype)
+        if reduction == NONE or (reduction == SUM and self.dtype == wide):
             return NotImplemented
-        total, weights = operator(self, target, weight, SUM, ignore_index)
-        if weight is None:  # a count of labels, which no rank need wait for the model to know
-            weights = (target != ignore_index).sum().to(self.dtype)
-        return total / weights, weights
+        if self.dtype == wide:
+            total = operator(self, target, weight, SUM, ignore_index)[0]
+        else:
+            total = operator(self, target, weight, NONE, ignore_index)[0].sum(dtype=wide)
+        # the total weight follows from the labels: no rank need wait for the model to know it
+        counted = target != ignore_index
+        weights = counted if weight is None else weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0)
+        divisor = weights.sum(dtype=None if weight is None else wide).to(wide)
+        return (total if reduction == SUM else total / divisor).to(self.dtype), divisor
 
     return canonical
 
@@ -36,10 +43,14 @@ def _nll_backward(operator: Target) -> Callable[..., Any]:
         grad: Tensor, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
         total: Tensor,
     ) -> Any:  # fmt: skip
-        """Canonical form: the gradient of the sum, scaled by the global total weight."""
-        if reduction != MEAN:
+        """Canonical form: the gradient of the sum, scaled by the global total weight. A sum's own gradient reads no
+        total, and has one of its own in its place, which has a dim."""
+        if total.dim():
             return NotImplemented
-        return operator(grad / total, self, target, weight, SUM, ignore_index, total)
+        scaled = (grad / total).to(self.dtype) if reduction == MEAN else grad
+        return operator(
+            scaled, self, target, weight, NONE if reduction == NONE else SUM, ignore_index, self.new_ones(1)
+        )
 
     return canonical
 
@@ -76,11 +87,14 @@ def _local_target(local: Local, target: Any, ignore: int) -> Any:
 
 
 def nll_backward_rule(call: Call) -> Rule:
-    """``., n v, n, . -> n v``."""
-    source, _, weight, reduction = call.args[1:5]
+    """``., n v, n, 1 -> n v``."""
+    source, _, weight, reduction, _, total = call.args[1:7]
     whole, rows = _names(source)
     weights = ", v" if weight is not None else ""
-    return make_rule(call, f"^{rows if reduction == NONE else '.'}, {whole}, {rows}{weights}, . -> {whole}")
+    return make_rule(
+        call,
+        f"^{rows if reduction == NONE else '.'}, {whole}, {rows}{weights}, {'1' if total.dim() else '.'} -> {whole}",
+    )
 
 
 def nll_backward_local(local: Local) -> Any:
@@ -88,7 +102,8 @@ def nll_backward_local(local: Local) -> Any:
         return local.call(local.target, *local.args, **local.kwargs)
     grad, source, target, weight, reduction, ignore, total = local.args
     shifted = _local_target(local, target, ignore)
-    return local.call(local.target, grad, source, shifted, weight, reduction, _IGNORE, total)
+    like = local.call(aten.new_empty.default, source, local.shape())  # of the source its shape is read; contiguous
+    return local.call(local.target, grad, like, shifted, weight, reduction, _IGNORE, total)
 
 
 def cross_entropy_backward_rule(call: Call) -> Rule:
@@ -128,7 +143,8 @@ def _elementwise(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
         if reduction == NONE:
             return NotImplemented
         values = operator(**{**given, "reduction": NONE})
-        return values.sum() if reduction == SUM else values.sum() / values.numel()
+        total = values.sum(dtype=wide_dtype(values.dtype))
+        return (total if reduction == SUM else total / values.numel()).to(values.dtype)
 
     return canonical
 

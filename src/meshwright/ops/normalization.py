@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule, narrowed, widened
+from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule, narrowed, wide_dtype, widened
 from meshwright.ops.halo import SPACE
 
 aten = torch.ops.aten
@@ -220,6 +220,22 @@ def norm_flops(call: Call, rule: Rule | None) -> float:
     return 8.0 * call.outputs[0].numel()
 
 
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """Canonical weight norm: each part of ``v`` along ``dim``, brought to its length in ``g`` (Salimans, Kingma 2016).
+    The second output, the lengths of these parts, is what the gradient reads."""
+    dims, wide = [other for other in range(v.dim()) if other != dim % v.dim()], v.to(wide_dtype(v.dtype))
+    lengths = (wide * wide).sum(dims, keepdim=True).sqrt()
+    return (wide * (g / lengths)).to(v.dtype), lengths
+
+
+def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, lengths: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Canonical gradients of weight norm, linear in ``grad``: terms of it become terms of them."""
+    dims, wide = [other for other in range(v.dim()) if other != dim % v.dim()], wide_dtype(v.dtype)
+    scaled, along = grad.to(wide), v.to(wide) / lengths
+    grad_g = (scaled * along).sum(dims, keepdim=True)
+    return ((scaled - along * grad_g) * (g / lengths)).to(v.dtype), grad_g.to(g.dtype)
+
+
 RULES = {
     aten.native_layer_norm.default: OperatorRule(layer_norm_rule, layer_norm_local, norm_flops),
     aten.native_layer_norm_backward.default: OperatorRule(
@@ -229,4 +245,9 @@ RULES = {
     aten.native_group_norm_backward.default: OperatorRule(
         group_norm_backward_rule, group_norm_backward_local, norm_flops
     ),
+}
+
+CANONICAL = {
+    aten._weight_norm_interface.default: weight_norm,
+    aten._weight_norm_interface_backward.default: weight_norm_backward,
 }

@@ -54,6 +54,8 @@ def carets(call: Call) -> list[int]:
         return [1, 2] if count == 2 else [1]
     if call.target is aten.div.Tensor:
         return [1, 0] if count == 2 else [1] if first_two[0] else [0]
+    if call.target is aten.copy.default:  # the first is written over
+        return [0, 1 if call.tensors[1].dtype == call.outputs[0].dtype else 0]
     if call.target is aten.where.self:
         return [0, 1, 1] if count == 3 else [0] * count
     if call.target is aten.masked_fill.Scalar:

@@ -7,7 +7,7 @@ import torch
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule, narrowed
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
@@ -45,22 +45,30 @@ def _created(kernel: Any) -> Callable[[Local], Any]:
     return emit
 
 
+def _uniform(local: Local, like: Value) -> Value:
+    """Numbers in [0, 1) in float32 at least: one in 2048 of those in float16 is 0, one in 256 of those in bfloat16."""
+    wide = torch.promote_types(local.dtype(), torch.float32)
+    return local.call(
+        ours.uniform.default, local.call(aten.empty_like.default, like, dtype=wide), 0.0, 1.0, *local.key()
+    )
+
+
 def bernoulli_tensor_local(local: Local) -> Any:
     """Bernoulli whose probabilities are a tensor, the last one."""
     probabilities = local.args[1] if local.target is aten.bernoulli.Tensor else local.args[0]
-    draws = local.call(ours.uniform.default, probabilities, 0.0, 1.0, *local.key())
+    draws = _uniform(local, probabilities)
     return local.call(aten._to_copy.default, local.call(aten.lt.Tensor, draws, probabilities), dtype=local.dtype())
 
 
 def exponential_local(local: Local) -> Any:
     """-log(1 - u) / rate, and never 0: that is where u is 0, and others take its logarithm."""
-    draws = local.call(ours.uniform.default, local.args[0], 0.0, 1.0, *local.key())
-    logarithm = local.call(aten.log1p.default, local.call(aten.neg.default, draws))
+    logarithm = local.call(aten.log1p.default, local.call(aten.neg.default, _uniform(local, local.args[0])))
     rate = local.args[1] if len(local.args) > 1 else 1.0
     least = torch.finfo(local.dtype()).eps / 2
-    return local.call(
+    draws = local.call(
         aten.div.Tensor, local.call(aten.clamp_min.default, local.call(aten.neg.default, logarithm), least), rate
     )
+    return narrowed(local, draws)
 
 
 def _integers(local: Local, empty: Value, low: int, high: int) -> Any:

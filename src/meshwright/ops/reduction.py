@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import HALVES, Call, Local, OperatorRule, Target, letters, make_rule, normalize_dim
+from meshwright.ops.base import Call, Local, OperatorRule, Target, letters, make_rule, normalize_dim, wide_dtype
 
 aten = torch.ops.aten
 
@@ -142,12 +142,7 @@ def mean(self: Tensor, *, dtype: Any = None) -> Tensor:
 
 def _average(self: Tensor, dim: list[int] | None, keepdim: bool, dtype: torch.dtype) -> Tensor:
     dims = list(dim) if dim else list(range(self.dim()))
-    return (self.sum(dims, keepdim, dtype=_wide(dtype)) / prod(self.shape[index] for index in dims)).to(dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums and squares are computed in: they could leave the range, or the precision, of half a float."""
-    return torch.float32 if dtype in HALVES else dtype
+    return (self.sum(dims, keepdim, dtype=wide_dtype(dtype)) / prod(self.shape[index] for index in dims)).to(dtype)
 
 
 def _sizes(value: Tensor) -> Tensor:
@@ -161,7 +156,7 @@ def var_correction(
     """Canonical variance: two passes of sums over global counts."""
     dims = list(dim) if dim else list(range(self.dim()))
     count = prod(self.shape[index] for index in dims)
-    wide = self.to(_wide(self.dtype))
+    wide = self.to(wide_dtype(self.dtype))
     centered = _sizes(wide - _average(wide, dims, True, wide.dtype))
     variance = (centered * centered).sum(dims, keepdim) / max(count - (1 if correction is None else correction), 0)
     return variance.to(self.dtype.to_real())
@@ -171,7 +166,7 @@ def std_correction(
     self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
     """Canonical standard deviation."""
-    variance = var_correction(self.to(_wide(self.dtype)), dim, correction=correction, keepdim=keepdim)
+    variance = var_correction(self.to(wide_dtype(self.dtype)), dim, correction=correction, keepdim=keepdim)
     return variance.sqrt().to(self.dtype.to_real())
 
 
@@ -194,7 +189,7 @@ def vector_norm(
 ) -> Tensor:
     """Canonical norm: a sum (or maximum) of powers."""
     given = dtype or self.dtype
-    values = _sizes(self.to(_wide(given)))
+    values = _sizes(self.to(wide_dtype(given)))
     dims = [dim] if isinstance(dim, int) else list(dim) if dim else list(range(self.dim()))
     return _norm(values, ord, dims, keepdim).to(given.to_real())
 

@@ -1,28 +1,126 @@
-"""Tensors told by their strides, as some backward passes make them: views, where all elements are in order."""
+"""Tensors told by their strides, as views or look-ups of what they show: the strides and the offset of a part, or of
+what is gathered from parts, are others than those that were captured."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
+from meshwright.errors import CaptureError
+
 aten = torch.ops.aten
 
 
 def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
-    """A view, where the strides are those of all elements in order."""
-    if not _in_order(input, size, stride, storage_offset):
-        return NotImplemented
-    return aten.view.default(input, list(size))
+    """A view, where the strides are those of all elements in order; else a look-up of elements."""
+    if _in_order(input, size, stride, storage_offset):
+        return aten.view.default(input, list(size))
+    found = _Lookup.of(input, size, stride, storage_offset)
+    base = input
+    for dim in reversed(range(input.dim())):
+        base = base if dim in found.order else base.select(dim, 0)
+    base = base.permute([sorted(found.order).index(dim) for dim in found.order]).reshape(found.shape)
+    return (aten.index.Tensor(base, found.indices(input)) if found.looks_up else base).reshape(list(size))
 
 
 def as_strided_scatter(
     input: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor:
-    """What is written over all elements in order is all that there is."""
-    if not _in_order(input, size, stride, storage_offset):
-        return NotImplemented
-    return aten.clone.default(aten.reshape.default(src, list(input.shape)))
+    """What is written over all elements in order is all that there is; else elements are written one by one."""
+    if _in_order(input, size, stride, storage_offset):
+        return aten.clone.default(aten.reshape.default(src, list(input.shape)))
+    found = _Lookup.of(input, size, stride, storage_offset)
+    order = [*(dim for dim in range(input.dim()) if dim not in found.order), *found.order]
+    base = input.permute(order)
+    values = src.reshape([*found.shape[: found.kept], *found.size[found.kept :]])
+    if found.looks_up:
+        values = aten.index_put.default(base.reshape(found.shape), found.indices(input), values)
+    return aten.clone.default(values.reshape(base.shape).permute([order.index(dim) for dim in range(len(order))]))
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """Which elements strides show: ``tensor.permute(order).reshape(shape)``, indexed in the dims after the first
+    ``kept``. Element ``i`` of the ``size`` has the index ``starts[dim] + sum(i[k] * moves[k][dim])``."""
+
+    order: list[int]
+    shape: list[int]
+    size: list[int]
+    starts: list[int]
+    moves: list[list[int]]
+
+    @staticmethod
+    def of(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> "_Lookup":
+        """Of a call. As many dims as possible, from the outermost, stay; others are taken as one, where they are dense.
+
+        Raises:
+            CaptureError: it shows what is no element of the tensor.
+        """
+        offset = 0 if storage_offset is None else storage_offset - int(input.storage_offset())
+        dims = [dim for dim in range(input.dim()) if input.shape[dim] != 1 and input.stride(dim)]
+        order = sorted(dims, key=input.stride, reverse=True)
+        pairs = [(length, step) for length, step in zip(size, stride, strict=True) if length != 1]
+        shape, steps = [input.shape[dim] for dim in order] or [1], [input.stride(dim) for dim in order] or [1]
+        while True:
+            starts = _digits(offset, steps)
+            moves = [_digits(step, steps) for _, step in pairs]
+            found = _Lookup(order, shape, [length for length, _ in pairs], starts or [], [one or [] for one in moves])
+            if starts is not None and None not in moves and found._is_within():
+                return found
+            if len(shape) == 1 or steps[-2] != shape[-1] * steps[-1]:
+                raise CaptureError(
+                    f"it shows {list(size)} by strides {list(stride)}, {offset} elements after the first of a tensor "
+                    f"{list(input.shape)} with strides {list(input.stride())}, which has no such elements",
+                    where="as_strided",
+                    remedy="use it on a contiguous tensor (x.contiguous()) that holds all that it shows",
+                )
+            shape, steps = [*shape[:-2], shape[-2] * shape[-1]], [*steps[:-2], steps[-1]]
+
+    def _is_within(self) -> bool:
+        return all(
+            start + sum((length - 1) * move[dim] for length, move in zip(self.size, self.moves, strict=True)) < rows
+            for dim, (start, rows) in enumerate(zip(self.starts, self.shape, strict=True))
+        )
+
+    @property
+    def kept(self) -> int:
+        """How many outermost dims are shown as they are."""
+        count = 0
+        for dim, (rows, length) in enumerate(zip(self.shape, self.size, strict=False)):
+            unit = [int(dim == other) for other in range(len(self.shape))]
+            alone = [move[dim] for move in self.moves] == [int(dim == other) for other in range(len(self.size))]
+            if rows != length or self.starts[dim] or self.moves[dim] != unit or not alone:
+                break
+            count += 1
+        return count if len(self.size) == len(self.shape) else min(count, len(self.shape) - 1)
+
+    @property
+    def looks_up(self) -> bool:
+        return not self.kept == len(self.shape) == len(self.size)
+
+    def indices(self, like: Tensor) -> list[Tensor | None]:
+        """The index of each dim of ``shape``; None where it is whole."""
+        size = self.size[self.kept :]
+        places = [torch.arange(length, device=like.device) for length in size]
+        places = [one.reshape([-1] + [1] * (len(size) - 1 - dim)) for dim, one in enumerate(places)]
+        result: list[Tensor | None] = [None] * self.kept
+        for dim in range(self.kept, len(self.shape)):
+            index = torch.zeros(size, dtype=torch.int64, device=like.device) + self.starts[dim]
+            for place, move in zip(places, self.moves[self.kept :], strict=True):
+                index = index + place * move[dim] if move[dim] else index
+            result.append(index)
+        return result
+
+
+def _digits(value: int, steps: Sequence[int]) -> list[int] | None:
+    """``value`` as so many of each step, largest first; None where that leaves a rest."""
+    result = []
+    for step in steps:
+        count, value = divmod(value, step)
+        result.append(count)
+    return result if not value and min(result) >= 0 else None
 
 
 def _in_order(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> bool:

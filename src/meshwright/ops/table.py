@@ -14,6 +14,7 @@ from meshwright.ops import (
     creation,
     embedding,
     experts,
+    fourier,
     indexing,
     loss,
     matmul,
@@ -33,16 +34,18 @@ from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 aten = torch.ops.aten
 
 FILES = (
-    attention, batch_norm, convolution, creation, embedding, experts, indexing, loss, matmul, normalization, pooling,
-    random, reduction, resizing, softmax, unfolding, view,
+    attention, batch_norm, convolution, creation, embedding, experts, fourier, indexing, loss, matmul, normalization,
+    pooling, random, reduction, resizing, softmax, unfolding, view,
 )  # fmt: skip
 """The files of rules, by kind."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
 CANONICAL: Mapping[Target, Callable[..., Any]] = {
     target: function
-    for file in (batch_norm, convolution, creation, loss, matmul, pointwise, reduction, softmax, strided, view)
+    for file in (
+        batch_norm, convolution, creation, loss, matmul, normalization, pointwise, reduction, softmax, strided, view,
+    )
     for target, function in file.CANONICAL.items()
-}
+}  # fmt: skip
 """Rewrites made at capture: what is called instead of an operator, or NotImplemented where it stays."""
 VISIBLE = {aten.native_batch_norm.default: batch_norm.native_batch_norm}
 """Of these, those that show a change in place which the operator hides."""
@@ -57,6 +60,12 @@ def operator_rule(target: Target, own: Mapping[Target, OperatorRule] | None = No
     return pointwise.POINTWISE if pointwise.is_pointwise(target) else None
 
 
+def is_random(target: Target, own: Mapping[Target, OperatorRule] | None = None) -> bool:
+    """Whether an operator draws random numbers: PyTorch tags it so, or its rule says so."""
+    rule = operator_rule(target, own)
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or (rule is not None and rule.random)
+
+
 def rule_of(call: Call, own: Mapping[Target, OperatorRule] | None = None) -> Rule | Unsplit:
     """The rule of one call.
 
@@ -66,7 +75,7 @@ def rule_of(call: Call, own: Mapping[Target, OperatorRule] | None = None) -> Rul
     found = operator_rule(call.target, own)
     if found is not None:
         return found.rule(call)
-    if torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
+    if is_random(call.target):
         raise RuleError(
             "this random operator has no form with a key, so that ranks would draw different numbers",
             where=str(call.target),

@@ -30,7 +30,9 @@ def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dic
             )
             if operator.prologue or have in (want, REPLICATE):
                 continue
-            if isinstance(have, Partial):
+            if rule is None:
+                what = f"{operator.reason}, and {name!r} differs between micro-batches"
+            elif isinstance(have, Partial):
                 what = f"it needs the whole {have.op} {name!r}, of which every micro-batch makes a term"
             else:
                 what = f"it needs all of {name!r}, of which every micro-batch makes a part"
@@ -51,6 +53,11 @@ def _refused(operator: Operator, count: int, what: str) -> LayoutError:
         remedy = (
             "set batch_statistics='microbatch': each micro-batch then has its own statistics (which is another "
             "computation), or microbatches=1"
+        )
+    elif operator.rule is None:
+        remedy = (
+            "use microbatches=1, or pass a rule (rules=) in which a letter of its inputs and outputs is the batch: "
+            "docs/how-to/add-an-operator-rule.md"
         )
     else:
         remedy = "use microbatches=1, or let samples meet only in a loss that is a sum or mean over them"

@@ -1,0 +1,54 @@
+"""Fourier transforms and views of complex numbers: split over every dim that is not transformed."""
+
+from typing import Any
+
+import torch
+
+from meshwright.ir.rule import Rule
+from meshwright.ops.base import Call, Local, OperatorRule, elementwise_flops, letters, make_rule, normalize_dim
+
+aten = torch.ops.aten
+
+
+def transform_rule(call: Call) -> Rule:
+    """``^b !x -> b !x``; a transform of real numbers, or to them, has another length: ``^b !x -> b !y``."""
+    source, output = call.tensors[0], call.outputs[0]
+    dims = tuple(normalize_dim(dim, source.dim()) for dim in call.args[1])
+    left, right = letters(source.dim(), fixed=dims), letters(source.dim(), fixed=dims)
+    for dim in dims:
+        if source.shape[dim] != output.shape[dim]:
+            right[dim] = f"!y{dim}"
+    return make_rule(call, f"^{' '.join(left)} -> {' '.join(right)}")
+
+
+def parts_rule(call: Call) -> Rule:
+    """``^b s -> b s 2``, real and imaginary part, or back."""
+    names = " ".join(letters(min(call.tensors[0].dim(), call.outputs[0].dim())))
+    back = call.target is aten.view_as_complex.default
+    return make_rule(call, f"^{names} 2 -> {names or '.'}" if back else f"^{names or '.'} -> {names} 2")
+
+
+def conjugate_rule(call: Call) -> Rule:
+    """``^b s -> b s``; a Python number is no tensor."""
+    names = " ".join(letters(call.outputs[0].dim())) or "."
+    return make_rule(call, f"{f'^{names}' if call.tensors else ''} -> {names}")
+
+
+def conjugate_local(local: Local) -> Any:
+    """Of numbers in memory: a view that says so would travel as what it is a view of."""
+    value = local.args[0]
+    if isinstance(value, complex):
+        return local.call(aten.scalar_tensor.default, value.conjugate(), dtype=local.dtype())
+    return local.call(aten.conj_physical.default, value)
+
+
+_TRANSFORM = OperatorRule(transform_rule, flops=elementwise_flops)
+
+RULES = {
+    aten._conj.default: OperatorRule(conjugate_rule, conjugate_local),
+    aten._fft_c2c.default: _TRANSFORM,
+    aten._fft_c2r.default: _TRANSFORM,
+    aten._fft_r2c.default: _TRANSFORM,
+    aten.view_as_complex.default: OperatorRule(parts_rule),
+    aten.view_as_real.default: OperatorRule(parts_rule),
+}
