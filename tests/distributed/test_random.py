@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright.capture.builder import Capture, capture
 from meshwright.errors import PlanError, RuleError
 from meshwright.ir.rule import Rule
+from meshwright.lower.stage import lower_stage
 from meshwright.ops.base import Call, Local, OperatorRule, Unsplit, make_rule
 from meshwright.ops.random import RULES
 from meshwright.planner.explicit import plan_layout
@@ -187,6 +188,19 @@ def test_what_a_rule_of_ones_own_draws_is_drawn_in_every_micro_batch(operator: A
     assert prologue["aten.cos.default"]
     assert not prologue[str(operator._opoverload)]
     assert not prologue["aten.mul.Tensor"]
+
+
+def test_a_rule_that_draws_and_does_not_say_so_is_refused() -> None:
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch * noise(batch.cos())).square().sum()
+        return loss
+
+    captured = capture(
+        nn.Linear(4, 2), loss_fn, torch.ones(4, 4), rules={noise._opoverload: OperatorRule(noise_rule, noise_local)}
+    )
+    plan = plan_layout(captured.graph, mw.Layout(), world_size=1)
+    with pytest.raises(RuleError, match="its rule draws random numbers and does not say so"):
+        lower_stage(captured.graph, plan, 0, {}, rules=captured.rules)
 
 
 # --- whole steps ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, RuleError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.halo import Rows
 from meshwright.ir.layout import TIME
@@ -114,6 +114,12 @@ class LocalCall:
         return self._groups[TIME].size if divided else 1
 
     def key(self, name: str = "") -> tuple[fx.Node, int]:
+        if self._operator.prologue:  # once a step, where every micro-batch needs numbers of its own
+            raise RuleError(
+                "its rule draws random numbers and does not say so",
+                where=self.name,
+                remedy="OperatorRule(random=True)",
+            )
         coordinates = [
             self._groups[axis].index + 1
             for axis, choice in sorted(self._strategy.items())

@@ -3,7 +3,7 @@
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME, Layout
-from meshwright.ir.placement import REPLICATE, Partial, Placement, Shard, input_placements, output_placements
+from meshwright.ir.placement import REPLICATE, Partial, Placement, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 
 _BATCH_NORM = "batch_norm"
@@ -42,10 +42,6 @@ def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dic
                 found = output_placements(rule, strategy, index, sizes).get(TIME)
                 if found is not None and found != REPLICATE:
                     placements[output] = found
-    for buffer, name in graph.buffer_updates.items():
-        if isinstance(placements.get(name), Shard):  # each micro-batch updates it, and reads the last one's value
-            what = f"buffer {buffer!r} takes a value of the whole batch, of which every micro-batch makes a part"
-            raise _refused(graph.producers()[name], sizes[TIME], what)
 
 
 def _refused(operator: Operator, count: int, what: str) -> LayoutError:
