@@ -35,6 +35,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.kind import COMPUTE, kind_of
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding, Settings
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import AlexNet, GoogLeNet, ResNet, UNet, WideResNet, classification_loss, segmentation_loss
 from meshwright.planner.foretell import foretell
 from meshwright.schedules.pipeline import schedule_of
@@ -143,7 +144,7 @@ def captured(make: Callable[[], nn.Module], batch: int) -> Graph:
 
 def costs(graph: Graph, plan: mw.Plan, cluster: mw.Cluster) -> tuple[float, Predicted]:
     """Seconds of a simulated step, by which the planner judges, and its parts as if nothing were hidden."""
-    foretold = foretell(graph, plan, cluster)
+    foretold = foretell(PlanLowering(graph), plan, cluster)
     return foretold.played.step_s, predict_step(foretold.work, schedule_of(plan), plan.mesh, cluster)
 
 

@@ -16,10 +16,11 @@ import meshwright as mw
 from benchmarks import report
 from benchmarks.prediction import Case, Model, cases_of, samples, text, trainer_of
 from benchmarks.report import show
-from meshwright.cost.captured import stage_held, step_work
 from meshwright.cost.occupancy import peak_memory
+from meshwright.cost.program import stage_held, step_work
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.result import Check, Finding
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, ResNet, classification_loss, language_model_loss
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed.pool import Ranks
@@ -77,11 +78,12 @@ def predicted_peaks(case: Case, cluster: Cluster) -> list[int]:
     model = MODELS[case.model]
     graph = mw.capture(model.make(), model.loss, model.batch())
     plan = mw.plan(graph, cluster, layout=case.layout)
-    work = step_work(graph, plan, cluster, optimizer=model.states)
+    programs = PlanLowering(graph)(plan)
+    work = step_work(programs, plan, cluster, optimizer=model.states)
     found = []
     for rank, one in enumerate(peak_memory(work, schedule_of(plan))):
         mine = range(rank, len(plan.stages), plan.mesh.size("pp") if "pp" in plan.mesh.names else 1)
-        held = [stage_held(graph, plan, stage, cluster, model.states) for stage in mine]
+        held = [stage_held(programs, plan, stage, cluster, model.states) for stage in mine]
         found.append(
             one.peak_bytes - sum(one.parameters_bytes + one.buffers_bytes for one in held) - held[0].inputs_bytes
         )
@@ -121,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = (
             "The larger rank's peak over two steps, minus what was resident before the first. Predicted with the "
             "sizes of what lives, oneDNN's copies of images, and one factor for what glibc's heap cannot use again "
-            "(`cost/captured.py`: HEAP_FACTOR)."
+            "(`cost/program.py`: HEAP_FACTOR)."
         )
         report.write("memory", "Predicted beside measured peak of memory", COMMAND, "", {}, results, words)
         print("written to benchmarks/results/memory.md and .json")

@@ -23,12 +23,13 @@ from benchmarks.foundation import LOSS_SPREAD, over, sgd
 from benchmarks.memory import MIB, status_bytes
 from benchmarks.report import judged
 from meshwright.bench.repeat import alternate
-from meshwright.cost.captured import stage_held, step_work
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import MOMENTUM
+from meshwright.cost.program import stage_held, step_work
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import gpt_s, language_model_loss
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import hugging_face, oracle
@@ -217,8 +218,9 @@ def memory(only: str) -> Iterator[Finding]:
         with Ranks() as ranks:  # fresh processes: memory is not given back
             measured = max(ranks(layout.num_ranks, peak_bytes, layout, timeout=1800.0))
         plan = mw.plan(graph, cluster, layout=layout)
-        work = step_work(graph, plan, cluster, optimizer=MOMENTUM)
-        held = stage_held(graph, plan, 0, cluster, MOMENTUM)
+        programs = PlanLowering(graph)(plan)
+        work = step_work(programs, plan, cluster, optimizer=MOMENTUM)
+        held = stage_held(programs, plan, 0, cluster, MOMENTUM)
         peak = max(found.peak_bytes for found in peak_memory(work, schedule_of(plan)))
         predicted = peak - held.parameters_bytes - held.buffers_bytes - held.inputs_bytes
         error = predicted / measured - 1

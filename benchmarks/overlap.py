@@ -26,6 +26,7 @@ from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Duration, Finding, Series
 from meshwright.ir.summary import summarize
 from meshwright.ir.trace import Trace
+from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import foretell
 from meshwright.runtime import launch
 from meshwright.runtime.between import Sizes, between, boxes_of_world
@@ -70,7 +71,7 @@ def _of_layout(layout: mw.Layout, cluster: Cluster) -> Exposed:
     model, batch = MODEL.make(), MODEL.batch()
     graph = mw.capture(model, MODEL.loss, batch)
     plan = mw.plan(graph, cluster, layout=layout)
-    simulated = foretell(graph, plan, cluster, optimizer=MODEL.states, contention=True).trace()
+    simulated = foretell(PlanLowering(graph), plan, cluster, optimizer=MODEL.states, contention=True).trace()
     trainer = mw.parallelize(model, MODEL.loss, batch, plan=plan, optimizer=MODEL.optimizer)
     traces = []
     for _ in range(WARMUP_STEPS + STEPS):

@@ -27,6 +27,7 @@ from meshwright.cost.optimizer import ADAMW, MOMENTUM, OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding, Prediction, Series, Settings
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, ResNet, classification_loss, demo_gpt, gpt_s, language_model_loss
 from meshwright.planner.foretell import foretell
 from tests.distributed.pool import Ranks
@@ -152,7 +153,7 @@ def predicted_s(case: Case, cluster: Cluster) -> float:
     graph = mw.capture(model.make(), model.loss, model.batch())
     plan = mw.plan(graph, cluster, layout=case.layout)
     clips = model.max_grad_norm is not None
-    return foretell(graph, plan, cluster, optimizer=model.states, clips=clips).played.step_s
+    return foretell(PlanLowering(graph), plan, cluster, optimizer=model.states, clips=clips).played.step_s
 
 
 def calibrated() -> Cluster:

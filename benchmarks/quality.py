@@ -19,6 +19,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.planner.auto import ALIKE, plan_auto
 from meshwright.planner.explicit import Ask, plan_layout
@@ -85,13 +86,13 @@ def hand_steps(graph: Graph, cluster: Cluster, num_ranks: int) -> dict[str, floa
             plan = plan_layout(graph, layout, world_size=num_ranks, cluster=cluster, ask=ask)
         except MeshwrightError:
             continue
-        found[layout_text(layout)] = foretell(graph, plan, cluster).played.step_s
+        found[layout_text(layout)] = foretell(PlanLowering(graph), plan, cluster).played.step_s
     return found
 
 
 def compared(name: str, graph: Graph, cluster: Cluster, num_ranks: int) -> Check:
     """One model in one place."""
-    plan = plan_auto(graph, num_ranks, cluster, pipelines=False)
+    plan = plan_auto(graph, num_ranks, cluster, PlanLowering(graph), pipelines=False)
     assert plan.prediction is not None
     hand = hand_steps(graph, cluster, num_ranks)
     best = min(hand, key=hand.__getitem__)

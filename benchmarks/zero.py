@@ -30,12 +30,13 @@ from benchmarks.memory import MIB, status_bytes
 from benchmarks.prediction import text
 from benchmarks.report import judged, show
 from meshwright.bench.repeat import alternate
-from meshwright.cost.captured import stage_held, step_work
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
+from meshwright.cost.program import stage_held, step_work
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding, Settings
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import (
     GPT,
     MLP,
@@ -296,11 +297,12 @@ def low_precision(rounds: int, steps: int) -> Finding:
 
 
 def predicted_memory(layout: mw.Layout, config: GPTConfig, cluster: Cluster) -> Memory:
-    """The same by the formulas of plans: ``cost/captured.py`` and ``cost/occupancy.py``."""
+    """The same by the formulas of plans: ``cost/program.py`` and ``cost/occupancy.py``."""
     graph = mw.capture(_large(config), language_model_loss, _tokens(config))
     plan = mw.plan(graph, cluster, layout=layout)
-    held = stage_held(graph, plan, 0, cluster, ADAMW)
-    (peak,) = peak_memory(step_work(graph, plan, cluster, optimizer=ADAMW), schedule_of(plan))
+    programs = PlanLowering(graph)(plan)
+    held = stage_held(programs, plan, 0, cluster, ADAMW)
+    (peak,) = peak_memory(step_work(programs, plan, cluster, optimizer=ADAMW), schedule_of(plan))
     return Memory(persistent_bytes=held.persistent_bytes, peak_bytes=peak.peak_bytes)
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.cost.captured import stage_held
 from meshwright.cost.optimizer import ADAMW
+from meshwright.cost.program import Held, stage_held
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from meshwright.runtime import offload
 from meshwright.runtime.offload import Offloader
@@ -152,17 +153,21 @@ def large() -> Graph:
     return mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
 
 
+def held(graph: Graph, plan: mw.Plan, cluster: mw.Cluster) -> Held:
+    return stage_held(PlanLowering(graph)(plan), plan, 0, cluster, ADAMW)
+
+
 def test_the_formula_leaves_two_chunks_on_the_device() -> None:
     graph, cluster = large(), mw.Cluster.load("h100-dgx")
     plain, there = (
-        stage_held(graph, mw.plan(graph, cluster, layout=layout), 0, cluster, ADAMW)
+        held(graph, mw.plan(graph, cluster, layout=layout), cluster)
         for layout in (mw.Layout(), mw.Layout(offload="optimizer"))
     )
     assert plain.optimizer_bytes == 2 * plain.parameters_bytes
     assert there.optimizer_bytes == 2 * 2 * offload.CHUNK_BYTES
     assert there.total_bytes - there.optimizer_bytes == plain.total_bytes - plain.optimizer_bytes
     cpu = mw.Cluster.load("cpu-local")
-    here = stage_held(graph, mw.plan(graph, cpu, layout=mw.Layout(offload="optimizer")), 0, cpu, ADAMW)
+    here = held(graph, mw.plan(graph, cpu, layout=mw.Layout(offload="optimizer")), cpu)
     assert here.optimizer_bytes == plain.optimizer_bytes, "a CPU's memory is its host's"
 
 

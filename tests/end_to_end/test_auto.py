@@ -23,6 +23,7 @@ from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import ClusterError, LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import (
     GPT,
     GPTConfig,
@@ -62,7 +63,7 @@ def every_layout(world_size: int, size: int = 8) -> dict[str, tuple[float, int]]
             plan = plan_layout(graph, one, world_size=world_size, cluster=CLUSTER)
         except MeshwrightError:
             continue
-        one_step = foretell(graph, plan, CLUSTER)
+        one_step = foretell(PlanLowering(graph), plan, CLUSTER)
         found[layout_text(one)] = (one_step.played.step_s, one_step.peak.peak_bytes)
     return found
 
@@ -87,8 +88,8 @@ def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | No
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
     """The fastest of all stages and recomputations that fit, of one division of the batch."""
-    clock = TimeLimit(None, lambda what: None)
-    scales = auto._Scales(gpt(), 2, CLUSTER, ADAMW, clips=False, offload=False, clock=clock)
+    clock, lower = TimeLimit(None, lambda what: None), PlanLowering(gpt())
+    scales = auto._Scales(gpt(), 2, CLUSTER, lower, ADAMW, clips=False, offload=False, clock=clock)
     layout = mw.Layout(dp=2, microbatches=microbatches)
     every = [
         scales._weigh(msgspec.structs.replace(layout, zero=zero, recompute=recompute), scales._plain)
@@ -256,7 +257,7 @@ def test_a_costly_optimizer_is_not_run_whole_on_every_rank() -> None:
         mw.plan(graph, FOUR, devices=2, layout=layout, optimizer=HEAVY, pipelines=False)
         for layout in (mw.Layout(dp=2), None)
     )
-    times = [foretell(graph, one, FOUR, optimizer=HEAVY).played.step_s for one in (whole, chosen)]
+    times = [foretell(PlanLowering(graph), one, FOUR, optimizer=HEAVY).played.step_s for one in (whole, chosen)]
     assert times[1] < 0.6 * times[0]
     assert mw.plan(graph, FOUR, devices=2, optimizer=cost.SGD, pipelines=False).layout.dp == 2
 

@@ -13,12 +13,13 @@ import torch
 import meshwright as mw
 from meshwright import api, cli
 from meshwright.api.machine import known_cluster
-from meshwright.cost.captured import step_work
 from meshwright.cost.collective import Group, Network
+from meshwright.cost.program import step_work
 from meshwright.errors import ClusterError, FileFormatError, LaunchError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.kind import COMPUTE, KINDS
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import between, calibrate, launch
 from meshwright.runtime.between import Places, Sizes
@@ -123,7 +124,8 @@ def test_what_joins_cores_is_measured(found: Cluster) -> None:
 def test_a_step_can_be_predicted_from_it(found: Cluster) -> None:
     batch = {"inputs": torch.zeros(8, 16), "label": torch.zeros(8, dtype=torch.int64)}
     graph = mw.capture(MLP((16, 32, 10)), classification_loss, batch)
-    work = step_work(graph, mw.plan(graph, found, layout=mw.Layout()), found)
+    plan = mw.plan(graph, found, layout=mw.Layout())
+    work = step_work(PlanLowering(graph)(plan), plan, found)
     assert all(piece.seconds > 0 for piece in work.stages[0].pieces["F"])  # type: ignore[union-attr]
 
 

@@ -20,6 +20,7 @@ from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger
 from meshwright.ir.plan import Plan
+from meshwright.ir.program import RankPrograms
 from meshwright.ir.trace import Trace
 from meshwright.models import classification_loss
 from meshwright.runtime.loop import HeldOut
@@ -106,6 +107,24 @@ def test_plan_explains(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert text.startswith("GPT on cpu-local: dp=1 x tp=2, 2 ranks, global batch 8\n")
     assert re.search(r"blocks\.\*\.attention\.qkv +h@tp +\w+@tp \+[\d.e-]+ ms", text)
+
+
+def test_plan_prints_what_a_rank_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt", "--layout.dp", "2", "--layout.pp", "2", "--layout.microbatches", "2", *SMALL, "--program"]
+    assert cli([*words, "--rank", "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("rank 3, stage 1 of 2\n  holds parameters: ")
+    assert re.search(r"^backward: \d+ nodes, [\d.]+ \wFLOP$", text, re.MULTILINE)
+    assert re.search(r"  all-reduce over dp \(2 ranks, \w+.*\): [\d.]+ KiB, gradient of ", text)
+    assert re.search(r"  receives from the stage before: received \(.*\), [\d.]+ KiB", text)
+    assert cli([*words, "--rank", "1", "--json"]) == 0
+    found = files.decode(capsys.readouterr().out.encode(), RankPrograms, where="output")
+    assert [one.stage for one in found.programs] == [0]
+    assert all(node.outputs for node in found.programs[0].phase("forward").nodes)
+    assert cli([*words, "--rank", "4"]) == 2
+    assert "there is no rank 4" in capsys.readouterr().err
+    assert cli(["plan", "llama3-8b", "--cluster", "h100-dgx", "--program"]) == 2
+    assert "--program: llama3-8b is not captured, but weighed by its sizes" in capsys.readouterr().err
 
 
 def test_plan_is_for_the_cluster_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:

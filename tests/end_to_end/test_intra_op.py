@@ -11,13 +11,14 @@ import torch
 
 import meshwright as mw
 from meshwright.catalog import load_cluster
-from meshwright.cost.captured import step_work
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.optimizer import ADAMW
+from meshwright.cost.program import step_work
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Shard
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.intra_op.assign import Assigned, assign
@@ -54,11 +55,11 @@ def mlp(*sizes: int) -> Graph:
 
 
 def step_s(graph: Graph, cluster: mw.Cluster, layout: mw.Layout) -> tuple[float, float]:
-    """The seconds of a step in the program, and by the cost model of plans, which walks the graph as lowering does."""
+    """The seconds of a step in the integer program, and those of the lowered program."""
     ask = Ask(explains=False)
     plan = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=cluster, ask=ask)
     plan.check(graph)
-    work = step_work(graph, plan, cluster, optimizer=ask.optimizer)
+    work = step_work(PlanLowering(graph)(plan), plan, cluster, optimizer=ask.optimizer)
     in_program = next((one.solution.seconds for one in ask.known.values()), 0.0)
     return in_program, predict_step(work, schedule_of(plan), plan.mesh, cluster).step_s
 
@@ -91,7 +92,7 @@ def test_no_layout_by_hand_is_faster(cluster: mw.Cluster, dp: int, tp: int) -> N
 def test_auto_is_never_worse_than_data_parallel_or_the_best_by_hand(cluster: mw.Cluster) -> None:
     graph, ranks = gpt(), 8
     plan = mw.plan(graph, cluster.resized(ranks), devices=ranks, memory_bytes=1e15)
-    work = step_work(graph, plan, cluster, optimizer=ADAMW)
+    work = step_work(PlanLowering(graph)(plan), plan, cluster, optimizer=ADAMW)
     ours = predict_step(work, schedule_of(plan), plan.mesh, cluster).step_s
     by_hand = [step_s(graph, cluster, mw.Layout(dp=ranks))[1]]
     for tp in (2, 8):
@@ -105,7 +106,7 @@ def test_the_programs_seconds_are_those_of_the_step(cluster: mw.Cluster) -> None
     ask = Ask(explains=False)
     layout = mw.Layout(dp=2, tp=4)
     plan = plan_layout(gpt(), layout, world_size=8, cluster=cluster, ask=ask)
-    work = step_work(gpt(), plan, cluster, optimizer=ask.optimizer)
+    work = step_work(PlanLowering(gpt())(plan), plan, cluster, optimizer=ask.optimizer)
     (assigned,) = ask.known.values()
     predicted = predict_step(work, schedule_of(plan), plan.mesh, cluster)
     assert assigned.solution.seconds == pytest.approx(predicted.step_s, rel=0.05)

@@ -9,13 +9,14 @@ from torch import nn
 import meshwright as mw
 from meshwright import config
 from meshwright.api import plan_run
-from meshwright.cost.captured import stage_held
 from meshwright.cost.optimizer import ADAMW
+from meshwright.cost.program import stage_held
 from meshwright.errors import CaptureError, LaunchError, LayoutError, PlanError
 from meshwright.ir import files
 from meshwright.ir.graph import Graph
 from meshwright.ir.precision import Precision
 from meshwright.ir.run import RunLayout
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.planner.foretell import foretell
 from meshwright.runtime.precision import check_device
@@ -72,9 +73,9 @@ def test_memory_and_time_follow_the_casts(layout: mw.Layout) -> None:
     helds, works = [], []
     for precision in (None, "bfloat16"):
         graph = captured(precision)
-        plan = mw.plan(graph, cluster, layout=layout)
-        helds.append(stage_held(graph, plan, 0, cluster, ADAMW))
-        works.append(foretell(graph, plan, cluster).work.stages[0])
+        plan, lower = mw.plan(graph, cluster, layout=layout), PlanLowering(graph)
+        helds.append(stage_held(lower(plan), plan, 0, cluster, ADAMW))
+        works.append(foretell(lower, plan, cluster).work.stages[0])
     plain, low = helds
     assert low.parameters_bytes == plain.parameters_bytes
     assert low.optimizer_bytes == plain.optimizer_bytes

@@ -14,15 +14,17 @@ from torch import fx
 import meshwright as mw
 from meshwright.capture.builder import Capture, capture
 from meshwright.catalog import load_cluster
-from meshwright.cost.captured import stage_held, step_work
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.operators import Rates
 from meshwright.cost.optimizer import ADAMW, MOMENTUM, SGD
+from meshwright.cost.program import Held, stage_held, step_work
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
 from meshwright.ir.halo import most_rows
 from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.plan import Plan
+from meshwright.ir.program import Program
 from meshwright.ir.schedule import Schedule
+from meshwright.lower.plans import PlanLowering
 from meshwright.lower.program import StageProgram
 from meshwright.lower.stage import lower_stage
 from meshwright.models import (
@@ -76,8 +78,18 @@ def planned(model: str, **layout: Any) -> Plan:
     return plan_layout(captured(model).graph, asked, world_size=asked.num_ranks, cluster=CPU)
 
 
+@cache
+def lowering(model: str) -> PlanLowering:
+    return PlanLowering(captured(model).graph)
+
+
+def lowered(model: str, plan: Plan) -> tuple[Program, ...]:
+    return lowering(model)(plan)
+
+
 def work_of(model: str, cluster: mw.Cluster = CPU, **layout: Any) -> Work:
-    return step_work(captured(model).graph, planned(model, **layout), cluster)
+    plan = planned(model, **layout)
+    return step_work(lowered(model, plan), plan, cluster)
 
 
 AXES = {"dp", "dp_shard", "tp", "pp", "sy", "sx"}
@@ -134,10 +146,10 @@ WHOLE = [
 @pytest.mark.parametrize(("model", "layout"), WHOLE, ids=str)
 def test_a_step_in_one_piece_has_the_collectives_that_are_lowered(model: str, layout: dict[str, Any]) -> None:
     plan = planned(model, **layout)
-    lowered = started(programs_of(model, plan)[0].phases["prologue"].graph)
-    (stage,) = step_work(captured(model).graph, plan, CPU).stages
+    ran = started(programs_of(model, plan)[0].phases["prologue"].graph)
+    (stage,) = step_work(lowered(model, plan), plan, CPU).stages
     foretold = sum((counted(pieces) for pieces in (stage.before, *stage.pieces.values())), Counter())
-    assert foretold == lowered
+    assert foretold == ran
 
 
 STAGED: list[tuple[str, dict[str, Any]]] = [
@@ -165,20 +177,20 @@ STAGED: list[tuple[str, dict[str, Any]]] = [
     ("ResNet", {"pp": 2, "spatial": (2,), "microbatches": 2}),
     ("U-Net", {"spatial": (2,), "microbatches": 2, "recompute": "full"}),
 ]
-PHASES = {"F": ("forward",), "B": ("backward",), "I": ("input",), "W": ("weight",)}
 
 
 @pytest.mark.parametrize(("model", "layout"), STAGED, ids=str)
-def test_every_action_has_the_collectives_that_are_lowered(model: str, layout: dict[str, Any]) -> None:
+def test_a_step_in_phases_has_the_collectives_that_are_lowered(model: str, layout: dict[str, Any]) -> None:
     plan = planned(model, **layout)
-    work = step_work(captured(model).graph, plan, CPU)
+    work = step_work(lowered(model, plan), plan, CPU)
     for program, stage in zip(programs_of(model, plan), work.stages, strict=True):
-        for kind, names in PHASES.items():
-            lowered = sum((started(program.phases[name].graph) for name in names), Counter())
-            assert counted(stage.pieces[kind]) == lowered, (program.stage, kind)
-        lowered = sum((started(program.phases[name].graph) for name in ("reduce", "finish")), Counter())
+        ran = {name: started(phase.graph) for name, phase in program.phases.items()}
         own = Counter({key: count for key, count in counted(stage.after).items() if key[1] != "pp"})
-        assert counted(stage.pieces["REDUCE_GRAD"]) + own == lowered
+        told = sum((counted(stage.pieces[kind]) for kind in ("F", "B", "REDUCE_GRAD")), own + counted(stage.before))
+        assert told == sum((ran[name] for name in ("prologue", "forward", "backward", "reduce", "finish")), Counter())
+        if len(work.stages) > 1:
+            parts = counted(stage.pieces["I"]) + counted(stage.pieces["W"])
+            assert parts == ran["input"] + ran["weight"] == counted(stage.pieces["B"])
 
 
 def kept_bytes(program: StageProgram) -> int:
@@ -200,9 +212,9 @@ def kept_bytes(program: StageProgram) -> int:
 @pytest.mark.parametrize(("model", "layout"), STAGED, ids=str)
 def test_what_is_saved_is_what_the_executor_keeps(model: str, layout: dict[str, Any]) -> None:
     plan = planned(model, **layout)
-    work = step_work(captured(model).graph, plan, CPU)
+    work = step_work(lowered(model, plan), plan, CPU)
     for program, stage in zip(programs_of(model, plan), work.stages, strict=True):
-        assert stage.saved_bytes == pytest.approx(kept_bytes(program), rel=0.05), program.stage
+        assert stage.saved_bytes == kept_bytes(program), program.stage
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
@@ -210,7 +222,7 @@ def test_what_is_saved_is_what_the_executor_keeps(model: str, layout: dict[str, 
 
 def step_s(model: str, cluster: mw.Cluster = CPU, **layout: Any) -> float:
     plan = planned(model, **layout)
-    work = step_work(captured(model).graph, plan, cluster)
+    work = step_work(lowered(model, plan), plan, cluster)
     return predict_step(work, schedule_of(plan), plan.mesh, cluster).step_s
 
 
@@ -235,7 +247,7 @@ def test_a_divided_batch_divides_products(layout: dict[str, Any]) -> None:
     parts = layout.get("dp", 1) * layout.get("microbatches", 1)
     (one,), (part,) = work_of("MLP").stages, work_of("MLP", **layout).stages
     assert flops(part.pieces["F"]) == pytest.approx(flops(one.pieces["F"]) / parts, rel=0.01)
-    assert flops(part.pieces["B"]) == pytest.approx(flops(one.pieces["B"]) / parts, rel=0.01)
+    assert flops(part.pieces["B"]) == pytest.approx(flops(one.pieces["B"]) / parts, rel=0.02), "and sums"
 
 
 def test_stages_share_the_flops_and_pass_the_hidden_state() -> None:
@@ -265,22 +277,27 @@ def test_recomputation_saves_less_and_computes_more() -> None:
 
 def test_what_is_held_is_parameters_gradients_and_the_states_of_the_optimizer() -> None:
     graph, plan = captured("MLP").graph, planned("MLP", microbatches=2)
+    programs = lowered("MLP", plan)
     size = graph.num_parameters() * 4
     for optimizer, states in ((SGD, 0), (MOMENTUM, 1), (ADAMW, 2)):
-        held = stage_held(graph, plan, 0, CPU, optimizer)
+        held = stage_held(programs, plan, 0, CPU, optimizer)
         assert (held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes) == (size, size, states * size)
         assert held.inputs_bytes == 8 * 16 * 4 + 8 * 8
-        (stage,) = step_work(graph, plan, CPU, optimizer=optimizer).stages
+        (stage,) = step_work(programs, plan, CPU, optimizer=optimizer).stages
         assert stage.held_bytes == held.total_bytes
+
+
+def held(model: str, **layout: Any) -> Held:
+    plan = planned(model, **layout)
+    return stage_held(lowered(model, plan), plan, 0, CPU, ADAMW)
 
 
 def test_ranks_that_share_by_zero_hold_half_of_more_and_more() -> None:
     """Parameters (and, whole, those that are gathered once a step), gradients, two states."""
-    graph = captured("MLP").graph
-    size = graph.num_parameters() * 4
+    size = captured("MLP").graph.num_parameters() * 4
     parts = {}
     for zero in (0, 1, 2, 3):
-        one = stage_held(graph, planned("MLP", dp=2, zero=zero, microbatches=2), 0, CPU, ADAMW)
+        one = held("MLP", dp=2, zero=zero, microbatches=2)
         parts[zero] = (one.parameters_bytes, one.gathered_bytes, one.gradients_bytes, one.optimizer_bytes)
     assert parts == {
         0: (size, 0, size, 2 * size),
@@ -292,23 +309,22 @@ def test_ranks_that_share_by_zero_hold_half_of_more_and_more() -> None:
 
 def test_gathers_hide_behind_the_layers_before_on_a_gpu() -> None:
     pieces = work_of("MLP", GPU, dp=2, zero=3).stages[0].pieces["F"]
-    assert [one.blocking for one in pieces if isinstance(one, Communicate)] == [True], "one bucket holds it all"
+    gathers = [one for one in pieces if isinstance(one, Communicate) and one.collective == "all_gather"]
+    assert [one.blocking for one in gathers] == [True], "one bucket holds it all"
     plan = planned("MLP", dp=2, zero=3)
     (gather,) = plan.gathers
     layers = [gather.parameters[k : k + 2] for k in range(0, len(gather.parameters), 2)]
     plan = msgspec.structs.replace(
         plan, gathers=tuple(msgspec.structs.replace(gather, parameters=names) for names in layers)
     )
-    (stage,) = step_work(captured("MLP").graph, plan, GPU).stages
+    (stage,) = step_work(lowered("MLP", plan), plan, GPU).stages
     told = [(type(one).__name__, getattr(one, "blocking", True)) for one in stage.pieces["F"]]
     begun, awaited, computed = ("Communicate", False), ("Wait", True), ("Compute", True)
     assert told[:5] == [("Communicate", True), begun, computed, awaited, begun]
 
 
 def test_tensor_parallel_ranks_hold_half_of_what_is_split() -> None:
-    graph = captured("MLP").graph
-    whole = stage_held(graph, planned("MLP"), 0, CPU).parameters_bytes
-    half = stage_held(graph, planned("MLP", tp=2), 0, CPU).parameters_bytes
+    whole, half = held("MLP").parameters_bytes, held("MLP", tp=2).parameters_bytes
     assert whole / 2 <= half < 0.6 * whole
 
 
@@ -326,21 +342,20 @@ def test_collectives_hide_behind_compute_but_on_a_cpu_where_ranks_move_the_bytes
     (cpu,), (gpu,) = work_of("GPT", CPU, dp=2).stages, work_of("GPT", GPU, dp=2).stages
     assert waits(cpu) == 0
     assert waits(gpu) > 0
-    for pieces in gpu.pieces.values():  # what is waited for has been started
-        started_here: set[str] = set()
-        for one in pieces:
-            if isinstance(one, Communicate):
-                assert one.what not in started_here
-                started_here.add(one.what)
-            elif isinstance(one, Wait):
-                assert one.what in started_here
+    started_before: set[str] = set()
+    for one in (*gpu.before, *gpu.pieces["F"], *gpu.pieces["B"]):
+        if isinstance(one, Communicate):
+            assert one.what not in started_before
+            started_before.add(one.what)
+        elif isinstance(one, Wait):
+            assert one.what in started_before
 
 
 @pytest.mark.parametrize("model", ["GPT", "MLP"])
 def test_clipping_and_a_larger_optimizer_take_longer(model: str) -> None:
-    graph, plan = captured(model).graph, planned(model)
+    plan = planned(model)
     plain, clipped, adam = (
-        seconds(step_work(graph, plan, CPU, **options).stages[0].after)
+        seconds(step_work(lowered(model, plan), plan, CPU, **options).stages[0].after)
         for options in ({}, {"clips": True}, {"optimizer": ADAMW})
     )
     assert plain < clipped

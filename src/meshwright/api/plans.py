@@ -24,6 +24,7 @@ from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
 from meshwright.ir.precision import Precision
 from meshwright.ir.trace import Trace
+from meshwright.lower.plans import PlanLowering
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.auto import plan_auto
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
@@ -93,13 +94,14 @@ def plan(
     if layout is None:
         world_size = devices or known.num_devices
         return plan_auto(
-            graph, world_size, known, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, pipelines=pipelines,
-            offload=offload, seconds=seconds, progress=progress,
+            graph, world_size, known, PlanLowering(graph), memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
+            pipelines=pipelines, offload=offload, seconds=seconds, progress=progress,
         )  # fmt: skip
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(
-        graph, layout, world_size=world_size, cluster=known, ask=Ask(optimizer=optimizer, room_bytes=memory_bytes)
-    )
+        graph, layout, world_size=world_size, cluster=known,
+        ask=Ask(optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph)),
+    )  # fmt: skip
 
 
 def simulate(
@@ -130,8 +132,9 @@ def simulate(
     plan.check(graph)
     known = known_cluster(cluster, torch.device("cpu"), plan.mesh.world_size)
     return foretell(
-        graph, plan, known, optimizer=optimizer, clips=clips, threads=threads, contention=contention, faults=faults
-    ).trace()
+        PlanLowering(graph), plan, known, optimizer=optimizer, clips=clips, threads=threads, contention=contention,
+        faults=faults,
+    ).trace()  # fmt: skip
 
 
 def choose(
@@ -145,18 +148,22 @@ def choose(
     clips: bool,
     offload: bool = False,
     seconds: float | None = None,
+    rules: Rules | None = None,
 ) -> Plan:
     """The plan that is meant by ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
+    lower = PlanLowering(graph, rules)
     if isinstance(plan, Layout):
         known = _fitting(cluster, device, world_size)
-        return plan_layout(graph, plan, world_size=world_size, cluster=known, ask=Ask(optimizer=optimizer))
+        return plan_layout(graph, plan, world_size=world_size, cluster=known, ask=Ask(optimizer=optimizer, lower=lower))
     if plan == "auto":
         if cluster is None and world_size > 1 and device.type == "cpu" and calibrated() is None:
             log.warning(
                 "this machine was not measured, so its layout is chosen for a generic one: `meshwright calibrate`"
             )
         known = _fitting(cluster, device, world_size)
-        return plan_auto(graph, world_size, known, optimizer=optimizer, clips=clips, offload=offload, seconds=seconds)
+        return plan_auto(
+            graph, world_size, known, lower, optimizer=optimizer, clips=clips, offload=offload, seconds=seconds
+        )
     chosen, where = loaded(plan)
     chosen.check(graph, where)
     if chosen.mesh.world_size != world_size:

@@ -23,8 +23,10 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger, make_ledger
 from meshwright.ir.plan import Plan
+from meshwright.ir.program import RankPrograms
 from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
+from meshwright.lower.plans import PlanLowering
 from meshwright.planner.auto import plan_auto
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.notes import check_strict
@@ -45,19 +47,26 @@ LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with what it will do, and whether a rank's memory holds it; ``verdict`` is empty where ``stage_sizes``
-    differ, which are not simulated. ``constants``: where the cluster's are from."""
+    differ, which are not simulated. ``constants``: where the cluster's are from. ``programs`` are those of a rank, where
+    one was asked for."""
 
     plan: Plan
     constants: str
     memory_bytes: float
     verdict: Verdict | Literal[""] = ""
+    programs: RankPrograms | None = None
 
 
 def plan_run(
-    run: Run, ranks: int = 0, memory_bytes: float | None = None, progress: Callable[[str], None] = lambda what: None
+    run: Run,
+    ranks: int = 0,
+    memory_bytes: float | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+    program_of: int | None = None,
 ) -> Planned:
     """The plan of a RUN.toml for ``ranks`` ranks (0: what its layout asks for, or its cluster has), each with
-    ``memory_bytes`` (default: what a device of the cluster has). ``progress`` is told which layout is weighed.
+    ``memory_bytes`` (default: what a device of the cluster has); and what the rank ``program_of`` runs. ``progress`` is
+    told which layout is weighed.
 
     Raises:
         LayoutError: the layout does not fit the model or the batch; nothing that may be searched fits in memory.
@@ -65,12 +74,26 @@ def plan_run(
     graph, made, optimizer = _planned(run, ranks, memory_bytes, progress)
     known = known_cluster(run.layout.cluster or None, torch.device("cpu"), made.mesh.world_size)
     limit = memory_bytes or known.device.memory_bytes
+    programs = _programs(graph, made, program_of) if program_of is not None else None
     if made.uneven:
-        return Planned(plan=made, constants=known.constants, memory_bytes=limit)
-    found = foretell(graph, made, known, optimizer=optimizer, clips=run.train.max_grad_norm > 0).prediction
-    verdict = memory_verdict(found.peak_memory_bytes, limit)
-    made = msgspec.structs.replace(made, prediction=found)
-    return Planned(plan=made, constants=known.constants, memory_bytes=limit, verdict=verdict)
+        return Planned(plan=made, constants=known.constants, memory_bytes=limit, programs=programs)
+    clips = run.train.max_grad_norm > 0
+    found = foretell(PlanLowering(graph), made, known, optimizer=optimizer, clips=clips).prediction
+    return Planned(
+        plan=msgspec.structs.replace(made, prediction=found),
+        constants=known.constants,
+        memory_bytes=limit,
+        verdict=memory_verdict(found.peak_memory_bytes, limit),
+        programs=programs,
+    )
+
+
+def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
+    """The programs of the stages that a rank holds."""
+    place = plan.mesh.coordinates(rank).get("pp", 0)
+    count = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
+    every = PlanLowering(graph)(plan, rank)
+    return RankPrograms(rank=rank, programs=every[place::count])
 
 
 def simulate_run(
@@ -116,6 +139,7 @@ def _planned(
             graph,
             world_size,
             known_cluster(cluster, torch.device("cpu"), world_size),
+            PlanLowering(graph),
             memory_bytes=memory_bytes,
             optimizer=optimizer,
             clips=clips,
@@ -246,7 +270,7 @@ def _foretold(run: Run, trainer: Trainer, device: torch.device) -> Foretold | No
     cannot be told."""
     try:
         return foretell(
-            trainer.graph,
+            PlanLowering(trainer.graph),
             trainer.plan,
             known_cluster(run.layout.cluster or None, device, trainer.plan.mesh.world_size),
             optimizer=cost_of(build.optimizer(run), trainer.graph),

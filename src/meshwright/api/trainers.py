@@ -119,7 +119,9 @@ def parallelize(
     clips = max_grad_norm is not None
 
     def planned() -> bytes:
-        chosen = choose(plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, seconds=seconds)
+        chosen = choose(
+            plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, seconds=seconds, rules=rules
+        )
         return files.encode_json(chosen)
 
     made = from_rank_0(planned)

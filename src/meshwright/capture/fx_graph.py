@@ -4,6 +4,10 @@ from typing import Any
 
 from torch import fx
 
+_set_args: Any = fx.Node.args.fset  # type: ignore[attr-defined]
+_set_kwargs: Any = fx.Node.kwargs.fset  # type: ignore[attr-defined]
+"""Assignment would look the node up in the graph's table of nodes by target, twice."""
+
 
 class Graph(fx.Graph):
     """An ``fx.Graph`` whose nodes get their arguments when they are made: given to ``create_node``, arguments are first
@@ -19,5 +23,8 @@ class Graph(fx.Graph):
         type_expr: Any = None,
     ) -> fx.Node:
         node = super().create_node(op, target, name=name, type_expr=type_expr)
-        node.args, node.kwargs = args or (), kwargs or {}
+        if args:
+            _set_args(node, args)
+        if kwargs:
+            _set_kwargs(node, kwargs)
         return node

@@ -16,6 +16,7 @@ from meshwright.cli.train import EXTRA
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.run import Run
+from meshwright.report.program_text import program_text
 
 EPILOG = """[bold]Examples[/bold]
 
@@ -24,6 +25,8 @@ EPILOG = """[bold]Examples[/bold]
   meshwright plan RUN.toml --ranks 8 --cluster a100-80gb-dgx --output plan.json
 
   meshwright plan gpt --tp 4 --model.width 1024 --model.heads 16 --json
+
+  meshwright plan gpt --dp 2 --layout.microbatches 4 --program
 
   meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --batch 512
 
@@ -45,7 +48,7 @@ STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an opera
 TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
-OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds")
+OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "program", "rank")
 """Options that mean nothing for a model that is weighed by its sizes."""
 OF_SIZES = ("batch", "sequence", "vary", "price", "report", "scaling")
 """Options that mean nothing for a model that is captured."""
@@ -59,7 +62,9 @@ def plan(
     strict: bool = STRICT,
     ranks: int = RANKS,
     cluster: str = CLUSTER,
-    as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON; with --program, that."),
+    program: bool = typer.Option(False, "--program", help="Print what a rank runs: its phases, node by node."),
+    rank: int = typer.Option(0, "--rank", min=0, help="With --program, which rank."),
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
     seconds: float | None = typer.Option(
         None, help="Time for the search of layout.plan = auto: then the best so far is taken."
@@ -112,14 +117,18 @@ def plan(
     bars.begin("capturing and planning")
     try:
         limit = display.num_bytes(memory, "--memory") if memory else None
-        found = api.plan_run(run, ranks, limit, lambda what: bars.say(f"planning: {what}"))
+        found = api.plan_run(
+            run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None
+        )
     finally:
         bars.end()
     made = found.plan
     if output is not None:
         display.write(output, files.encode_json(made))
     if as_json:
-        typer.echo(files.encode_json(made).decode(), nl=False)
+        typer.echo(files.encode_json(found.programs or made).decode(), nl=False)
+    elif found.programs is not None:
+        display.console().print(program_text(found.programs))
     else:
         display.console().print(made.explain())
         display.console().print(f"  constants of the cluster: {found.constants}")

@@ -10,14 +10,12 @@ when one has arrived. The collectives of an axis go one after the other, as in t
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from meshwright.cost.captured import stage_orders
 from meshwright.cost.closed_form import axis_group, duration_s
 from meshwright.cost.collective import Network
-from meshwright.cost.node import Node
+from meshwright.cost.program import NodeCosts
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.graph import Graph
 from meshwright.ir.plan import Plan
-from meshwright.ir.stages import PROLOGUE, REDUCE
+from meshwright.ir.program import Collective, Node, Program
 
 
 class Moment(NamedTuple):
@@ -55,46 +53,50 @@ class Actions(NamedTuple):
     moments: tuple[Moment, ...]
 
 
-def stage_actions(graph: Graph, plan: Plan, stage: int, cluster: Cluster) -> tuple[Actions, ...]:
+def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actions, ...]:
     """What a stage computes, wants and makes, of a plan whose buckets have one parameter each."""
-    network = Network(cluster)
-    orders = stage_orders(graph, plan, stage, cluster)
-    each = plan.microbatches
-    found = [(1, orders[PROLOGUE]), (each, orders["F"]), (each, orders["B"]), (1, orders[REDUCE])]
+    costs, network, each = NodeCosts(plan, cluster), Network(cluster), plan.microbatches
+    begun: dict[str, Collective] = {}
+    gathered = {(one.axis, one.label): one.parameters for one in plan.gathers}
+    reduced = {(one.axis, f"gradients of {one.label}"): one.parameters for one in plan.buckets}
+    labels = {label for _, label in reduced}
 
-    def others(node: Node) -> tuple[tuple[str, float], ...]:
-        groups = [(one, axis_group(plan.mesh, one.axis)) for one in node.exchanges]
-        return tuple(
-            (one.axis, duration_s(network, one.kind, one.bytes, group))  # type: ignore[arg-type]
-            for one, group in groups
-        )
+    def other(one: Collective) -> tuple[tuple[str, float], ...]:
+        return ((one.axis, duration_s(network, one.kind, one.bytes, axis_group(plan.mesh, one.axis))),)
 
-    return tuple(Actions(times, _moments(order, plan, others)) for times, order in found)
+    def moments(*phases: str) -> tuple[Moment, ...]:
+        found: list[Moment] = []
+        pending: list[Node] = []
 
+        def add(
+            others: tuple[tuple[str, float], ...] = (), wanted: tuple[str, ...] = (), made: tuple[str, ...] = ()
+        ) -> None:
+            found.append(Moment(costs.of(pending).seconds, others, wanted, made))
+            pending.clear()
 
-def _moments(
-    order: Sequence[Node], plan: Plan, others: Callable[[Node], tuple[tuple[str, float], ...]]
-) -> tuple[Moment, ...]:
-    place = {node: index for index, node in enumerate(order)}
-    ready: dict[int, list[Node]] = {}
-    for node in order:
-        if node.reduces >= 0:
-            ready.setdefault(max((place.get(one, -1) for one in node.inputs), default=-1), []).append(node)
-    found: list[Moment] = []
-    pending = 0.0
-    for index in range(-1, len(order)):
-        if index >= 0 and order[index].gathers:
-            found.append(Moment(pending, wanted=tuple(order[index].storages)))
-            pending = 0.0
-        elif index >= 0 and order[index].reduces < 0:
-            pending += order[index].cost.seconds
-            if order[index].exchanges:
-                found.append(Moment(pending, others(order[index])))
-                pending = 0.0
-        for made in ready.get(index, ()):
-            found.append(Moment(pending + made.cost.seconds, made=plan.buckets[made.reduces].parameters))
-            pending = 0.0
-    return (*found, Moment(pending))
+        for node in (node for name in phases for node in program.phase(name).nodes):
+            pending.append(node)
+            for one in node.inside:
+                add(others=other(one))
+            if node.starts is not None:
+                begun[node.name] = node.starts
+                if (made := reduced.get((node.starts.axis, node.starts.label))) is not None:
+                    add(made=made)
+            if node.waits:
+                one = begun[node.waits]
+                if (wanted := gathered.get((one.axis, one.label))) is not None:
+                    add(wanted=wanted)
+                elif one.label not in labels:  # of a bucket, other axes too are in its transfer
+                    add(others=other(one))
+        add()
+        return tuple(found)
+
+    return (
+        Actions(1, moments("prologue")),
+        Actions(each, moments("forward")),
+        Actions(each, moments("backward")),
+        Actions(1, moments("reduce", "finish")),
+    )
 
 
 def exposed_s(actions: Iterable[Actions], gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:

@@ -17,12 +17,15 @@ is a pass of an optimizer over parameters; ``operands`` is what a product does w
 multiplying: it counts where a product is flat."""
 KINDS = (*COMPUTE, *MEMORY)
 
-_EXPERTS = ("meshwright.experts", "meshwright.experts_backward")
+_EXPERTS = (
+    "meshwright.experts", "meshwright.experts_backward", "meshwright.experts_across",
+    "meshwright.experts_across_backward",
+)  # fmt: skip
 _TARGETS = {
     "matmul": ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.mv", "aten.dot", *_EXPERTS),
     "convolution": ("aten.convolution",),
-    "attention": ("meshwright.attention",),
-    "attention_backward": ("meshwright.attention_backward",),
+    "attention": ("meshwright.attention", "meshwright.attention_ring"),
+    "attention_backward": ("meshwright.attention_backward", "meshwright.attention_ring_backward"),
     "activation": (
         "aten.gelu", "aten.exp", "aten.tanh", "aten.sigmoid", "aten.silu", "aten.erf", "aten.log", "aten.pow",
         "aten.sin", "aten.cos", "aten.softplus", "aten.elu", "aten.mish", "aten.logsumexp",
@@ -49,7 +52,10 @@ _TARGETS = {
     "scatter": (
         "aten.embedding_dense_backward", "aten.index_put", "aten.scatter", "aten.scatter_add", "aten.index_add",
     ),
-    "copy": ("aten.cat", "aten.clone", "aten.stack", "aten.constant_pad_nd", "aten.repeat"),
+    "copy": (
+        "aten.cat", "aten.clone", "aten.stack", "aten.constant_pad_nd", "aten.repeat", "aten.reshape",
+        "aten.contiguous", "aten.split_with_sizes_copy",
+    ),
     "random": ("meshwright.bernoulli", "meshwright.uniform", "meshwright.normal"),
 }  # fmt: skip
 _KIND_OF = {target: kind for kind, targets in _TARGETS.items() for target in targets}
@@ -60,7 +66,13 @@ def kind_of(operator: Operator) -> str:
     base = ".".join(operator.target.split(".")[:2])
     if base == "aten.convolution_backward":
         return "convolution_input" if _keeps_samples(operator) else "convolution_weight"
-    return _KIND_OF.get(base, "pointwise")
+    return kind_of_target(base)
+
+
+def kind_of_target(target: str) -> str:
+    """The kind of a call of ``target`` (``aten.mm.default``, ``aten.add_.Tensor``), but for convolutions' gradients."""
+    namespace, name = target.split(".")[:2]
+    return _KIND_OF.get(f"{namespace}.{name.removesuffix('_')}", "pointwise")
 
 
 def _keeps_samples(operator: Operator) -> bool:

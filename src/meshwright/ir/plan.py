@@ -44,6 +44,12 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     algorithm: str = "native"
     across: tuple[str, ...] = ()
 
+    @property
+    def label(self) -> str:
+        """What the collective is called, by its first and last parameter."""
+        names = self.parameters
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Why a module is split as it is, for ``explain``."""

@@ -50,10 +50,15 @@ class Gathers:
             bucket = self._bucket_of[name]
             group, names = self._groups[bucket.axis], [one for one in bucket.parameters if one in stored]
             nodes = [stored[one].node for one in names]
-            label = _span(bucket.parameters)
             released = not self._released.isdisjoint(names)
             started = self._emit(
-                collectives.GATHER_PARTS, nodes, group.name, group.size, bucket.algorithm, label=label, again=released
+                collectives.GATHER_PARTS,
+                nodes,
+                group.name,
+                group.size,
+                bucket.algorithm,
+                label=bucket.label,
+                again=released,
             )
             made, offset = [started, self._emit(collectives.WAIT, started)], 0
             for one, node in zip(names, nodes, strict=True):
@@ -71,11 +76,7 @@ class Gathers:
 
 def label_of(bucket: Bucket) -> str:
     """What the reduction of a bucket is called in errors."""
-    return f"gradients of {_span(bucket.parameters)}"
-
-
-def _span(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    return f"gradients of {bucket.label}"
 
 
 def is_cut(plan: Plan, bucket: Bucket) -> bool:

@@ -29,8 +29,8 @@ def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels:
     """Compile a graph whose placeholders are taken from one list; the list is emptied. ``graph`` stays as it is, also
     where ``kernels`` take the place of its operators."""
     root = nn.Module()
-    for name, value in constants.items():
-        root.register_buffer(name, value, persistent=False)
+    for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
+        root.register_buffer(name, constants[name], persistent=False)
     direct = Graph()
     direct.output(direct.graph_copy(graph, {}))
     for node in direct.nodes:

@@ -40,10 +40,16 @@ _INTO: dict[Any, tuple[Any, str]] = {
     aten.sum.dim_IntList: (aten.sum.IntList_out, "out"),
 }
 """Operators that gradients end with, and how they write into given memory."""
+FUNCTIONAL = {into: (target, keyword) for target, (into, keyword) in {**_IN_PLACE, **_INTO}.items()}
+"""By operator that writes into given memory: the operator that makes a new tensor, and how the memory is passed."""
 _FIRST_ONLY = frozenset({aten.scatter_add.default})
 _ALIASES = VIEWS | {
     aten.contiguous.default, aten.reshape.default, collectives.ALL_REDUCE, collectives.ADD_ROWS, collectives.WAIT,
 }  # fmt: skip
+
+
+_SAME = frozenset({collectives.ALL_REDUCE, collectives.WAIT, collectives.ADD_ROWS, aten.add_.Tensor})
+"""Operators that give their first input, written to."""
 
 
 def fuse(graph: fx.Graph) -> None:
@@ -132,10 +138,13 @@ def propagate(graph: fx.Graph) -> None:
     values: dict[fx.Node, Any] = {}
     lookup: Callable[[fx.Node], Any] = values.__getitem__
     with fake_mode():
+        like = torch.empty(())
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                shape = node.meta.get("local_shape")
-                values[node] = 0 if shape is None else torch.empty(shape, dtype=node.meta["dtype"])
+                shape, dtype = node.meta.get("local_shape"), {"dtype": node.meta.get("dtype")}
+                values[node] = 0 if shape is None else outputs_of(aten.new_empty.default, (like, list(shape)), dtype)
+            elif node.op == "call_function" and node.target in _SAME:
+                values[node] = values[node.all_input_nodes[0]]
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
                 if "device" in kwargs:
@@ -202,6 +211,7 @@ def _write_into(graph: fx.Graph, joined: fx.Node) -> None:
         flat = graph.call_function(
             aten.empty.memory_format, ([value.numel()],), {"dtype": value.dtype, "device": joined.meta["device"]}
         )
+    flat.meta = _like(joined, value)
     offset, between = 0, list[Any]()
 
     def copy(until: int) -> None:
@@ -210,23 +220,41 @@ def _write_into(graph: fx.Graph, joined: fx.Node) -> None:
             begin = until - sum(part.meta["val"].numel() for part in between)
             with graph.inserting_before(joined):
                 view = graph.call_function(aten.slice.Tensor, (flat, 0, begin, until))
-                graph.call_function(aten.cat.out, (list(between),), {"out": view})
+                copied = graph.call_function(aten.cat.out, (list(between),), {"out": view})
+            view.meta = copied.meta = _like(joined, _slice(value, begin, until))
         between.clear()
 
-    for part, writer, size in zip(joined.args[0], parts, sizes, strict=True):  # type: ignore[arg-type]
+    for gradient, writer, size in zip(joined.args[0], parts, sizes, strict=True):  # type: ignore[arg-type]
         if writer is None:
-            between.append(part)
+            between.append(gradient)
         else:
             copy(offset)
             with graph.inserting_before(writer):
-                view = graph.call_function(aten.slice.Tensor, (flat, 0, offset, offset + size))
-                view = graph.call_function(aten.view.default, (view, list(writer.meta["val"].shape)))
+                part = graph.call_function(aten.slice.Tensor, (flat, 0, offset, offset + size))
+                view = graph.call_function(aten.view.default, (part, list(writer.meta["val"].shape)))
+                part.meta = _like(writer, _slice(value, offset, offset + size))
+                shape = list(writer.meta["val"].shape)
+                view.meta = _like(writer, outputs_of(aten.view.default, (part.meta["val"], shape), {}))
                 writer.target, keyword = _INTO[writer.target]
                 writer.kwargs = {**writer.kwargs, keyword: view}
         offset += size
     copy(offset)
+    gradients = list(joined.args[0])  # type: ignore[arg-type]
     joined.replace_all_uses_with(flat)
     graph.erase_node(joined)
+    for gradient in gradients:
+        if gradient.target is aten.reshape.default and not gradient.users:
+            graph.erase_node(gradient)
+
+
+def _slice(value: Tensor, begin: int, end: int) -> Tensor:
+    part: Tensor = outputs_of(aten.slice.Tensor, (value, 0, begin, end), {})
+    return part
+
+
+def _like(node: fx.Node, value: Tensor) -> dict[str, Any]:
+    """The meta of a call that belongs to a node, with a result of its own."""
+    return {key: node.meta[key] for key in ("operator", "phase", "backward") if key in node.meta} | {"val": value}
 
 
 def _gradient(part: Any) -> fx.Node | None:

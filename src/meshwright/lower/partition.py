@@ -32,29 +32,30 @@ class Phase:
     when first asked for: a schedule runs backward in one piece or in two, and none in an evaluation."""
 
     def __init__(
-        self, inputs: Iterable[str], outputs: Iterable[str], make: Callable[[], tuple[BoxedFunction, fx.Graph]]
+        self,
+        inputs: Iterable[str],
+        outputs: Iterable[str],
+        make: Callable[[], fx.Graph],
+        compile: Callable[[fx.Graph], BoxedFunction],
     ) -> None:
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self._make: Callable[[], tuple[BoxedFunction, fx.Graph]] | None = make
-
-    @cached_property
-    def _made(self) -> tuple[BoxedFunction, fx.Graph]:
-        assert self._make is not None, "it was forgotten"
-        made = self._make()
-        self._make = None
-        return made
+        self._make: Callable[[], fx.Graph] | None = make
+        self._compile = compile
 
     def forget(self) -> None:
         """Let go of what it would be made of, which is the whole stage: nobody will ask for it."""
         self._make = None
 
-    @property
+    @cached_property
     def function(self) -> BoxedFunction:
-        return self._made[0]
+        return self._compile(self.graph)
 
-    @property
+    @cached_property
     def graph(self) -> fx.Graph:
-        return self._made[1]
+        assert self._make is not None, "it was forgotten"
+        made = self._make()
+        self._make = None
+        return made
 
 
 def partition(
@@ -73,7 +74,7 @@ def partition(
     which run one after the other and once, are one function, that of the first; it calls ``note`` where forward and
     backward begin. ``compiler`` joins operators, ``kernels`` run some of them.
     """
-    split = _Partition(graph, constants, again, compiler, kernels, note)
+    split = _Partition(graph, again, compiler, note)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in _PHASES}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -86,8 +87,9 @@ def partition(
     for phase, nodes in members.items():
         others = [taken[other] for other in _PHASES if other not in _SAME.get(phase, (phase,))]
         outputs = [node for node in nodes if node.meta.get("returned") or any(node in one for one in others)]
-        make = partial(split.function, phase, orders[phase], taken[phase], outputs)
-        result[phase] = Phase((node.name for node in taken[phase]), (node.name for node in outputs), make)
+        make = partial(split.graph_of, phase, orders[phase], taken[phase], outputs)
+        names = (node.name for node in taken[phase]), (node.name for node in outputs)
+        result[phase] = Phase(*names, make, partial(boxed_function, constants=constants, kernels=kernels))
     return result
 
 
@@ -118,16 +120,9 @@ def _accumulations(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node | None]:
 
 class _Partition:
     def __init__(
-        self,
-        graph: fx.Graph,
-        constants: dict[str, Tensor],
-        again: Recomputation,
-        compiler: Compiler | None,
-        kernels: Kernels,
-        note: Callable[[str], None] | None,
+        self, graph: fx.Graph, again: Recomputation, compiler: Compiler | None, note: Callable[[str], None] | None
     ) -> None:
-        self.graph, self.constants, self.again = graph, constants, again
-        self.compiler, self.kernels, self.note = compiler, kernels, note
+        self.graph, self.again, self.compiler, self.note = graph, again, compiler, note
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.cheap: dict[fx.Node, bool] = {}
 
@@ -181,10 +176,10 @@ class _Partition:
             if source not in made and source.op != "get_attr"
         }
 
-    def function(
+    def graph_of(
         self, phase: str, order: list[fx.Node], taken: dict[fx.Node, None], outputs: list[fx.Node]
-    ) -> tuple[BoxedFunction, fx.Graph]:
-        """The nodes as a graph of their own, compiled."""
+    ) -> fx.Graph:
+        """The nodes as a graph of their own."""
         constants = {source: None for node in order for source in node.all_input_nodes if source.op == "get_attr"}
         new = Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -204,8 +199,7 @@ class _Partition:
         if self.note is not None and phase == PROLOGUE:
             self._note(new, self.note)
         new.lint()
-        used = {str(node.target): self.constants[str(node.target)] for node in constants}
-        return boxed_function(new, used, self.kernels), new
+        return new
 
     @staticmethod
     def _note(graph: fx.Graph, note: Callable[[str], None]) -> None:

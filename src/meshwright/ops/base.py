@@ -7,7 +7,6 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import RuleError
 from meshwright.ir.halo import Rows
@@ -29,13 +28,21 @@ class Call:
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
         """The tensor inputs, in order of appearance."""
-        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.Tensor)]
+        return list(_tensors_in((self.args, self.kwargs)))
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or by name."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item)
 
 
 def arguments(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,16 +8,17 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.cost.captured import step_work
 from meshwright.cost.closed_form import Predicted, predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.cost.program import step_work
 from meshwright.cost.work import Work
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan, Prediction
+from meshwright.ir.program import Lower
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.factors import Factors
 from meshwright.planner.foretell import foretell
@@ -60,6 +61,7 @@ def plan_auto(
     graph: Graph,
     world_size: int,
     cluster: Cluster,
+    lower: Lower,
     *,
     memory_bytes: float | None = None,
     optimizer: OptimizerCost = ADAMW,
@@ -73,12 +75,13 @@ def plan_auto(
     fits, with sequence parallelism by the rule where the program has not found better; of models with convolutions,
     over dp x mixed too.
 
-    All layouts are weighed in closed form; the ``PLAYED`` fastest are simulated, and the simplest of those that are
-    within ``ALIKE`` of the fastest is taken. ``gpipe`` is left out, for ``1f1b`` takes as long with less memory;
-    ``batch_statistics`` stays global, for the other choice is another computation. The plan tells of the runners-up
-    and why they lost (``Plan.explain``).
+    All layouts are weighed in closed form, but for more micro-batches than can help; the ``PLAYED`` fastest are
+    simulated, and the simplest of those that are within ``ALIKE`` of the fastest is taken. ``gpipe`` is left out, for
+    ``1f1b`` takes as long with less memory; ``batch_statistics`` stays global, for the other choice is another
+    computation. The plan tells of the runners-up and why they lost (``Plan.explain``).
 
     Args:
+        lower: makes the programs whose work is weighed.
         memory_bytes: the limit of each rank; default: what a device of the cluster has.
         optimizer: what it keeps and moves; AdamW, which keeps most, where nothing is known.
         pipelines: whether layouts with stages are weighed, too; else operators alone are divided.
@@ -96,10 +99,15 @@ def plan_auto(
     fitting: list[_Option] = []
     too_large: list[_Option] = []
     refused: list[str] = []
-    weigh = _Scales(graph, world_size, cluster, optimizer, clips, offload, clock)
+    weigh = _Scales(graph, world_size, cluster, lower, optimizer, clips, offload, clock)
     layouts = [one for one in candidates(graph.batch_size, world_size, axes_of(graph)) if pipelines or one.pp == 1]
     weighed = 0
+    falling: dict[str, list[float]] = {}
     for layout in layouts:
+        family = falling.setdefault(layout_text(msgspec.structs.replace(layout, microbatches=1)), [])
+        if _is_past_its_best(family, layout):
+            weighed += 1
+            continue
         clock.say(f"{layout_text(layout)}, layout {weighed + 1} of {len(layouts)}")
         try:
             option = weigh.lightest_that_fits(layout, limit)
@@ -113,6 +121,8 @@ def plan_auto(
             continue
         weighed += 1
         (fitting if option.memory.peak_bytes <= limit else too_large).append(option)
+        if option.layout == layout and option.memory.peak_bytes <= limit:
+            family.append(option.predicted.step_s)
     if not fitting and weighed < len(layouts):
         raise LayoutError(
             f"no layout that fits was found in {seconds:g} s: {weighed} of {len(layouts)} were weighed",
@@ -127,7 +137,7 @@ def plan_auto(
         if step_s and clock.over:
             break
         clock.say(f"simulating {option.name}")
-        step_s[option.name] = foretell(graph, option.plan, cluster, work=option.work).played.step_s
+        step_s[option.name] = foretell(lower, option.plan, cluster, work=option.work).played.step_s
     near = (1 + ALIKE) * min(step_s.values())
     best = min(
         (one for one in fitting[:PLAYED] if step_s.get(one.name, math.inf) <= near),
@@ -139,13 +149,20 @@ def plan_auto(
     plan = weigh.explained(best, limit)
     prediction = Prediction(step_s=step_s[best.name], peak_memory_bytes=best.memory.peak_bytes)
     if (plan.buckets, plan.gathers) != (best.plan.buckets, best.plan.gathers):
-        prediction = foretell(graph, plan, cluster, optimizer=optimizer, clips=clips).prediction
+        prediction = foretell(lower, plan, cluster, optimizer=optimizer, clips=clips).prediction
     lost = [_alternative(one, best, step_s) for one in others[:SHOWN]]
     lost += [_too_large(one, limit) for one in sorted(too_large, key=lambda one: one.predicted.step_s)[: SHOWN // 2]]
     if weighed < len(layouts) or len(step_s) < min(PLAYED, len(fitting)):
         note = clock.stopped(weighed, len(layouts), len(step_s))
         plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
     return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=prediction)
+
+
+def _is_past_its_best(family: list[float], layout: Layout) -> bool:
+    """Whether more micro-batches only make the step longer. ``family``: the steps of the same layout with fewer, where
+    it fits as it is. Without stages they serve memory alone; with stages they shorten the step until their kernels take
+    longer than what less waiting saves."""
+    return bool(family) if layout.pp == 1 else len(family) > 1 and family[-1] >= family[-2]
 
 
 @dataclass(frozen=True)
@@ -225,6 +242,7 @@ class _Scales:
         graph: Graph,
         world_size: int,
         cluster: Cluster,
+        lower: Lower,
         optimizer: OptimizerCost,
         clips: bool,
         offload: bool,
@@ -233,9 +251,9 @@ class _Scales:
         self.clock = clock
         self.begun: list[_Option] = []
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
-        self.optimizer, self.clips = optimizer, clips
+        self.lower, self.optimizer, self.clips = lower, optimizer, clips
         self.offload = offload and cluster.device.kind != "cpu"  # whose memory is the host's
-        self._plain = Ask(explains=False, optimizer=optimizer, room_bytes=0)
+        self._plain = Ask(explains=False, optimizer=optimizer)
         self._works: dict[tuple[object, ...], Work] = {}
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
@@ -278,7 +296,7 @@ class _Scales:
     def explained(self, option: _Option, limit: float) -> Plan:
         """The plan of an option, with buckets as large as is best, and with what other ways for each module would
         cost."""
-        ask = replace(option.ask, explains=True, room_bytes=limit)
+        ask = replace(option.ask, explains=True, room_bytes=limit, lower=self.lower)
         return plan_layout(self.graph, option.layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
 
     def _careful(self, layout: Layout, limit: float) -> _Option | None:
@@ -296,7 +314,8 @@ class _Scales:
                layout.cp, layout.context, layout.ep, layout.sequence_parallel, layout.mixed,
                layout.offload, ask.memory_bytes)  # fmt: skip
         if key not in self._works:
-            self._works[key] = step_work(self.graph, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
+            programs = self.lower(plan)
+            self._works[key] = step_work(programs, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
         work, schedule = self._works[key], schedule_of(plan)
         peaks = peak_memory(work, schedule)
         predicted = predict_step(work, schedule, plan.mesh, self.cluster)

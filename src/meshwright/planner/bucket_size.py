@@ -6,16 +6,16 @@ from math import log2
 
 import msgspec
 
-from meshwright.cost.captured import step_work
 from meshwright.cost.closed_form import axis_group, duration_s
 from meshwright.cost.collective import Network
 from meshwright.cost.exposed import Actions, Transfer, computed_s, exposed_s, stage_actions
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import OptimizerCost
+from meshwright.cost.program import step_work
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.graph import Graph
 from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Note, Plan
+from meshwright.ir.program import Lower
 from meshwright.planner.algorithms import in_a_box
 from meshwright.planner.buckets import BUCKET_BYTES, Member, filled
 from meshwright.schedules.collectives.choice import NATIVE, chosen
@@ -45,7 +45,7 @@ class Choice:
 
 
 def fit_buckets(
-    graph: Graph,
+    lower: Lower,
     plan: Plan,
     cluster: Cluster,
     reduced: Sequence[Member],
@@ -56,15 +56,15 @@ def fit_buckets(
     """``plan`` with the buckets, of at most one of ``LADDER_BYTES``, for which computing stands still least; a note
     says what other sizes would cost. A rank needs no more than ``memory_bytes`` for them, or than it does with those of
     the usual size."""
-    scale = _Scale(graph, plan, cluster, reduced, gathered)
+    scale = _Scale(lower, plan, cluster, reduced, gathered)
     if not scale.differ:
         return plan
     choices = ranked(scale.weighed(), scale.computed_s)
     usual_bytes = 0.0
     while scale.holds_more(choices[0]):
-        needed = peak_bytes(graph, scale.plan_of(choices[0]), cluster, optimizer)
+        needed = peak_bytes(lower, scale.plan_of(choices[0]), cluster, optimizer)
         if needed > memory_bytes:
-            usual_bytes = usual_bytes or peak_bytes(graph, plan, cluster, optimizer)
+            usual_bytes = usual_bytes or peak_bytes(lower, plan, cluster, optimizer)
         if needed <= max(memory_bytes, usual_bytes):
             break
         choices = [one for one in choices if not _as_large(one, choices[0])]
@@ -82,19 +82,19 @@ def _as_large(one: Choice, other: Choice) -> bool:
     return one.reduced_bytes >= other.reduced_bytes and one.gathered_bytes >= other.gathered_bytes
 
 
-def peak_bytes(graph: Graph, plan: Plan, cluster: Cluster, optimizer: OptimizerCost) -> int:
+def peak_bytes(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerCost) -> int:
     """Of the rank that needs most."""
-    peaks = peak_memory(step_work(graph, plan, cluster, optimizer=optimizer), schedule_of(plan))
+    peaks = peak_memory(step_work(lower(plan), plan, cluster, optimizer=optimizer), schedule_of(plan))
     return max(one.peak_bytes for one in peaks)
 
 
 class _Scale:
-    """What buckets of every size cost; a stage is walked once."""
+    """What buckets of every size cost; the plan is lowered once, with buckets of one parameter each."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, cluster: Cluster, reduced: Sequence[Member], gathered: Sequence[Member]
+        self, lower: Lower, plan: Plan, cluster: Cluster, reduced: Sequence[Member], gathered: Sequence[Member]
     ) -> None:
-        self.graph, self.plan, self.cluster, self.network = graph, plan, cluster, Network(cluster)
+        self.lower, self.plan, self.cluster, self.network = lower, plan, cluster, Network(cluster)
         self.reduced = {size: filled(reduced, size, plan.algorithms) for size in LADDER_BYTES}
         self.gathered = {size: filled(gathered, size, plan.algorithms) for size in LADDER_BYTES}
         self.singles = msgspec.structs.replace(
@@ -109,9 +109,7 @@ class _Scale:
 
     def weighed(self) -> list[Choice]:
         """Every pair of sizes that make other buckets than those next to them."""
-        self.actions = [
-            stage_actions(self.graph, self.singles, stage, self.cluster) for stage in range(len(self.plan.stages))
-        ]
+        self.actions = [stage_actions(one, self.singles, self.cluster) for one in self.lower(self.singles)]
         reductions = {size: self._reductions(self.reduced[size]) for size in _distinct(self.reduced)}
         gathers = {size: self._gathers(self.gathered[size]) for size in _distinct(self.gathered)}
         return [

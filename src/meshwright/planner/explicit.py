@@ -17,6 +17,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.own_samples import check_owned, owned
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
+from meshwright.ir.program import Lower
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
 from meshwright.planner.algorithms import algorithms_of, links_of
@@ -52,8 +53,8 @@ class Ask:
     ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
     ``whole``: parameters that must not be cut. ``by_rule``: tensor parallel as Megatron-LM divides it by hand (columns,
     then rows; whole heads; the vocabulary where that pays), for comparisons. ``room_bytes``: of a rank, within which
-    buckets are as large as is best (default: what a device has); 0: they are of the usual size. ``known`` keeps
-    solutions.
+    buckets are as large as is best (default: what a device has), which programs show that ``lower`` makes; without it
+    buckets are of the usual size. ``known`` keeps solutions.
     """
 
     explains: bool = True
@@ -62,6 +63,7 @@ class Ask:
     optimizer: OptimizerCost = ADAMW
     by_rule: bool = False
     room_bytes: float | None = None
+    lower: Lower | None = None
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
 
 
@@ -106,7 +108,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     if not layout.stage_sizes:
         return _Planner(graph, layout, layout.mesh(), cluster, base, ask).plan()
     shared = between_sizes(graph, layout, cluster) if base is None else frozenset()
-    ask = replace(ask, whole=ask.whole | shared, room_bytes=0)  # each of the plans knows but a part of its stages
+    ask = replace(ask, whole=ask.whole | shared, lower=None)  # each of the plans knows but a part of its stages
     plans = []
     for index in range(layout.pp):
         own = layout.of_stage(index)
@@ -232,10 +234,10 @@ class _Planner:
             interiors=self._interiors(used),
             notes=self.base.notes if self.base is not None else self._explained(),
         )
-        if self.base is not None or self.cluster is None or self.ask.room_bytes == 0:
+        if self.base is not None or self.cluster is None or self.ask.lower is None:
             return plan
         room = self.ask.room_bytes or self.cluster.device.memory_bytes
-        return fit_buckets(self.graph, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
+        return fit_buckets(self.ask.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def _solve(self, pins: dict[str, Strategy]) -> None:
         """The factors of all axes but time, by the integer program."""

@@ -1,15 +1,15 @@
-"""What a plan of a captured model will do: its schedule played with its work, and the memory of every pipeline rank."""
+"""What a plan will do: its schedule played with its work, and the memory of every pipeline rank."""
 
 import msgspec
 
-from meshwright.cost.captured import step_work
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.cost.program import step_work
 from meshwright.cost.work import Work
 from meshwright.errors import PlanError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.graph import Graph
 from meshwright.ir.plan import Plan, Prediction
+from meshwright.ir.program import Lower
 from meshwright.ir.trace import Trace
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.simulate.engine import Played, play
@@ -40,7 +40,7 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def foretell(
-    graph: Graph,
+    lower: Lower,
     plan: Plan,
     cluster: Cluster,
     *,
@@ -51,7 +51,7 @@ def foretell(
     faults: Faults | None = None,
     work: Work | None = None,
 ) -> Foretold:
-    """Play one training step of ``graph`` under ``plan`` on ``cluster``, whose devices have ``threads`` threads.
+    """Lower ``plan``, and play one training step of it on ``cluster``, whose devices have ``threads`` threads.
 
     ``work``: where it is known already, from a plan that differs in its schedule only.
 
@@ -64,7 +64,7 @@ def foretell(
             "stages of different submeshes are not simulated", where="plan: stages[].axes",
             remedy="give all stages the same sizes of dp and tp",
         )  # fmt: skip
-    done = work or step_work(graph, plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
+    done = work or step_work(lower(plan), plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
     schedule = schedule_of(plan)
     overlap = contention or cluster.device.kind != "cpu"  # CPU ranks copy and add themselves
     played = play(schedule, done, plan.mesh, cluster, overlap=overlap, contention=contention, faults=faults)

@@ -177,7 +177,7 @@ def _program(stage: EmulatedStage, number: int, num_stages: int, device: _Device
         doings = stage.actions.get(kind.value, ()) if kind is not None else ()
         made = [seconds[name] for name in outputs]
         waiting = _waiting(doings, number, made, device)
-        return Phase(inputs, outputs, lambda: (waiting, fx.Graph()))
+        return Phase(inputs, outputs, fx.Graph, lambda graph: waiting)
 
     return StageProgram(
         stage=number,

@@ -1,0 +1,309 @@
+"""Lowered programs -> the ``Work`` of their step: what every action computes, communicates and keeps, node by node."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import msgspec
+
+from meshwright.cost.operators import Cost, Rates
+from meshwright.cost.optimizer import SGD, OptimizerCost
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.plan import Plan
+from meshwright.ir.program import Collective, Kernel, Node, Program
+
+HEAP_FACTOR = 1.15
+"""On a CPU: what glibc's heap takes from the system for what lives in it, because free pieces between live ones are too
+small to be used again. Measured 1.06 to 1.3 on the cases of ``benchmarks/prediction.py``."""
+HOST_S_PER_BYTE = 1 / 25e9
+"""Between a device and its host's pinned memory: PCIe 4.0 with 16 lanes, of whose 31.5 GB/s copies reach about 25."""
+CHUNK_BYTES = 2**26
+"""Parameters that are stepped together where optimizer state lies on the host (``runtime/offload.py``)."""
+CHECK_KERNELS = 3
+"""Kernels that look whether the loss is finite."""
+ACTIONS = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "REDUCE_GRAD": "reduce"}
+"""By kind of action, the phase that it runs."""
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that one rank of a stage holds for the whole step. Where a step runs in one piece its gradients come and go
+    with the activations, and are counted with those, as are gathered parameters."""
+
+    parameters_bytes: int
+    gathered_bytes: int
+    """Parameters that are stored in parts, or in another dtype, and whole from the first micro-batch to the last."""
+    prologue_bytes: int
+    """What else is computed once for all micro-batches: masks, positions, counts of labels."""
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    inputs_bytes: int
+
+    @property
+    def persistent_bytes(self) -> int:
+        """What stays between steps, as the memory does in which gradients are summed up."""
+        return self.total_bytes - self.gathered_bytes - self.prologue_bytes - self.inputs_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, name) for name in self.__struct_fields__)
+
+
+def step_work(
+    programs: Sequence[Program],
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    optimizer: OptimizerCost = SGD,
+    clips: bool = False,
+    threads: int = 1,
+) -> Work:
+    """The work of one training step of ``plan``, lowered to ``programs``, on ``cluster``, whose devices have
+    ``threads`` threads.
+
+    On a CPU every rank moves the bytes of its collectives itself, so that they hide behind nothing: they block where
+    they are awaited. Elsewhere they go on beside the kernels from where they start to where they are awaited.
+    """
+    stages = [_Stage(programs, one, plan, cluster, optimizer, clips, threads) for one in programs]
+    return Work(tuple(one.work() for one in stages), HEAP_FACTOR if cluster.device.kind == "cpu" else 1.0)
+
+
+def stage_held(
+    programs: Sequence[Program], plan: Plan, stage: int, cluster: Cluster, optimizer: OptimizerCost = SGD
+) -> Held:
+    """What ``held_bytes`` of a stage's work is made of."""
+    return _Stage(programs, programs[stage], plan, cluster, optimizer, False, 1).held()
+
+
+class NodeCosts:
+    """Seconds, FLOPs and bytes of nodes on the ranks of a plan."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, threads: int = 1) -> None:
+        at_once = max(1, min(plan.mesh.world_size, cluster.num_devices))
+        self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads))
+        self._known = lru_cache(maxsize=None)(self._kernel)
+
+    def of(self, nodes: Iterable[Node]) -> Cost:
+        """Nodes one after the other, without what they communicate. A view takes a launch, and moves nothing."""
+        seconds, flops, num_bytes = 0.0, 0.0, 0
+        for node in nodes:
+            if not node.kernels and node.starts is None and not node.waits:
+                seconds += self.rates.kernel_s
+            for one in node.kernels:
+                seconds += self._known(one)
+                flops += one.flops
+                num_bytes += one.bytes
+        return Cost(seconds, flops, num_bytes)
+
+    def _kernel(self, one: Kernel) -> float:
+        return self.rates.seconds(one.kind, one.dtype, one.flops, one.bytes) + (one.calls - 1) * self.rates.kernel_s
+
+
+class _Stage:
+    def __init__(
+        self, programs: Sequence[Program], program: Program, plan: Plan, cluster: Cluster, optimizer: OptimizerCost,
+        clips: bool, threads: int,
+    ) -> None:  # fmt: skip
+        self.programs, self.program, self.plan = programs, program, plan
+        self.costs = NodeCosts(plan, cluster, threads)
+        self.blocking = cluster.device.kind == "cpu"
+        self.optimizer, self.clips = optimizer, clips
+        self.pipeline = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
+        self.trained = {name for one in programs for name in one.gradients}
+        self.begun: dict[str, tuple[str, Collective]] = {}
+        self.labels: Counter[str] = Counter()
+        values = [value for phase in program.phases for value in phase.inputs]
+        values += [value for phase in program.phases for node in phase.nodes for value in node.outputs]
+        self.sizes = {one.storage: one.num_bytes for one in values}
+        self.sizes |= {one.storage: one.num_bytes for one in values if one.owns}
+        self.value_bytes = {one.name: one.num_bytes for one in values}
+
+    def work(self) -> StageWork:
+        program = self.program
+        before = self._before()
+        pieces = {kind: self._pieces(self._nodes(phase), phase) for kind, phase in ACTIONS.items()}
+        saved, workspace = self._memory()
+        return StageWork(
+            pieces=pieces,
+            before=before,
+            after=self._after(),
+            sent_up_bytes=sum(one.bytes for one in program.sent_up),
+            sent_down_bytes=sum(one.bytes for one in program.sent_down),
+            saved_bytes=saved,
+            held_bytes=self.held().total_bytes,
+            workspace_bytes=workspace,
+        )
+
+    def _nodes(self, phase: str) -> tuple[Node, ...]:
+        return self.program.phase(phase).nodes
+
+    # --- pieces ------------------------------------------------------------------------------------------------------
+
+    def _pieces(self, nodes: Sequence[Node], what: str) -> tuple[Piece, ...]:
+        """Kernels between collectives become one piece."""
+        found: list[Piece] = []
+        pending: list[Node] = []
+
+        def flush() -> None:
+            cost = self.costs.of(pending)
+            if cost.seconds:
+                found.append(Compute(what, cost.seconds, cost.flops, cost.bytes))
+            pending.clear()
+
+        for node in nodes:
+            pending.append(node)
+            for one in node.inside:
+                flush()
+                found.append(self._communicate(self._name(one), one, True))
+            if node.starts is not None:
+                if node.name not in self.begun:  # a backward runs in one piece or in two: its parts start the same
+                    self.begun[node.name] = self._name(node.starts), node.starts
+                if not self.blocking:
+                    flush()
+                    found.append(self._communicate(*self.begun[node.name], False))
+            if node.waits:
+                flush()
+                name, one = self.begun[node.waits]
+                if self.blocking:
+                    found.append(self._communicate(name, one, True))
+                elif found and isinstance(last := found[-1], Communicate) and last.what == name:  # nothing in between
+                    found[-1] = self._communicate(name, one, True)
+                else:
+                    found.append(Wait(name))
+        flush()
+        return tuple(found)
+
+    def _name(self, one: Collective) -> str:
+        """A name that no other collective of the stage has."""
+        self.labels[one.label] += 1
+        return f"{one.label} #{self.labels[one.label]}" if self.labels[one.label] > 1 else one.label
+
+    @staticmethod
+    def _communicate(what: str, one: Collective, blocking: bool) -> Communicate:
+        return Communicate(what, one.kind, one.axis, one.bytes, blocking)
+
+    def _before(self) -> tuple[Piece, ...]:
+        found = list(self._pieces(self._nodes("prologue"), "prologue"))
+        program = self.program
+        zeroed = [*program.buckets.values(), *(one.bytes for one in program.accumulators if not one.bucket)]
+        if zeroed:
+            cost = self.costs.rates.stream("pointwise", sum(zeroed), len(zeroed))
+            found.append(Compute("zeroing gradients", cost.seconds, 0.0, cost.bytes))
+        return tuple(found)
+
+    def _after(self) -> tuple[Piece, ...]:
+        found = list(self._pieces(self._nodes("finish"), "finish"))
+        stage, count = self.program.stage, self.pipeline
+        if count > 1 and stage + count >= len(self.programs):  # once a rank, whatever its chunks
+            for name, owners in self._owners().items():
+                if len(owners) > 1 and stage % count in owners:
+                    size = next(held.bytes for one in self.programs for held in one.parameters if held.name == name)
+                    what = f"gradient of {name} of all stages"
+                    found.append(Communicate(what, "all_reduce", "pp", size, members=owners))
+            found.append(Communicate("loss and metrics", "broadcast", "pp", 8 * len(self.programs[-1].scalars)))
+        found.append(self._update())
+        return tuple(found)
+
+    def _owners(self) -> dict[str, tuple[int, ...]]:
+        """By trained parameter, the pipeline ranks that hold it."""
+        found: dict[str, set[int]] = {}
+        for program in self.programs:
+            for one in program.parameters:
+                if one.name in self.trained:
+                    found.setdefault(one.name, set()).add(program.stage % self.pipeline)
+        return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+
+    def _update(self) -> Compute:
+        """The check of the loss, clipping, and the optimizer."""
+        rates, each = self.costs.rates, self.optimizer
+        parameters = [one.bytes for one in self.program.parameters if one.name in self.trained]
+        cost = Cost(CHECK_KERNELS * rates.kernel_s)
+        if self.plan.precision in ("bfloat16", "float16"):  # gradients are looked at, and unscaled
+            for size in parameters:
+                cost += rates.stream("update", 2 * size)
+        if self.clips:
+            for size in parameters:
+                cost += rates.stream("reduction", size)
+                cost += rates.stream("update", 2 * size)
+        for size in parameters:
+            for _ in range(each.kernels):
+                cost += rates.stream("update", each.moved / each.kernels * size)
+        if self._offloads:  # what moves both ways, less what hides behind the kernels
+            moved = 2 * each.states * sum(parameters)
+            cost += Cost(max(0.0, moved * HOST_S_PER_BYTE - cost.seconds), 0.0, moved)
+        return Compute("update", cost.seconds, cost.flops, cost.bytes)
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def held(self) -> Held:
+        program = self.program
+        once = set() if program.together else set(program.phase("prologue").outputs)
+        whole, derived = set[str](), {one.value for one in program.parameters}
+        for node in program.phase("prologue").nodes:
+            if not derived.isdisjoint(node.inputs):
+                derived.update(value.name for value in node.outputs)
+        kept = {value.storage: value.name for node in self._nodes("prologue") for value in node.outputs
+                if value.name in once}  # fmt: skip
+        whole = {storage for storage, name in kept.items() if name in derived}
+        return Held(
+            parameters_bytes=sum(one.bytes for one in program.parameters),
+            gathered_bytes=sum(self.sizes[one] for one in whole),
+            prologue_bytes=sum(self.sizes[one] for one in kept.keys() - whole),
+            gradients_bytes=sum(one.bytes for one in program.accumulators),
+            optimizer_bytes=self._optimizer_bytes(),
+            buffers_bytes=sum(one.bytes for one in program.buffers),
+            # A rank has them once, whatever its chunks.
+            inputs_bytes=sum(one.bytes for one in program.inputs) if program.stage < self.pipeline else 0,
+        )
+
+    def _optimizer_bytes(self) -> int:
+        """Of its state, on the device: all, or, where it lies on the host, the chunk that is stepped and the next."""
+        trained = [one.bytes for one in self.program.parameters if one.name in self.trained]
+        every = sum(trained) * self.optimizer.states
+        if not self._offloads:
+            return every
+        return min(every, 2 * max(CHUNK_BYTES, *trained, 0) * self.optimizer.states)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.plan.offload == "optimizer" and not self.blocking
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes that a micro-batch keeps from forward to backward, and the most that one action needs beside them."""
+        forward, backward = self._nodes("forward"), self._nodes("backward")
+        if self.program.together:
+            live: dict[str, int] = {}
+            rising = self._highest((*self._nodes("prologue"), *forward), live)
+            saved = sum(live.values())
+            return saved, max(0, rising - saved, self._highest(backward, live) - saved)
+        live = {one.value: one.bytes for one in self.program.received_up}
+        made = live.keys() | {value.storage for node in forward for value in node.outputs if value.owns}
+        late = {value.storage for name in ("backward", "input", "weight") for value in self.program.phase(name).inputs}
+        kept = {storage: self.sizes[storage] for storage in made & late}
+        saved = sum(kept.values())
+        rising = self._highest(forward, live)
+        kept |= {one.value: one.bytes for one in self.program.received_down}
+        return saved, max(0, rising - saved, self._highest(backward, kept) - saved)
+
+    def _highest(self, nodes: Iterable[Node], live: dict[str, int]) -> int:
+        """The most bytes at once; ``live`` are those that are there before, and then those that are there after."""
+        total = peak = sum(live.values())
+        for node in nodes:
+            for value in node.outputs:
+                if value.owns and value.storage not in live:
+                    live[value.storage] = value.num_bytes
+                    total += value.num_bytes
+            peak = max(peak, total + self._scratch_bytes(node))
+            for storage in node.frees:
+                total -= live.pop(storage, 0)
+        return peak
+
+    def _scratch_bytes(self, node: Node) -> int:
+        """oneDNN convolutions copy images in blocks of channels: one of them, for the weights' gradient both."""
+        kinds = {one.kind for one in node.kernels if one.kind.startswith("convolution")}
+        if not kinds or not self.blocking:
+            return 0
+        sizes = sorted(self.value_bytes[name] for name in node.inputs)
+        return sum(sizes[-2:]) if "convolution_weight" in kinds else sizes[-1]

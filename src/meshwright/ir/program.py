@@ -1,0 +1,168 @@
+"""What one rank runs for one stage of a step, as data: phases of nodes with local shapes, collectives, what they free.
+
+    prologue   once a step       what depends on no parameter; whole versions of split parameters
+    forward    each micro-batch
+    backward   each micro-batch  in one piece, or in two: ``input`` (what is sent) and ``weight``
+    reduce     once a step       starts the reduction of gradients
+    finish     once a step       waits for it; loss and metrics
+
+A step of one stage and one micro-batch has ``prologue``, ``forward`` and ``backward``, which run as one function.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import ClassVar, Literal
+
+import msgspec
+
+from meshwright.ir.graph import ITEM_BYTES
+from meshwright.ir.plan import Plan
+
+CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo"]
+PHASES = ("prologue", "forward", "backward", "input", "weight", "reduce", "finish")
+
+
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor on this rank. ``storage`` names the value that owns its memory: itself, unless it is a view, or was
+    written into the memory of another."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    storage: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def owns(self) -> bool:
+        """Whether the memory is its own."""
+        return self.name == self.storage
+
+
+class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``calls`` kernels of one kind (``ir.kind``): their FLOPs, and the bytes that they read and write, together."""
+
+    kind: str
+    dtype: str = ""
+    flops: float = 0.0
+    bytes: int = 0
+    calls: int = 1
+
+
+class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A collective over ``size`` ranks of an axis. ``bytes`` are of the whole vector: what each rank holds before an
+    all-reduce, a reduce-scatter or an all-to-all, and after an all-gather; of a halo, what the busiest rank gets.
+    ``label`` names the tensors."""
+
+    kind: CollectiveKind
+    axis: str
+    size: int
+    bytes: int
+    algorithm: str = ""
+    label: str = ""
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """One call. ``operator`` is the graph's that it comes from (or ``gathers``, ``gradients``, ``outputs``, ``sends``,
+    ``buffers``). ``starts`` is a collective that goes on until the node whose ``waits`` names this one; collectives
+    ``inside`` of a kernel are over when it is. ``frees`` are the storages whose last reader this is."""
+
+    name: str
+    target: str
+    operator: str = ""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[Value, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    starts: Collective | None = None
+    inside: tuple[Collective, ...] = ()
+    waits: str = ""
+    frees: tuple[str, ...] = ()
+    backward: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of its kernels."""
+        return sum(one.flops for one in self.kernels)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that its kernels read and write."""
+        return sum(one.bytes for one in self.kernels)
+
+
+class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nodes in the order in which they run, the values that they take from outside, and those that are read after."""
+
+    name: str
+    inputs: tuple[Value, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is there before the step: a parameter, buffer or input (``name``), as which ``value`` of this rank
+    (none, where the stage does not read it). ``bytes`` are held for it: of an input those of the whole batch, of which
+    the value may be a part."""
+
+    name: str
+    value: str
+    bytes: int
+
+
+class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that crosses a border to the stage beside, of each micro-batch."""
+
+    tensor: str
+    value: str
+    bytes: int
+
+
+class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a parameter's gradient is summed up over micro-batches: in memory of its own, or in that of ``bucket``."""
+
+    parameter: str
+    value: str
+    bytes: int
+    bucket: str = ""
+
+
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One stage on one rank. ``together``: its phases are one function. ``buckets`` are bytes by value; ``scalars``
+    (loss and metrics, where this stage makes them), ``gradients`` and ``buffer_updates`` are values by name."""
+
+    stage: int = 0
+    num_stages: int = 1
+    together: bool = False
+    phases: tuple[Phase, ...] = ()
+    parameters: tuple[Held, ...] = ()
+    buffers: tuple[Held, ...] = ()
+    inputs: tuple[Held, ...] = ()
+    received_up: tuple[Transfer, ...] = ()
+    received_down: tuple[Transfer, ...] = ()
+    sent_up: tuple[Transfer, ...] = ()
+    sent_down: tuple[Transfer, ...] = ()
+    accumulators: tuple[Accumulator, ...] = ()
+    buckets: dict[str, int] = {}
+    scalars: dict[str, str] = {}
+    gradients: dict[str, str] = {}
+    buffer_updates: dict[str, str] = {}
+
+    def phase(self, name: str) -> Phase:
+        """The phase of this name; empty, where the program has none."""
+        return next((one for one in self.phases if one.name == name), Phase(name))
+
+
+class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one rank runs in a step: the programs of the stages that it holds."""
+
+    VERSION: ClassVar[int] = 1
+    version: int = 1
+    rank: int
+    programs: tuple[Program, ...]
+
+
+Lower = Callable[[Plan], tuple[Program, ...]]
+"""The programs of all stages of a plan, each on its busiest rank; made without processes."""

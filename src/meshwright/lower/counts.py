@@ -1,0 +1,153 @@
+"""What one call of a lowered graph does on its rank: kernels with FLOPs and bytes, and what it communicates."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from meshwright.capture.rules import Rules
+from meshwright.ir.halo import most_rows
+from meshwright.ir.kind import kind_of_target
+from meshwright.ir.program import Collective, CollectiveKind, Kernel
+from meshwright.lower.fuse import FUNCTIONAL
+from meshwright.ops import collectives
+from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
+from meshwright.ops.table import operator_rule
+
+aten, ours = torch.ops.aten, torch.ops.meshwright
+
+_KINDS: dict[Any, CollectiveKind] = {
+    collectives.ALL_REDUCE: "all_reduce",
+    collectives.ALL_GATHER: "all_gather",
+    collectives.REDUCE_SCATTER: "reduce_scatter",
+    collectives.ALL_TO_ALL: "all_to_all",
+    collectives.GATHER_PARTS: "all_gather",
+    collectives.REDUCE_TO_PARTS: "reduce_scatter",
+    collectives.HALO_EXCHANGE: "halo",
+    collectives.HALO_REDUCE: "halo",
+    collectives.HALO_RETURN: "halo",
+}
+_PASSES = {
+    ours.cross_entropy_backward.default: (("activation", 2, 1), ("pointwise", 2, 9)),
+    aten.cumsum.default: (("reduction", 2, 1),),
+}
+"""Operators that run as several kernels: kinds, how often each reads or writes the largest tensor, how many there are.
+"""
+_NOTHING = frozenset({aten.empty.memory_format, aten.new_empty.default})
+_ACROSS: dict[Any, Target] = {
+    ours.attention_ring.default: ours.attention.default,
+    ours.attention_ring_backward.default: ours.attention_backward.default,
+    ours.experts_across.default: ours.experts.default,
+    ours.experts_across_backward.default: ours.experts_backward.default,
+}
+"""Operators whose kernel communicates, and what each is on one rank alone."""
+_RINGS = (ours.attention_ring.default, ours.attention_ring_backward.default)
+
+
+def num_bytes(*values: Tensor) -> int:
+    """Bytes of the elements of tensors."""
+    return sum(one.numel() * one.element_size() for one in values)
+
+
+class Counter:
+    """Counts kernels; calls that are alike are counted once. ``own`` are the user's rules."""
+
+    def __init__(self, own: Mapping[Target, OperatorRule]) -> None:
+        self._own, self._rules = own, Rules(own)
+
+    def kernels(self, call: Call) -> tuple[Kernel, ...]:
+        """The kernels of a call that makes no view."""
+        target, outputs = call.target, call.outputs
+        if target in _NOTHING:
+            return ()
+        size = call.args[-1] if target in _ACROSS else 1
+        call = _functional(call)
+        dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
+        read, made = num_bytes(*call.tensors), num_bytes(*outputs)
+        if target in _PASSES:
+            largest = max(map(num_bytes, (*call.tensors, *outputs)))
+            return tuple(Kernel(kind, dtype, 0.0, times * largest, calls) for kind, times, calls in _PASSES[target])
+        if target is aten.convolution_backward.default:
+            return tuple(self._convolution_backward(call, dtype))
+        kind = kind_of_target(str(target)) if isinstance(target, OpOverload) else "pointwise"
+        if kind == "gather":  # rows that are looked up, not the table
+            return (Kernel(kind, dtype, 0.0, read - max(map(num_bytes, call.tensors), default=0) + 2 * made),)
+        flops = self._flops(call)
+        if target in _RINGS:
+            flops *= size
+        product = Kernel(kind, dtype, flops, read + made)
+        if target is aten.addmm.default:  # the bias is written first, and the product added to it
+            return product, Kernel("pointwise", dtype, 0.0, made)
+        return (product,)
+
+    def _flops(self, call: Call) -> float:
+        operator = operator_rule(call.target, self._own)
+        if operator is None:
+            return 0.0
+        by_rule = operator.flops is contraction_flops or call.target in self._own
+        return self._rules.of(call).flops if by_rule else operator.flops(call, None)
+
+    def _convolution_backward(self, call: Call, dtype: str) -> Sequence[Kernel]:
+        """The gradients of input and weight, those that are asked for: a kernel each."""
+        found: list[Kernel] = []
+        for index, kind in enumerate(("convolution_input", "convolution_weight")):
+            if call.args[-1][index]:
+                output = call.outputs[len(found)]
+                alone = [other == index for other in range(3)]
+                flops = self._flops(Call(call.target, (*call.args[:-1], alone), {}, (output,)))
+                found.append(Kernel(kind, dtype, flops, num_bytes(*call.tensors, output)))
+        return found
+
+
+def _functional(call: Call) -> Call:
+    """The call with the same arithmetic that makes a new tensor, alone on its rank."""
+    target, args, kwargs = call.target, call.args, call.kwargs
+    if target in (aten.addmm.default, aten.addmm_.default):
+        target, args = aten.mm.default, args[1:3]
+    elif target in _ACROSS:
+        target = _ACROSS[target]
+        args = args[: len(target._schema.arguments)]  # type: ignore[attr-defined]
+        if call.target in _RINGS:  # the mask may be of all ranks' keys
+            place = 3 if call.target is ours.attention_ring.default else 4
+            args = (*args[:place], None, *args[place + 1 :])
+    elif target in FUNCTIONAL:
+        target, keyword = FUNCTIONAL[target]
+        kwargs = {name: value for name, value in kwargs.items() if name != keyword}
+    elif "out" in kwargs:
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+    return Call(target, args, kwargs, call.outputs)
+
+
+def started(call: Call, axes: Mapping[str, int]) -> Collective | None:
+    """The collective that a call starts, over one of ``axes`` (sizes); None where it starts none."""
+    if call.target not in _KINDS:
+        return None
+    given = arguments(call.target, call.args, call.kwargs)
+    kind, axis = _KINDS[call.target], given["group"]
+    if kind == "halo":
+        (value,), ranges = call.tensors, tuple(zip(given["lows"], given["highs"], strict=True))
+        size = num_bytes(value) // value.shape[given["dim"]] * most_rows(ranges, given["edges"])
+    else:
+        size = max(num_bytes(*call.outputs), num_bytes(*call.tensors))
+    return Collective(kind, axis, axes[axis], size, given.get("algorithm", ""), given["label"])
+
+
+def inside(call: Call, label: str) -> tuple[Collective, ...]:
+    """The collectives inside of a kernel. What goes round a ring is what a gather would bring."""
+    if call.target not in _ACROSS:
+        return ()
+    *given, axis, size = call.args
+    back = call.target in (ours.attention_ring_backward.default, ours.experts_across_backward.default)
+    counts: list[tuple[CollectiveKind, int]]
+    if call.target in (ours.experts_across.default, ours.experts_across_backward.default):
+        tokens, index = given[1:3] if back else given[:2]
+        slots = index.shape[1]
+        counts = [("all_to_all", slots * num_bytes(tokens))] * 2
+        counts += [("all_to_all", slots * num_bytes(given[0]))] if back else []
+    else:
+        keys = num_bytes(*(given[2:4] if back else given[1:3])) * (2 if back else 1)  # their gradients travel with them
+        counts = [("all_gather", keys * size)]
+        counts += [("all_to_all", 2 * keys)] if given[-1] else []
+    return tuple(Collective(kind, axis, size, count, label=label) for kind, count in counts)

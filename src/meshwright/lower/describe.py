@@ -1,0 +1,229 @@
+"""A stage's lowered functions -> ``ir.program.Program``: the same calls as data, with storages, costs and frees."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from operator import getitem
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from meshwright.ir import program as ir
+from meshwright.ir.graph import ITEM_BYTES, Graph
+from meshwright.ir.mesh import AxisGroup, sizes_of
+from meshwright.ir.placement import local_shape
+from meshwright.ir.plan import Plan
+from meshwright.ir.stages import BACKWARD, FORWARD, PROLOGUE
+from meshwright.lower.counts import Counter, inside, started
+from meshwright.lower.program import StageProgram, Transfer
+from meshwright.ops import collectives
+from meshwright.ops.base import Call
+
+_LATE = ("backward", "input", "weight")
+_INTO = ("out", "grad_input")
+
+
+@dataclass
+class _Function:
+    """One function: its calls, where their results lie, and who reads a storage last. ``stored`` has the storages of
+    what the function is given, where these are not its own; ``counter`` and ``axes`` (sizes) say what calls cost."""
+
+    graph: fx.Graph
+    counter: Counter
+    axes: Mapping[str, int]
+    stored: Mapping[str, str]
+    given: list[ir.Value] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    returned: tuple[str, ...] = ()
+    values: dict[str, ir.Value] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._names: dict[fx.Node, tuple[str, ...]] = {}
+        self._taken = set(self.stored.values())
+        self._storages: dict[int, str] = {}
+        self._positions: dict[str, int] = {}
+        self.sources: list[fx.Node] = []
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._names[node] = tuple(
+                    self._put(name, value, self.stored.get(name, name)).name for name, value in _results(node)
+                )
+                self.given += [self.values[name] for name in self._names[node]]
+            elif node.op == "output":
+                self.returned = tuple(name for one in node.all_input_nodes for name in self._names[one])
+            elif node.target is getitem and not isinstance(node.all_input_nodes[0].meta["val"], Tensor):
+                source, index = node.all_input_nodes[0], node.args[1]
+                places = [at for at, one in enumerate(source.meta["val"]) if isinstance(one, Tensor)]
+                self._names[node] = (self._names[source][places.index(index)],) if index in places else ()
+            elif node.meta.get("val") is not None:
+                self._call(node)
+
+    def _put(self, name: str, value: Tensor, storage: str) -> ir.Value:
+        self._storages.setdefault(value.untyped_storage()._cdata, storage)
+        shape, dtype = tuple(map(int, value.shape)), str(value.dtype).removeprefix("torch.")
+        self.values[name] = ir.Value(name, shape, dtype, storage)
+        return self.values[name]
+
+    def _call(self, node: fx.Node) -> None:
+        target: Any = node.target
+        given: Any = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        results = _results(node)
+        into = next((one for key in _INTO if isinstance(one := node.kwargs.get(key), fx.Node)), None)
+        made: list[ir.Value] = []
+        new = False
+        for name, value in results:
+            storage = self._storages.get(value.untyped_storage()._cdata)
+            if into is not None:
+                storage = self.values[self._names[into][0]].storage
+                self._storages[value.untyped_storage()._cdata] = storage
+            elif storage is None:
+                name = f"{name} again" if name in self._taken else name  # computed again, beside what is kept
+                new, storage = True, name
+            made.append(self._put(name, value, storage))
+        self._names[node] = tuple(one.name for one in made)
+        inputs = tuple(name for one in node.all_input_nodes for name in self._names[one])
+        call = Call(target, tuple(given[0]), dict(given[1]), tuple(value for _, value in results))
+        mutable = not isinstance(target, OpOverload) or target._schema.is_mutable
+        waits = node.all_input_nodes[0].name if target is collectives.WAIT else ""
+        operator = str(node.meta.get("operator", ""))
+        starts = started(call, self.axes)
+        counted = not waits and starts is None and (new or mutable)
+        at = len(self.calls)
+        for name in (*inputs, *self._names[node]):
+            self.last[self.values[name].storage] = at
+        if waits:  # what travels is read until then
+            begun = self._positions.get(waits)
+            for name in self.calls[begun]["inputs"] if begun is not None else ():
+                self.last[self.values[name].storage] = at
+        self._positions[node.name] = at
+        self.sources.append(node)
+        self.calls.append({
+            "name": node.name, "target": _text(target), "operator": operator, "inputs": inputs,
+            "outputs": tuple(made), "kernels": self.counter.kernels(call) if counted else (), "starts": starts,
+            "inside": inside(call, operator), "waits": waits,
+            "backward": bool(node.meta.get("backward")),
+        })  # fmt: skip
+
+    def phases(self, cuts: Sequence[tuple[str, int]], kept: Iterable[str]) -> Iterator[ir.Phase]:
+        """The calls as phases, each up to (not including) a position. Storages ``kept`` stay when the last has read
+        them."""
+        stays = {*kept, *(self.values[name].storage for name in self.returned)}
+        freed: dict[int, list[str]] = {}
+        for storage, at in self.last.items():
+            if storage not in stays:
+                freed.setdefault(at, []).append(storage)
+        nodes = [ir.Node(**call, frees=tuple(freed.get(at, ()))) for at, call in enumerate(self.calls)]
+        begin = 0
+        for name, end in cuts:
+            mine, after = nodes[begin:end], nodes[end:]
+            made = {one.name for node in mine for one in node.outputs}
+            taken = dict.fromkeys(value for node in mine for value in node.inputs if value not in made)
+            later = {value for node in after for value in node.inputs}.union(self.returned)
+            outputs = tuple(one.name for node in mine for one in node.outputs if one.name in later)
+            yield ir.Phase(name, tuple(self.values[one] for one in taken), tuple(mine), outputs)
+            begin = end
+
+
+def _item(node: Any, index: int) -> str:
+    """What a result of several is called."""
+    for user in node.users:
+        if user.target is getitem and user.args[1] == index:
+            return str(user.name)
+    return f"{node.name}.{index}"
+
+
+def _results(node: fx.Node) -> list[tuple[str, Tensor]]:
+    """The tensors that a node stands for, with their names."""
+    value = node.meta["val"]
+    if isinstance(value, Tensor):
+        return [(node.name, value)]
+    several = value if isinstance(value, tuple | list) else ()
+    return [(_item(node, index), one) for index, one in enumerate(several) if isinstance(one, Tensor)]
+
+
+def _text(target: Any) -> str:
+    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", type(target).__name__)
+
+
+def describe(
+    lowered: StageProgram, graph: Graph, plan: Plan, groups: Mapping[str, AxisGroup], counter: Counter
+) -> ir.Program:
+    """The program of a lowered stage of a rank (``groups``); ``counter`` may serve many."""
+    axes = {group.name: group.size for group in groups.values()}
+    first = _Function(lowered.phases[PROLOGUE].graph, counter, axes, {})
+    together = any(one.meta["phase"] != PROLOGUE for one in first.sources)
+    phases = _of_one_function(first) if together else _of_functions(lowered, counter, axes)
+    return ir.Program(
+        stage=lowered.stage,
+        num_stages=len(plan.stages),
+        together=together,
+        phases=tuple(phases),
+        parameters=tuple(_parameter(graph, plan, groups, *one) for one in lowered.parameters.items()),
+        buffers=tuple(_whole(graph, *one) for one in lowered.buffers.items()),
+        inputs=_inputs(graph, lowered.inputs),
+        received_up=_transfers(lowered.received_up),
+        received_down=_transfers(lowered.received_down),
+        sent_up=_transfers(lowered.sent_up),
+        sent_down=_transfers(lowered.sent_down),
+        accumulators=tuple(
+            ir.Accumulator(one.parameter, one.value, prod(one.shape) * one.dtype.itemsize, one.bucket)
+            for one in lowered.accumulators
+        ),
+        buckets={name: count * dtype.itemsize for name, (count, dtype) in lowered.buckets.items()},
+        scalars=dict(lowered.scalars),
+        gradients=dict(lowered.gradients),
+        buffer_updates=lowered.buffer_updates | lowered.buffers_after,
+    )
+
+
+def _of_one_function(function: _Function) -> Iterator[ir.Phase]:
+    """A whole step, in which reductions go on beside backward."""
+    places = [one.meta["phase"] for one in function.sources]
+    first = next((at for at, phase in enumerate(places) if phase != PROLOGUE), len(places))
+    last = max((at for at, phase in enumerate(places) if phase == FORWARD), default=first - 1)
+    cuts = [(PROLOGUE, first), (FORWARD, max(first, last + 1)), (BACKWARD, len(places))]
+    return function.phases(cuts, {one.storage for one in function.given})
+
+
+def _of_functions(lowered: StageProgram, counter: Counter, axes: Mapping[str, int]) -> Iterator[ir.Phase]:
+    """Phases that the executor calls one by one."""
+    stored = {one.value: one.bucket for one in lowered.accumulators if one.bucket}
+    stored |= {name: one.source for name, one in lowered.slices.items()}
+    step = {*lowered.parameters, *lowered.buffers, *lowered.inputs, *lowered.buckets, *stored.values()}
+    step |= {one.value for one in lowered.accumulators}
+    for name, phase in lowered.phases.items():
+        function = _Function(phase.graph, counter, axes, stored)
+        kept = set(step)
+        if name not in _LATE:
+            kept |= {one.storage for one in function.given}
+        elif name == "input":
+            kept |= {stored.get(one, one) for one in lowered.phases["weight"].inputs}
+        (found,) = function.phases([(name, len(function.calls))], kept)
+        yield ir.Phase(name, tuple(function.given), found.nodes, function.returned)
+        results = zip(phase.outputs, function.returned, strict=False)
+        stored |= {one: function.values[value].storage for one, value in results}
+        if name == PROLOGUE:
+            step |= {function.values[one].storage for one in function.returned}
+            stored |= {part: stored.get(one.source, one.source) for part, one in lowered.slices.items()}
+
+
+def _parameter(graph: Graph, plan: Plan, groups: Mapping[str, AxisGroup], value: str, name: str) -> ir.Held:
+    tensor, (sizes, at) = graph.tensors[name], sizes_of(groups)
+    placements = {axis: one for axis, one in plan.storage(name).items() if axis in groups}
+    return ir.Held(name, value, prod(local_shape(tensor.shape, placements, sizes, at)) * ITEM_BYTES[tensor.dtype])
+
+
+def _whole(graph: Graph, value: str, name: str) -> ir.Held:
+    return ir.Held(name, value, graph.tensors[name].num_bytes)
+
+
+def _inputs(graph: Graph, given: Mapping[str, str]) -> tuple[ir.Held, ...]:
+    """Every tensor of the batch, which all ranks get."""
+    values = {name: value for value, name in given.items()}
+    return tuple(_whole(graph, values.get(name, ""), name) for name in graph.inputs)
+
+
+def _transfers(found: Iterable[Transfer]) -> tuple[ir.Transfer, ...]:
+    return tuple(ir.Transfer(one.tensor, one.value, prod(one.shape) * one.dtype.itemsize) for one in found)

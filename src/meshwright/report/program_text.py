@@ -1,0 +1,75 @@
+"""A rank's programs as text: phases, nodes with their results and costs, collectives, what is freed."""
+
+from meshwright.ir.program import Collective, Node, Program, RankPrograms, Value
+
+_PREFIXES = ("", "k", "M", "G", "T", "P")
+
+
+def program_text(found: RankPrograms) -> str:
+    """Every stage of the rank, a line a node; ``<-`` reads, ``x`` frees."""
+    return "\n".join(line for one in found.programs for line in _program(one, found.rank))
+
+
+def _program(one: Program, rank: int) -> list[str]:
+    lines = [f"rank {rank}, stage {one.stage} of {one.num_stages}" + (", in one function" if one.together else "")]
+    lines += [
+        f"  holds {what}: {len(held)}, {_size(sum(each.bytes for each in held))}"
+        for what, held in (("parameters", one.parameters), ("buffers", one.buffers), ("inputs", one.inputs)) if held
+    ]  # fmt: skip
+    names = {each.value: each.name for held in (one.parameters, one.buffers, one.inputs) for each in held if each.value}
+    for what, transfers in (
+        ("receives from the stage before", one.received_up), ("sends to the stage after", one.sent_up),
+        ("receives from the stage after", one.received_down), ("sends to the stage before", one.sent_down),
+    ):  # fmt: skip
+        lines += [f"  {what}: {each.value} ({each.tensor}), {_size(each.bytes)}" for each in transfers]
+    lines += [f"  sums up: gradient of {each.parameter}, {_size(each.bytes)}" for each in one.accumulators]
+    for phase in one.phases:
+        if phase.nodes:
+            flops = sum(node.flops for node in phase.nodes)
+            lines.append(f"{phase.name}: {len(phase.nodes)} nodes, {_count(flops)}FLOP")
+            lines += [_node(node, names) for node in phase.nodes]
+    ends = {"loss and metrics": one.scalars, "gradients": one.gradients, "buffers": one.buffer_updates}
+    lines += [
+        f"gives {what}: {', '.join(f'{k} = {v}' for k, v in named.items())}" for what, named in ends.items() if named
+    ]
+    return lines
+
+
+def _node(node: Node, names: dict[str, str]) -> str:
+    made = ", ".join(map(_value, node.outputs)) or node.name
+    words = [f"  {made} = {node.target.removesuffix('.default')}"]
+    words.append("<- " + ", ".join(names.get(name, name) for name in node.inputs) if node.inputs else "")
+    for one in (node.starts, *node.inside):
+        words.append(_collective(one) if one is not None else "")
+    words.append(f"waits for {node.waits}" if node.waits else "")
+    words.append(f"{_count(node.flops)}FLOP {_size(node.bytes)}" if node.kernels else "")
+    words.append(f"[{node.operator}]" if node.operator else "")
+    words.append("x " + ", ".join(node.frees) if node.frees else "")
+    return "  ".join(filter(None, words))
+
+
+def _value(one: Value) -> str:
+    inside = "" if one.owns else f" in {one.storage}"
+    return f"{one.name} {one.dtype}{list(one.shape)}{inside}"
+
+
+def _collective(one: Collective) -> str:
+    algorithm = f", {one.algorithm}" if one.algorithm else ""
+    return (
+        f"{one.kind.replace('_', '-')} over {one.axis} ({one.size} ranks{algorithm}): {_size(one.bytes)}, {one.label}"
+    )
+
+
+def _count(number: float) -> str:
+    at = 0
+    while number >= 1000 and at + 1 < len(_PREFIXES):
+        number, at = number / 1000, at + 1
+    return f"{number:.3g} {_PREFIXES[at]}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError(unit)
