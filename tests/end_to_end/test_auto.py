@@ -33,7 +33,7 @@ from meshwright.models import (
     language_model_loss,
     segmentation_loss,
 )
-from meshwright.planner import auto
+from meshwright.planner import auto, candidates
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
@@ -56,7 +56,7 @@ def gpt(size: int = 8) -> Graph:
 def every_layout(world_size: int, size: int = 8) -> dict[str, tuple[float, int]]:
     """Simulated seconds and peak bytes of everything, with every kind of recomputation."""
     graph, found = gpt(size), {}
-    layouts = auto.candidates(graph.batch_size, world_size, auto.axes_of(graph))
+    layouts = candidates.candidates(graph.batch_size, world_size, candidates.axes_of(graph))
     for layout, recompute in itertools.product(layouts, auto.RECOMPUTE):
         try:
             one = msgspec.structs.replace(layout, recompute=recompute)
@@ -180,22 +180,22 @@ def test_of_two_alike_data_parallelism_is_simpler_than_mixed_axes() -> None:
 
 
 def test_what_a_model_has_decides_which_axes_are_weighed() -> None:
-    axes = auto.axes_of(gpt())
-    assert axes == auto.Axes(sequences=True, attention=True, experts=1)
+    axes = candidates.axes_of(gpt())
+    assert axes == candidates.Axes(sequences=True, attention=True, experts=1)
     images = {"image": torch.zeros(8, 1, 8, 8), "label": torch.zeros(8, dtype=torch.int64)}
     resnet = mw.capture(ResNet(depth=8, width=4, image_channels=1), classification_loss, images)
-    assert auto.axes_of(resnet) == auto.Axes(images=True)
+    assert candidates.axes_of(resnet) == candidates.Axes(images=True)
     mixtral = hugging_face.subject("Mixtral", 1)
-    moe = auto.axes_of(mw.capture(mixtral.model, mixtral.loss_fn, mixtral.batches[0]))
+    moe = candidates.axes_of(mw.capture(mixtral.model, mixtral.loss_fn, mixtral.batches[0]))
     assert moe.experts == 4
 
-    def asked(axes: auto.Axes) -> set[str]:
-        return {layout_text(one) for one in auto.candidates(8, 4, axes)}
+    def asked(axes: candidates.Axes) -> set[str]:
+        return {layout_text(one) for one in candidates.candidates(8, 4, axes)}
 
-    assert not {text for text in asked(auto.Axes()) if "cp" in text or "ep" in text or "sequence" in text}
+    assert not {text for text in asked(candidates.Axes()) if "cp" in text or "ep" in text or "sequence" in text}
     assert {"cp4", "cp4, ring attention", "dp2 x cp2", "dp2 x tp2, sequence parallel"} <= asked(axes)
     assert {"dp4 x ep4", "dp4 x ep2", "dp2 x ep2 x tp2", "dp2 x ep2 x cp2"} <= asked(moe)
-    assert len(asked(moe)) == len(list(auto.candidates(8, 4, moe))), "none twice"
+    assert len(asked(moe)) == len(list(candidates.candidates(8, 4, moe))), "none twice"
 
 
 def test_one_long_sequence_is_cut_along_itself() -> None:

@@ -47,8 +47,8 @@ LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with what it will do, and whether a rank's memory holds it; ``verdict`` is empty where ``stage_sizes``
-    differ, which are not simulated. ``constants``: where the cluster's are from. ``programs`` are those of a rank, where
-    one was asked for."""
+    differ, which are not simulated. ``constants``: where the cluster's are from. ``programs`` are those of a rank,
+    where one was asked for."""
 
     plan: Plan
     constants: str

@@ -117,9 +117,7 @@ def plan(
     bars.begin("capturing and planning")
     try:
         limit = display.num_bytes(memory, "--memory") if memory else None
-        found = api.plan_run(
-            run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None
-        )
+        found = api.plan_run(run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None)
     finally:
         bars.end()
     made = found.plan

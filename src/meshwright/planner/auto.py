@@ -1,9 +1,7 @@
 """The best layout of a captured model: what ranks, batch and memory allow, by closed form; then the best are played."""
 
-import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -19,8 +17,8 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan, Prediction
 from meshwright.ir.program import Lower
+from meshwright.planner.candidates import axes_of, candidates
 from meshwright.planner.explicit import Ask, plan_layout
-from meshwright.planner.factors import Factors
 from meshwright.planner.foretell import foretell
 from meshwright.planner.precision import check_precision
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
@@ -32,8 +30,6 @@ ALIKE = 0.02
 """Predictions are not better than this: the simplest of the layouts that are so near to the fastest is taken."""
 SHOWN = 8
 """Alternatives that a plan tells of."""
-MOST_MICROBATCHES = 32
-MOST_CHUNKS = 3
 
 RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 """By falling memory: what is computed again only costs time, so the first that fits is taken."""
@@ -163,75 +159,6 @@ def _is_past_its_best(family: list[float], layout: Layout) -> bool:
     it fits as it is. Without stages they serve memory alone; with stages they shorten the step until their kernels take
     longer than what less waiting saves."""
     return bool(family) if layout.pp == 1 else len(family) > 1 and family[-1] >= family[-2]
-
-
-@dataclass(frozen=True)
-class Axes:
-    """What a model has besides a batch and features: sequences that operators work on, attention to them, experts
-    (their number; several mixtures: what divides all), and images that convolutions read, in layers that are unlike."""
-
-    sequences: bool = False
-    attention: bool = False
-    experts: int = 1
-    images: bool = False
-
-
-def axes_of(graph: Graph) -> Axes:
-    """What there is to divide."""
-    mixtures = [one for one in graph.operators if one.target.startswith("meshwright.experts.")]
-    experts = math.gcd(*(graph.tensors[one.inputs[-1]].shape[0] for one in mixtures)) if mixtures else 1
-    sequences = Factors(graph, {}, {}).sequences()
-    attention = any(one.target.startswith("meshwright.attention.") for one in graph.operators)
-    images = any(one.target.startswith("aten.convolution.") for one in graph.operators)
-    return Axes(bool(sequences), attention and bool(sequences), experts, images)
-
-
-def candidates(batch_size: int, world_size: int, axes: Axes | None = None) -> Iterator[Layout]:
-    """All layouts that could be meant for so many ranks; simple ones first.
-
-    The sequence over ``cp``, experts over ``ep`` and sequence parallelism come without stages: these follow rules, and
-    what they save, stages save too. Where there are fewer samples than ranks, ``mixed`` cuts images in two dims too.
-    """
-    axes = axes or Axes()
-    for pp in _divisors(world_size):
-        for tp in _divisors(world_size // pp):
-            dp = world_size // pp // tp
-            if batch_size < dp:
-                continue
-            for m in _divisors(batch_size // dp) if batch_size % dp == 0 else (1,):
-                if m > MOST_MICROBATCHES:
-                    break
-                yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m)
-                if pp > 1 and m >= pp:
-                    yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="zb-h1")
-                    for chunks in range(2, MOST_CHUNKS + 1):
-                        if m % pp == 0:
-                            yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="interleaved", chunks=chunks)
-    for size in _divisors(world_size)[1:] if axes.images else ():
-        dp = world_size // size
-        if batch_size % dp == 0:
-            yield Layout(dp=dp, mixed=(size,))
-            two = max(one for one in _divisors(size) if one * one <= size)
-            if two > 1 and batch_size < world_size:
-                yield Layout(dp=dp, mixed=(size // two, two))
-    yield from _by_rule(batch_size, world_size, axes)
-
-
-def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
-    """Layouts of axes that rules divide, not the program."""
-    for cp in _divisors(world_size) if axes.attention else (1,):
-        for tp in _divisors(world_size // cp):
-            dp = world_size // cp // tp
-            if batch_size % dp:
-                continue
-            for ep in _divisors(math.gcd(dp, axes.experts)):
-                sequence = (False, True) if tp > 1 and axes.sequences and ep == 1 else (False,)
-                contexts: tuple[Literal["gather", "ring"], ...] = ("gather", "ring") if cp > 1 else ("gather",)
-                for m, between, context in itertools.product(_divisors(batch_size // dp), sequence, contexts):
-                    if m <= MOST_MICROBATCHES and (cp > 1 or ep > 1 or between):
-                        yield Layout(
-                            dp=dp, cp=cp, ep=ep, tp=tp, microbatches=m, sequence_parallel=between, context=context
-                        )
 
 
 class _Scales:
@@ -408,7 +335,3 @@ def _smaller_batch(batch_size: int, option: _Option, limit: float) -> int:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.3g}"
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
