@@ -1,6 +1,7 @@
 """Passes over a per-rank graph: put together what capture took apart, drop what computes nothing, reuse memory."""
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -300,6 +301,9 @@ def reuse_memory(graph: fx.Graph) -> None:
             overlapping.add(root[node])
         users = [index[user] for user in node.users]
         last[root[node]] = max([last.get(root[node], -1), *users])
+    members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, own in root.items():
+        members[own].append(node)
     for node in nodes:  # what a collective in flight reads must stay until it is awaited
         if node.op == "call_function" and node.target in collectives.STARTS:
             waits = [index[user] for user in node.users if user.target is collectives.WAIT] or [len(nodes)]
@@ -321,9 +325,9 @@ def reuse_memory(graph: fx.Graph) -> None:
         last[theirs] = max(last[theirs], last[mine])
         if mine in kept:
             kept.add(theirs)
-        for other in nodes:
-            if root[other] is mine:
-                root[other] = theirs
+        alike = members.pop(mine)
+        root.update(dict.fromkeys(alike, theirs))
+        members[theirs] += alike
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:

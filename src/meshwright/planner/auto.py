@@ -101,7 +101,7 @@ def plan_auto(
     falling: dict[str, list[float]] = {}
     for layout in layouts:
         family = falling.setdefault(layout_text(msgspec.structs.replace(layout, microbatches=1)), [])
-        if _is_past_its_best(family, layout):
+        if len(family) > 1 and family[-1] >= family[-2]:  # more micro-batches only make the step longer
             weighed += 1
             continue
         clock.say(f"{layout_text(layout)}, layout {weighed + 1} of {len(layouts)}")
@@ -152,13 +152,6 @@ def plan_auto(
         note = clock.stopped(weighed, len(layouts), len(step_s))
         plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
     return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=prediction)
-
-
-def _is_past_its_best(family: list[float], layout: Layout) -> bool:
-    """Whether more micro-batches only make the step longer. ``family``: the steps of the same layout with fewer, where
-    it fits as it is. Without stages they serve memory alone; with stages they shorten the step until their kernels take
-    longer than what less waiting saves."""
-    return bool(family) if layout.pp == 1 else len(family) > 1 and family[-1] >= family[-2]
 
 
 class _Scales:
