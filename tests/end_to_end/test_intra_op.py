@@ -85,7 +85,7 @@ def test_no_layout_by_hand_is_faster(cluster: mw.Cluster, dp: int, tp: int) -> N
         by_hand = step_s(graph, cluster, msgspec.structs.replace(layout, pin=pins))
         whole_head = "vocabulary" not in name and "both" not in name  # a layout's axes are used; here it need not pay
         assert ours[0] <= by_hand[0] * (1.005 if whole_head else 1 + 1e-9), name
-        assert ours[1] <= by_hand[1] * 1.01, name  # buckets are not known before
+        assert ours[1] <= by_hand[1] * 1.02, name  # buckets are not known before
 
 
 @pytest.mark.parametrize("cluster", [BOX, SLOW], ids=["one box", "slow links"])

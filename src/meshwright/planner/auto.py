@@ -100,11 +100,11 @@ def plan_auto(
     weighed = 0
     falling: dict[str, list[float]] = {}
     for layout in layouts:
+        clock.say(f"{layout_text(layout)}, layout {weighed + 1} of {len(layouts)}")
         family = falling.setdefault(layout_text(msgspec.structs.replace(layout, microbatches=1)), [])
         if len(family) > 1 and family[-1] >= family[-2]:  # more micro-batches only make the step longer
             weighed += 1
             continue
-        clock.say(f"{layout_text(layout)}, layout {weighed + 1} of {len(layouts)}")
         try:
             option = weigh.lightest_that_fits(layout, limit)
         except TimeIsOverError:
