@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.catalog import load_cluster, load_device
 from meshwright.catalog.models import load_model
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.compute import Rates
+from meshwright.cost.kernels import Rates
 from meshwright.cost.layer import layer_pass
 from meshwright.cost.memory import estimate_memory, in_flight, layer_activation_bytes, stage_memory, verdict
 from meshwright.cost.setup import Setup
@@ -18,7 +18,7 @@ from meshwright.cost.step import estimate_step, stage_parameters
 from meshwright.errors import ClusterError, LayoutError
 
 A100 = load_device("a100-80gb")
-RATES = Rates(A100, "bfloat16")
+RATES = Rates(A100)
 GPT = load_model("gpt3-13b")
 DGX = "a100-80gb-dgx-hdr200x8"
 
@@ -65,9 +65,10 @@ def test_the_best_shape_of_a_benchmark_is_near_what_it_reached() -> None:
 
 
 def test_a_device_without_bfloat16_takes_float16() -> None:
-    assert Rates(load_device("v100"), "bfloat16").peak == 125e12
+    v100 = Rates(load_device("v100"))
+    assert v100.matmul_s(512, 512, 512) == v100.matmul_s(512, 512, 512, dtype="float16")
     with pytest.raises(ClusterError, match="there is no peak for 'float8'"):
-        Rates(load_device("v100"), "float8")
+        v100.matmul_s(512, 512, 512, dtype="float8")
 
 
 # --- communication ---------------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def test_korthikantis_layer_takes_what_was_measured() -> None:
     """Table 4 of Korthikanti et al. 2022, a layer of the 22B model: no recomputation 7.7 ms forward and 11.9 backward,
     with sequence parallelism 7.2 and 11.8; recomputing the attention core adds 1.3."""
     model = load_model("megatron-22b")
-    network, rates = Network(load_cluster(DGX)), Rates(A100, "float16")
+    network, rates = Network(load_cluster(DGX)), Rates(A100)
     plain, split = (
         layer_pass(setup(model=model, tp=8, micro_batch=4, sequence_parallel=sp), rates, network)
         for sp in (False, True)

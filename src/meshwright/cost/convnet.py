@@ -1,10 +1,13 @@
 """A layer of a convolutional network: seconds and bytes on one rank, for part of the images, inputs or outputs."""
 
+from functools import partial
+
 import msgspec
 
-from meshwright.cost.compute import Rates
+from meshwright.cost.kernels import Rates, element_bytes
 from meshwright.ir.convnet import NetLayer
 
+CONVOLUTIONS = ("convolution", "convolution_weight", "convolution_input")
 FUSED = (2, 3)
 """How often bias and activation read or write the outputs, forward and backward."""
 
@@ -21,7 +24,7 @@ class LayerCost(msgspec.Struct, frozen=True):
 
 
 def layer_cost(
-    layer: NetLayer, images: float, rates: Rates, element_bytes: int, *, outputs: int = 1, inputs: int = 1,
+    layer: NetLayer, images: float, rates: Rates, dtype: str, *, outputs: int = 1, inputs: int = 1,
     first: bool = False,
 ) -> LayerCost:  # fmt: skip
     """The layer on ``images``, with a rank's ``1 / outputs`` of the filters or ``1 / inputs`` of their channels.
@@ -32,13 +35,18 @@ def layer_cost(
     rows = images * layer.pixels_out
     columns = layer.outputs / layer.groups / outputs
     depth = layer.depth / inputs
-    forward_s = rates.matmul_s(rows, columns, depth, batch=layer.groups, element_bytes=element_bytes)
-    backward_s = rates.matmul_s(depth, columns, rows, batch=layer.groups, element_bytes=element_bytes)
+    kinds = ("matmul",) * 3 if layer.kind == "dense" else CONVOLUTIONS
+    product_s = partial(rates.matmul_s, batch=layer.groups, dtype=dtype)
+    forward_s = product_s(rows, columns, depth, kind=kinds[0])
+    backward_s = product_s(depth, columns, rows, kind=kinds[1])
     if not first:
-        backward_s += rates.matmul_s(rows, depth, columns, batch=layer.groups, element_bytes=element_bytes)
-    made = images * layer.outputs / outputs * layer.pixels_out * element_bytes
-    forward_s += rates.stream_s(made * (FUSED[0] + NORM[0] * layer.norm), 1 + layer.norm)
-    backward_s += rates.stream_s(made * (FUSED[1] + NORM[1] * layer.norm), 2 + layer.norm)
+        backward_s += product_s(rows, depth, columns, kind=kinds[2])
+    made = images * layer.outputs / outputs * layer.pixels_out * element_bytes(dtype)
+    forward_s += rates.stream("pointwise", made * FUSED[0]).seconds
+    backward_s += rates.stream("pointwise", made * FUSED[1], 2).seconds
+    if layer.norm:
+        forward_s += rates.stream("batch_norm", made * NORM[0]).seconds
+        backward_s += rates.stream("batch_norm_backward", made * NORM[1]).seconds
     return LayerCost(
         forward_s=max(forward_s, (2 + layer.norm) * rates.launch_s),
         backward_s=max(backward_s, (4 + layer.norm) * rates.launch_s),

@@ -5,7 +5,7 @@ import math
 import msgspec
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.compute import Rates
+from meshwright.cost.kernels import Rates
 from meshwright.cost.setup import Setup
 
 LOSS_BYTES = 73.0
@@ -54,12 +54,12 @@ class Pass(msgspec.Struct, frozen=True):
 class _Tally:
     """Adds up kernels of one direction."""
 
-    def __init__(self, rates: Rates, element_bytes: int, cast_bytes: float = 0.0) -> None:
-        self._rates, self._element, self._cast = rates, element_bytes, cast_bytes
+    def __init__(self, rates: Rates, dtype: str, cast_bytes: float = 0.0) -> None:
+        self._rates, self._dtype, self._cast = rates, dtype, cast_bytes
         self.device_s, self.comm_s, self.kernels, self.weight_s = 0.0, 0.0, 0.0, 0.0
 
     def matmul(self, m: float, n: float, k: float, batch: float = 1) -> None:
-        self.device_s += self._rates.matmul_s(m, n, k, batch=batch, element_bytes=self._element)
+        self.device_s += self._rates.matmul_s(m, n, k, batch=batch, dtype=self._dtype)
         self.kernels += 1
         if self._cast:
             self.stream(self._cast * batch * (m * k + k * n), 4)
@@ -71,14 +71,15 @@ class _Tally:
         self.matmul(k, n, m, batch)
         self.weight_s += (self.device_s - before_s) * weights
 
-    def stream(self, moved_bytes: float, kernels: int = 1, *, weights: bool = False) -> None:
-        seconds = self._rates.stream_s(moved_bytes, kernels)
+    def stream(self, moved_bytes: float, kernels: int = 1, *, weights: bool = False, kind: str = "pointwise") -> None:
+        seconds = self._rates.stream(kind, moved_bytes, kernels).seconds
         self.device_s += seconds
         self.weight_s += seconds * weights
         self.kernels += kernels
 
-    def attention(self, flops: float, moved_bytes: float) -> None:
-        self.device_s += self._rates.attention_s(flops, moved_bytes)
+    def attention(self, kind: str, flops: float, moved_bytes: float) -> None:
+        dtype = "bfloat16" if self._dtype == "float8" else self._dtype  # no framework rounds it further
+        self.device_s += self._rates.seconds(kind, dtype, flops, moved_bytes)
         self.kernels += 1
 
     def wait(self, seconds: float, collectives: int = 1) -> None:
@@ -98,7 +99,7 @@ def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = 
     """
     core, core_back = _attention_core(setup, rates, network)
     cast = CAST_BYTES if setup.precision == "fp8" and setup.zero == 3 else 0.0
-    forward, backward = (_Tally(rates, setup.element_bytes, cast) for _ in range(2))
+    forward, backward = (_Tally(rates, setup.dtype, cast) for _ in range(2))
     _attention_rest(setup, network, forward, backward)
     if experts:
         _experts(setup, network, forward, backward)
@@ -110,9 +111,9 @@ def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = 
 def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     """Looking up tokens and positions, their sum and its dropout."""
     model, element = setup.model, setup.element_bytes
-    forward, backward = _Tally(rates, element), _Tally(rates, element)
+    forward, backward = _Tally(rates, setup.dtype), _Tally(rates, setup.dtype)
     width = setup.tokens * model.hidden * element
-    forward.stream(width * (4 if model.dropout else 2), 4)
+    forward.stream(width * (4 if model.dropout else 2), 4, kind="gather")
     backward.stream(width * 4 + model.hidden * model.vocabulary / setup.tp * element, 4)
     _tensor_collective(setup, network, forward)
     return Pass(forward.span(), backward.span())
@@ -121,12 +122,13 @@ def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
 def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     """The last norm, the vocabulary head, and the cross-entropy over the vocabulary's shards."""
     model, element = setup.model, setup.element_bytes
-    forward, backward = _Tally(rates, element), _Tally(rates, element)
+    dtype = "bfloat16" if setup.precision == "fp8" else setup.dtype  # no framework rounds the head further
+    forward, backward = _Tally(rates, dtype), _Tally(rates, dtype)
     if not model.vocabulary:
         return Pass(Span(), Span())
     columns = model.vocabulary / setup.tp
     logits = setup.tokens * columns
-    forward.stream(2 * _local_tokens(setup) * model.hidden * element)
+    forward.stream(2 * _local_tokens(setup) * model.hidden * element, kind="norm")
     forward.matmul(setup.tokens, columns, model.hidden)
     forward.stream(logits * LOSS_BYTES * 0.65, 12)
     backward.stream(logits * LOSS_BYTES * 0.35, 8)
@@ -159,7 +161,7 @@ def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None
 def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span, Span]:
     """From queries, keys and values to the heads' outputs."""
     model, element = setup.model, setup.element_bytes
-    forward, backward = _Tally(rates, element), _Tally(rates, element)
+    forward, backward = _Tally(rates, setup.dtype), _Tally(rates, setup.dtype)
     heads = model.heads / setup.tp
     query = setup.tokens * model.query_width / setup.tp * element
     keys = 2 * setup.tokens * setup.key_width * element
@@ -168,14 +170,14 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span,
     batch = setup.micro_batch * heads
     if setup.flash:
         flops = 4 * batch * rows * keyed * model.head_width * (0.5 if model.causal else 1.0)
-        forward.attention(flops, 2 * query + keys)
-        backward.attention(2.5 * flops * 1.15, 4 * query + 3 * keys)
+        forward.attention("attention", flops, 2 * query + keys)
+        backward.attention("attention_backward", 2.5 * flops, 4 * query + 3 * keys)
         backward.stream(2 * query)
     else:
         scores = batch * rows * keyed
         mask = scores if model.dropout else 0.0
         forward.matmul(rows, keyed, model.head_width, batch)
-        forward.stream(2 * scores * element)
+        forward.stream(2 * scores * element, kind="softmax")
         if model.dropout:
             forward.stream(2 * scores * element + mask)
         forward.matmul(rows, model.head_width, keyed, batch)
@@ -183,7 +185,7 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span,
         backward.backward_matmul(rows, model.head_width, keyed, batch, weights=False)
         if model.dropout:
             backward.stream(2 * scores * element + mask)
-        backward.stream(3 * scores * element)
+        backward.stream(3 * scores * element, kind="softmax")
         backward.backward_matmul(rows, keyed, model.head_width, batch, weights=False)
         backward.stream(3 * query, 2)
     if setup.cp > 1:
@@ -273,8 +275,8 @@ def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
         forward.stream(18 * moved, 6)
         backward.stream(35 * moved, 12)
         return
-    forward.stream(2 * moved)
-    backward.stream(5 * moved, 2)  # input and parameters, in two kernels
+    forward.stream(2 * moved, kind="norm")
+    backward.stream(5 * moved, 2, kind="norm_backward")  # input and parameters, in two kernels
 
 
 def _residual(setup: Setup, forward: _Tally, backward: _Tally, moved: float) -> None:

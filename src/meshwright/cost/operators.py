@@ -1,12 +1,14 @@
 """One operator on one rank: its share of FLOPs and bytes, and the seconds that the device takes for it."""
 
+from collections.abc import Sequence
 from math import prod
 
-import msgspec
-
-from meshwright.ir.device import Device
-from meshwright.ir.graph import ITEM_BYTES, Graph, Operator
-from meshwright.ir.kind import COMPUTE, kind_of
+from meshwright.cost.attention import attention_cost, attention_scratch_bytes
+from meshwright.cost.kernels import Cost as Cost
+from meshwright.cost.kernels import Operand, Product
+from meshwright.cost.kernels import Rates as Rates
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.kind import kind_of
 from meshwright.ir.layout import TIME
 from meshwright.ir.placement import Placements, input_placements, is_linear, local_shape, output_placements
 from meshwright.ir.plan import Strategy
@@ -29,61 +31,6 @@ _SPLIT: dict[str, tuple[Passes, int]] = {
 split (by kind). How often each kind of kernel reads or writes the tensor, and how many kernels there are."""
 
 
-class Cost(msgspec.Struct, frozen=True):
-    """What some kernels do on one rank."""
-
-    seconds: float = 0.0
-    flops: float = 0.0
-    bytes: int = 0
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.seconds + other.seconds, self.flops + other.flops, self.bytes + other.bytes)
-
-
-class Rates:
-    """Seconds of kernels on a device, by kind, dtype and size: the roofline with the device's efficiency curves.
-
-        arithmetic_s = FLOPs / (peak * efficiency(kind, FLOPs))
-        memory_s     = bytes / (bandwidth * efficiency(kind, bytes))
-        seconds      = kernel_s + memory_s                          kinds that are bound by memory
-                       kernel_s + max(arithmetic_s, memory_s)       others, with bytes at the full bandwidth
-                       kernel_s + arithmetic_s + memory_s           products, where their operands' cost was measured
-
-    (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.) A product that is flat, with few rows for its weights,
-    pays for bringing them in order before it multiplies, and a core does not do both at once.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        kernels = device.kernels
-        self.kernel_s = kernels.kernel_s if kernels is not None else 0.0
-        self._bandwidth = device.memory_bandwidth_bytes_per_s
-        peaks = device.peak_flops_per_s
-        self._peaks = peaks | {
-            "float16": peaks.get("float16", peaks.get("bfloat16", max(peaks.values()))),
-            "bfloat16": peaks.get("bfloat16", peaks.get("float16", max(peaks.values()))),
-            "float32": peaks.get("tfloat32", 0.0) or peaks.get("float32", max(peaks.values())),
-            "float64": peaks.get("float64", min(peaks.values())),
-        }
-
-    def seconds(self, kind: str, dtype: str, flops: float, num_bytes: float) -> float:
-        """One kernel."""
-        streamed = num_bytes / self._bandwidth
-        if kind not in COMPUTE:
-            return self.kernel_s + streamed / self.device.efficiency_at(kind, num_bytes)
-        peak = self._peaks.get(dtype, self._peaks["float32"])
-        arithmetic_s = flops / (peak * self.device.efficiency_at(kind, flops))
-        if kind == "matmul" and "operands" in self.device.efficiency:
-            return self.kernel_s + arithmetic_s + streamed / self.device.efficiency_at("operands", num_bytes)
-        return self.kernel_s + max(arithmetic_s, streamed)
-
-    def stream(self, kind: str, num_bytes: float, kernels: int = 1) -> Cost:
-        """Kernels of a kind that is bound by memory, over so many bytes together."""
-        if num_bytes <= 0:
-            return Cost()
-        return Cost(self.seconds(kind, "", 0.0, num_bytes) + (kernels - 1) * self.kernel_s, 0.0, round(num_bytes))
-
-
 class Parts:
     """The parts of tensors that one rank works on; ``sizes`` are of the axes that divide anything, time included."""
 
@@ -94,10 +41,14 @@ class Parts:
         """Without axes that divide nothing."""
         return {axis: one for axis, one in placements.items() if axis in self.sizes}
 
+    def part(self, tensor: str, placements: Placements) -> Operand:
+        """One rank's part of a tensor."""
+        one = self.graph.tensors[tensor]
+        return Operand(local_shape(one.shape, self.known(placements), self.sizes), one.dtype)
+
     def num_bytes(self, tensor: str, placements: Placements) -> int:
         """Of one rank's part of a tensor."""
-        one = self.graph.tensors[tensor]
-        return prod(local_shape(one.shape, self.known(placements), self.sizes)) * ITEM_BYTES[one.dtype]
+        return self.part(tensor, placements).num_bytes
 
     def wanted(self, operator: Operator, strategy: Strategy, position: int) -> Placements:
         """How an operator wants an input."""
@@ -143,23 +94,66 @@ class Parts:
 
 def operator_cost(parts: Parts, rates: Rates, operator: Operator, strategy: Strategy) -> Cost:
     """An operator on one rank, without what it communicates."""
+    inputs = [parts.part(name, parts.wanted(operator, strategy, at)) for at, name in enumerate(operator.inputs)]
+    outputs = [parts.part(name, parts.made(operator, strategy, at)) for at, name in enumerate(operator.outputs)]
+    flops = operator.flops / parts.divisor(operator, strategy)
+    return kernels_cost(rates, operator, inputs, outputs, flops, decomposed=bool(parts.decomposed(operator, strategy)))
+
+
+def kernels_cost(
+    rates: Rates, operator: Operator, inputs: Sequence[Operand], outputs: Sequence[Operand], flops: float,
+    decomposed: bool = False,
+) -> Cost:  # fmt: skip
+    """The kernels of an operator, from one rank's parts of its inputs and outputs; ``decomposed``: a factor is split
+    that only a decomposition can split."""
     if operator.bytes == 0:  # a view
         return Cost(rates.kernel_s)
-    graph, kind = parts.graph, kind_of(operator)
-    inputs = [parts.num_bytes(name, parts.wanted(operator, strategy, at)) for at, name in enumerate(operator.inputs)]
-    outputs = [parts.num_bytes(name, parts.made(operator, strategy, at)) for at, name in enumerate(operator.outputs)]
-    total = sum(inputs) + sum(outputs)
+    kind, read, written = kind_of(operator), [one.num_bytes for one in inputs], [one.num_bytes for one in outputs]
+    total = sum(read) + sum(written)
     if kind == "gather":  # what is looked up, not the table
-        total = sum(inputs) - max(inputs, default=0) + 2 * sum(outputs)
+        total = sum(read) - max(read, default=0) + 2 * sum(written)
     base = ".".join(operator.target.split(".")[:2])
-    several = _ALWAYS.get(base) or (_SPLIT.get(kind) if parts.decomposed(operator, strategy) else None)
+    several = _ALWAYS.get(base) or (_SPLIT.get(kind) if decomposed else None)
     if several is not None:
         passes, kernels = several
-        largest = max(inputs + outputs)
+        largest = max(read + written)
         cost = Cost(max(0, kernels - len(passes)) * rates.kernel_s)
         for one, times in passes:
             cost += rates.stream(one, times * largest)
-        return Cost(cost.seconds, operator.flops / parts.divisor(operator, strategy), cost.bytes)
-    flops = operator.flops / parts.divisor(operator, strategy)
-    dtype = graph.tensors[operator.outputs[0]].dtype if operator.outputs else ""
-    return Cost(rates.seconds(kind, dtype, flops, total), flops, total)
+        return Cost(cost.seconds, flops, cost.bytes)
+    if base in ("meshwright.attention", "meshwright.attention_backward"):
+        return attention_cost(rates, operator, inputs, flops, total)
+    dtype = outputs[0].dtype if outputs else ""
+    return Cost(rates.seconds(kind, dtype, flops, total, product_of(operator, inputs, outputs, flops)), flops, total)
+
+
+def scratch_bytes(rates: Rates, operator: Operator, inputs: Sequence[Operand]) -> int:
+    """Memory that an operator takes while it runs: attention's scores, where it keeps them, and on CPUs the images that
+    oneDNN's convolutions copy in blocks of channels (one of them, for the weights' gradient both)."""
+    kind = kind_of(operator)
+    if operator.target.startswith(("meshwright.attention.", "meshwright.attention_backward.")):
+        return attention_scratch_bytes(rates, operator, inputs)
+    if rates.device.kind != "cpu" or not kind.startswith("convolution"):
+        return 0
+    sizes = sorted(one.num_bytes for one in inputs)
+    return sum(sizes[-2:]) if kind == "convolution_weight" else sizes[-1]
+
+
+def product_of(
+    operator: Operator, inputs: Sequence[Operand], outputs: Sequence[Operand], flops: float
+) -> Product | None:
+    """The sizes of a matrix product, or of a convolution as the product of positions by filters (Chellapilla et al.
+    2006), from one rank's parts; None for other operators."""
+    kind, base = kind_of(operator), ".".join(operator.target.split(".")[:2])
+    if base in ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm"):
+        (*batch, m, k), (*_, n) = inputs[-2].shape, inputs[-1].shape
+        return Product(m, n, k, prod(batch))
+    if not kind.startswith("convolution") or len(inputs) < 2:
+        return None
+    made, images, weight = (outputs[0], *inputs[:2]) if kind == "convolution" else inputs[:3]
+    filters = made.shape[1]
+    groups = max(1, images.shape[1] // weight.shape[1]) if weight.shape[0] == filters else 1
+    rows, columns = prod(made.shape) / filters, filters / groups
+    depth = max(1.0, flops / (2 * rows * filters))
+    sizes = {"convolution": (rows, columns, depth), "convolution_input": (rows, depth, columns)}
+    return Product(*sizes.get(kind, (depth, columns, rows)), groups)

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from meshwright.cost.kernels import element_bytes
 from meshwright.errors import LayoutError
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.transformer import Transformer
@@ -156,8 +157,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an activation's element (float8 products read and write 16-bit activations)."""
-        return 4 if self.precision in ("fp32", "tf32") else 2
+        """Bytes of an activation's element."""
+        return element_bytes(self.dtype)
 
     @property
     def key_width(self) -> int:

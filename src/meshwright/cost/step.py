@@ -3,7 +3,7 @@
 import msgspec
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.compute import Rates
+from meshwright.cost.kernels import Rates
 from meshwright.cost.layer import Pass, Span, embedding_pass, head_pass, layer_pass
 from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
@@ -46,7 +46,7 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
 
         step = m * slowest + bubble of the other stages / chunks + data-parallel communication + optimizer
     """
-    rates, network = Rates(cluster.device, setup.dtype), Network(cluster)
+    rates, network = Rates(cluster.device), Network(cluster)
     stages = _stages(setup, rates, network)
     send_s = _send_s(setup, network)
     slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
@@ -143,7 +143,7 @@ class Pieces(msgspec.Struct, frozen=True):
 
 def step_pieces(setup: Setup, cluster: Cluster) -> Pieces:
     """The same pieces that ``estimate_step`` adds up in closed form, for whoever times them one by one."""
-    rates, network = Rates(cluster.device, setup.dtype), Network(cluster)
+    rates, network = Rates(cluster.device), Network(cluster)
     stages = _stages(setup, rates, network)
     slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
     after_s = sum(_after(setup, rates, network, slowest, stages[slowest]))
@@ -181,8 +181,7 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
             both = Stage(_timed(one.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
             layer += both.times(part * (1 + model.cross / model.layers / 2))  # an attention is about half a layer
     stages = [layer.times(layers / chunks) for layers in setup.stage_layers] * chunks
-    half = rates.in_16_bit() if setup.precision == "fp8" else rates  # no framework rounds the head further
-    for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, half, network))):
+    for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, rates, network))):
         stages[stage] += Stage(_timed(ends.forward, rates), _timed(ends.backward, rates))
     return stages
 
@@ -262,4 +261,4 @@ def _tied_s(setup: Setup, network: Network) -> float:
 
 def _optimizer_s(setup: Setup, rates: Rates, parameters: float) -> float:
     updated = parameters / (setup.dp * setup.cp if setup.zero else 1)
-    return rates.stream_s(updated * OPTIMIZER_BYTES)
+    return rates.stream("update", updated * OPTIMIZER_BYTES).seconds

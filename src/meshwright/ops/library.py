@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from meshwright.ir.kind import fused_attention
+
 aten = torch.ops.aten
 LIBRARY = Library("meshwright", "DEF")
 
@@ -91,10 +93,9 @@ def _keep(scores: Tensor, dropout: float, random_key: int, salt: int) -> Tensor:
     return _bernoulli(scores, 1.0 - dropout, random_key, salt).div_(1.0 - dropout if dropout < 1.0 else 1.0)
 
 
-def _fused(query: Tensor, dropout: float) -> bool:
-    return (
-        query.device.type == "cpu" and dropout == 0.0 and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
-    )
+def _fused(query: Tensor, value: Tensor, dropout: float) -> bool:
+    dtype = str(query.dtype).removeprefix("torch.")
+    return fused_attention(query.device.type == "cpu", dtype, dropout, query.shape[-1] == value.shape[-1])
 
 
 def _laid_out(value: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def _attention_cpu(
     random_key: int, salt: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mask = _additive(mask, query)
-    if _fused(query, dropout) and query.shape[-1] == value.shape[-1]:
+    if _fused(query, value, dropout):
         output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -129,7 +130,7 @@ def _attention_backward_cpu(
     dropout: float, causal: bool, scale: float, random_key: int, salt: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mask = _additive(mask, query)
-    if _fused(query, dropout) and query.shape[-1] == value.shape[-1]:
+    if _fused(query, value, dropout):
         if mask is not None:
             logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(

@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.compute import Rates
 from meshwright.cost.convnet import layer_cost
+from meshwright.cost.kernels import Rates, element_bytes
 from meshwright.cost.memory import BUCKET_BYTES, CONTEXT_BYTES, MARGIN, Verdict
 from meshwright.cost.setup import DTYPES, Precision
 from meshwright.cost.step import OPTIMIZER_BYTES
@@ -123,11 +123,12 @@ def choice_of(
     layer: NetLayer, way: Way, have: Place | None, images: int, cluster: Cluster, precision: Precision
 ) -> Choice:
     """One layer in one way, with its inputs where ``have`` says (None: they are the images of the batch)."""
-    ranks, element = cluster.num_devices, 4 if precision in ("fp32", "tf32") else 2
-    rates, network = Rates(cluster.device, DTYPES[precision]), Network(cluster)
+    ranks, dtype = cluster.num_devices, DTYPES[precision]
+    element = element_bytes(dtype)
+    rates, network = Rates(cluster.device), Network(cluster)
     split = 1 if way == "data" else ranks
     cost = layer_cost(
-        layer, images / ranks if way == "data" else images, rates, element, first=have is None,
+        layer, images / ranks if way == "data" else images, rates, dtype, first=have is None,
         outputs=split if way == "outputs" else 1, inputs=split if way == "inputs" else 1,
     )  # fmt: skip
     moved_s = 0.0
@@ -142,7 +143,7 @@ def choice_of(
         compute_s=cost.forward_s + cost.backward_s,
         moving_s=moved_s,
         gradients_s=network.all_reduce_s(reduced, Group(ranks)) if reduced else 0.0,
-        optimizer_s=rates.stream_s(layer.parameters / split * OPTIMIZER_BYTES),
+        optimizer_s=rates.stream("update", layer.parameters / split * OPTIMIZER_BYTES).seconds,
         held_bytes=cost.saved_bytes + layer.parameters / split * (18 if element == 2 else 16),
     )
 

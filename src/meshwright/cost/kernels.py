@@ -1,0 +1,173 @@
+"""Kernels: the seconds that a device takes for one, from its kind, dtype and sizes; the same for every estimate."""
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+from meshwright.ir.device import PEAK_DTYPES, Device, Kernels
+from meshwright.ir.graph import ITEM_BYTES
+from meshwright.ir.kind import COMPUTE
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Blocks of the output that one processor computes at a time, as in cuBLAS and CUTLASS."""
+
+SPLITS = (1, 2, 4, 8)
+"""Over how many blocks a product with few tiles may divide its reduction."""
+
+ATTENTION_BACKWARD = 1.15
+"""By how much fused attention's backward pass is slower per product than its forward pass (Dao et al. 2022)."""
+
+_INSTEAD = {"bfloat16": ("float16", "float32"), "float16": ("bfloat16", "float32"), "int8": ("float32",)}
+"""Where a device has no such arithmetic: old GPUs have no bfloat16, CPUs compute 16-bit products in float32."""
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What some kernels do on one rank."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    bytes: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.seconds + other.seconds, self.flops + other.flops, self.bytes + other.bytes)
+
+
+class Product(NamedTuple):
+    """``batch`` products of (m x k) by (k x n)."""
+
+    m: float
+    n: float
+    k: float
+    batch: float = 1
+
+
+class Operand(NamedTuple):
+    """A tensor of one rank."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Rates:
+    """What a device reaches, kernel by kernel. For kinds with a measured efficiency curve (calibrated machines):
+
+        arithmetic_s = FLOPs / (peak * efficiency(kind, FLOPs))
+        memory_s     = bytes / (bandwidth * efficiency(kind, bytes))
+        seconds      = kernel_s + memory_s                          kinds that are bound by memory
+                       kernel_s + max(arithmetic_s, memory_s)       others, with bytes at the full bandwidth
+                       kernel_s + arithmetic_s + memory_s           products, where their operands' cost was measured
+
+    (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.) A product that is flat, with few rows for its weights,
+    pays for bringing them in order before it multiplies, and a core does not do both at once. For all other kinds it is
+    the data sheet times the fractions of ``Device.kernels``. There a matrix product on a GPU or accelerator is cut into
+    tiles, of which each wave computes one on every processor:
+
+        tile_s = 2 * rows * columns * (k + extra_depth) / (peak / processors * matmul_fraction * reuse(tile))
+
+    ``extra_depth`` stands for filling and draining the tile's pipeline, ``reuse`` for the operands that a small tile
+    loads more often: ``1 / (1 + operand_cost * (1/rows + 1/columns))``. The last wave may be nearly empty, but costs as
+    much as a full one. The best tile wins, as the libraries' heuristics intend. Nothing is faster than its memory.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.kernels = device.kernels or default_kernels(device)
+        self.kernel_s, self.launch_s = self.kernels.kernel_s, self.kernels.launch_s
+        self._streamed = device.memory_bandwidth_bytes_per_s * self.kernels.bandwidth_fraction
+        self._peaks: dict[tuple[str, bool], float] = {}
+
+    def seconds(self, kind: str, dtype: str, flops: float, num_bytes: float, product: Product | None = None) -> float:
+        """One kernel. ``product``: the sizes of a matrix product, or of a convolution as a product; without them it is
+        taken for a cube of its FLOPs.
+
+        Raises:
+            ClusterError: the device has no peak for a dtype that it shall compute in.
+        """
+        device, measured = self.device, kind in self.device.efficiency
+        if kind not in COMPUTE:
+            if not measured:
+                return self.kernel_s + num_bytes / self._streamed
+            fraction = device.efficiency_at(kind, num_bytes)
+            return self.kernel_s + num_bytes / (device.memory_bandwidth_bytes_per_s * fraction)
+        peak = self._peak(kind, dtype)
+        if measured:
+            arithmetic_s = flops / (peak * device.efficiency_at(kind, flops))
+            memory_s = num_bytes / device.memory_bandwidth_bytes_per_s
+            if kind == "matmul" and "operands" in device.efficiency:
+                return self.kernel_s + arithmetic_s + memory_s / device.efficiency_at("operands", num_bytes)
+            return self.kernel_s + max(arithmetic_s, memory_s)
+        if kind.startswith("attention"):
+            again = ATTENTION_BACKWARD if kind == "attention_backward" else 1.0
+            arithmetic_s = again * flops / (peak * self.kernels.attention_fraction)
+        elif device.kind == "cpu":
+            arithmetic_s = flops / (peak * self.kernels.matmul_fraction)
+        else:
+            arithmetic_s = self._tiles_s(peak, product or Product(*3 * [(flops / 2) ** (1 / 3)]))
+        return self.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
+
+    def matmul_s(
+        self, m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bfloat16", kind: str = "matmul"
+    ) -> float:
+        """``batch`` products of (m x k) by (k x n); one kernel."""
+        num_bytes = element_bytes(dtype) * batch * (m * k + k * n + m * n)
+        return self.seconds(kind, dtype, 2 * batch * m * n * k, num_bytes, Product(m, n, k, batch))
+
+    def stream(self, kind: str, num_bytes: float, kernels: float = 1) -> Cost:
+        """Kernels of a kind that is bound by memory, over so many bytes together."""
+        if num_bytes <= 0:
+            return Cost()
+        return Cost(self.seconds(kind, "", 0.0, num_bytes) + (kernels - 1) * self.kernel_s, 0.0, round(num_bytes))
+
+    def _peak(self, kind: str, dtype: str) -> float:
+        """FLOP/s at best. Convolutions of float32 use the tensor cores (torch.backends.cudnn.allow_tf32), products of
+        float32 do not; integers and complex numbers are multiplied at float32's rate."""
+        convolves = dtype == "float32" and kind.startswith("convolution")
+        if (dtype, convolves) not in self._peaks:
+            known = self.device.peak_flops_per_s
+            wanted = dtype if dtype in PEAK_DTYPES else "float32"
+            if convolves:
+                wanted = "tfloat32" if "tfloat32" in known else wanted
+            there = next((name for name in (wanted, *_INSTEAD.get(wanted, ())) if name in known), wanted)
+            self._peaks[dtype, convolves] = self.device.peak(there)
+        return self._peaks[dtype, convolves]
+
+    def _tiles_s(self, peak: float, product: Product) -> float:
+        """A product in waves of the best tile."""
+        m, n, k, batch = product
+        kernels = self.kernels
+        processors = kernels.processors
+        rate = 2.0 / (peak / processors * kernels.matmul_fraction)
+        best = math.inf
+        for rows, columns in TILES:
+            tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+            work = rate * rows * columns * (1.0 + kernels.operand_cost * (1.0 / rows + 1.0 / columns))
+            for split in SPLITS:
+                waves = math.ceil(tiles * split / processors)
+                seconds = waves * work * (k / split + kernels.extra_depth)
+                if split > 1:
+                    seconds += 4.0 * m * n * batch * (split + 1) / self._streamed
+                best = min(best, seconds)
+                if tiles * split >= processors:
+                    break
+        return best
+
+
+def element_bytes(dtype: str) -> int:
+    """Of an activation where products are in ``dtype``; those of float8 read and write 16-bit activations."""
+    return {"float64": 8, "float32": 4, "tfloat32": 4}.get(dtype, 2)
+
+
+def default_kernels(device: Device) -> Kernels:
+    """The behaviour of a device whose file does not say: a GPU's is about that of an A100 at its own data sheet's
+    rates; a CPU reaches its nominal ones."""
+    if device.kind == "cpu":
+        return Kernels(
+            processors=1, matmul_fraction=1.0, attention_fraction=1.0, bandwidth_fraction=1.0, kernel_s=0.0,
+            launch_s=0.0,
+        )  # fmt: skip
+    return Kernels(processors=100 if device.kind == "gpu" else 1)

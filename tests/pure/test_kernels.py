@@ -1,0 +1,155 @@
+"""Kernels: sizes alone and captured operators have the same seconds; attention is priced as it is lowered."""
+
+from math import prod
+
+import msgspec
+import pytest
+
+from meshwright.catalog import load_device
+from meshwright.cost.kernels import Cost, Operand, Rates
+from meshwright.cost.operators import kernels_cost, scratch_bytes
+from meshwright.errors import ClusterError
+from meshwright.ir.device import Device, Kernels
+from meshwright.ir.graph import Operator
+from meshwright.ir.kind import COMPUTE, KINDS
+
+CALIBRATED = Device(
+    name="core",
+    kind="cpu",
+    memory_bytes=10**10,
+    memory_bandwidth_bytes_per_s=2e10,
+    peak_flops_per_s={"float32": 1e11, "float64": 5e10},
+    efficiency={
+        kind: ((1e5, 0.2 + 0.01 * at), (1e9, 0.5 + 0.01 * at)) if kind in COMPUTE else ((1e4, 0.3), (1e8, 0.6))
+        for at, kind in enumerate(KINDS)
+    },
+    kernels=Kernels(processors=1, matmul_fraction=1.0, bandwidth_fraction=0.7, kernel_s=2e-6, launch_s=0.0),
+)
+DEVICES = {name: load_device(name) for name in ("h100", "a100-80gb", "v100")} | {"calibrated": CALIBRATED}
+PRODUCTS = ((4096, 4096, 4096, 1), (1, 12288, 4096, 1), (513, 1000, 64, 1), (128, 128, 64, 96), (8192, 32, 2048, 8))
+
+
+def call(
+    target: str, inputs: list[Operand], outputs: list[Operand], flops: float = 0.0, arguments: str = ""
+) -> Operator:
+    """An operator of a captured graph."""
+    return Operator(
+        name="layer:call",
+        target=target,
+        inputs=tuple(f"t{at}" for at in range(len(inputs))),
+        outputs=tuple(f"u{at}" for at in range(len(outputs))),
+        rule=None,
+        arguments=arguments,
+        flops=flops,
+        bytes=sum(one.num_bytes for one in (*inputs, *outputs)),
+    )
+
+
+def captured(
+    rates: Rates, target: str, inputs: list[Operand], outputs: list[Operand], flops: float = 0.0, arguments: str = ""
+) -> Cost:
+    return kernels_cost(rates, call(target, inputs, outputs, flops, arguments), inputs, outputs, flops)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_captured_product_takes_what_the_same_sizes_take(name: str, dtype: str) -> None:
+    rates = Rates(DEVICES[name])
+    for m, n, k, batch in PRODUCTS:
+        lead, target = ((batch,), "aten.bmm.default") if batch > 1 else ((), "aten.mm.default")
+        shapes = [(*lead, m, k), (*lead, k, n), (*lead, m, n)]
+        *inputs, output = (Operand(shape, dtype) for shape in shapes)
+        found = captured(rates, target, inputs, [output], 2.0 * batch * m * n * k)
+        assert found.seconds == pytest.approx(rates.matmul_s(m, n, k, batch=batch, dtype=dtype), rel=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_captured_convolution_is_the_product_of_positions_by_filters(name: str, groups: int) -> None:
+    rates = Rates(DEVICES[name])
+    images, weight, made = (
+        Operand(shape, "float32") for shape in ((8, 64, 14, 14), (128, 64 // groups, 1, 1), (8, 128, 14, 14))
+    )
+    rows, columns, depth = 8 * 14 * 14, 128 // groups, 64 // groups
+    flops = 2.0 * rows * columns * depth * groups
+    found = captured(rates, "aten.convolution.default", [images, weight], [made], flops)
+    wanted = rates.matmul_s(rows, columns, depth, batch=groups, dtype="float32", kind="convolution")
+    assert found.seconds == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_captured_stream_takes_what_the_same_bytes_take(name: str) -> None:
+    rates = Rates(DEVICES[name])
+    for size in (10, 10**4, 10**7):
+        one = Operand((size,), "float32")
+        for target, kind in (("aten.add.Tensor", "pointwise"), ("aten.gelu.default", "activation")):
+            assert captured(rates, target, [one], [one]).seconds == rates.stream(kind, 8 * size).seconds
+
+
+@pytest.mark.parametrize("device", [CALIBRATED, load_device("generic-cpu")])
+@pytest.mark.parametrize("backward", [False, True])
+def test_captured_attention_on_a_cpu_is_the_fused_kernel(device: Device, backward: bool) -> None:
+    rates, part, rest = Rates(device), Operand((2, 4, 128, 16), "float32"), Operand((2, 4, 128), "float32")
+    flops = 2.0 * 2 * 4 * 128 * 128 * 16 * (5 if backward else 2)
+    inputs, outputs = ([part] * 5 + [rest], [part] * 3) if backward else ([part] * 3, [part, rest])
+    kind = "attention_backward" if backward else "attention"
+    given = "t0, t1, t2, t3, None, t4, t5" if backward else "t0, t1, t2, None"
+    moved = sum(one.num_bytes for one in (*inputs, *outputs))
+    wanted = rates.seconds(kind, "float32", flops, moved)
+    operator = call(f"meshwright.{kind}.default", inputs, outputs, flops, f"{given}, 0.0, True, 0.25, 0, 3")
+    assert kernels_cost(rates, operator, inputs, outputs, flops).seconds == wanted
+    assert scratch_bytes(rates, operator, inputs) == 0
+
+
+@pytest.mark.parametrize(("name", "dropout"), [("h100", "0.0"), ("a100-80gb", "0.0"), ("calibrated", "0.1")])
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_that_forms_its_scores_pays_for_them(name: str, dropout: str, backward: bool) -> None:
+    """On CUDA, and with dropout on CPUs (``ops/library.py``): S x S elements are written, read, and held."""
+    rates, rows, width = Rates(DEVICES[name]), 2048, 64
+    part, rest = Operand((4, 16, rows, width), "float32"), Operand((4, 16, rows), "float32")
+    scores = 4 * 16 * rows * rows * 4
+    products = 5 if backward else 2
+    flops = 2.0 * prod(part.shape) * rows * products
+    inputs, outputs = ([part] * 5 + [rest], [part] * 3) if backward else ([part] * 3, [part, rest])
+    given = "t0, t1, t2, t3, None, t4, t5" if backward else "t0, t1, t2, None"
+    kind = "attention_backward" if backward else "attention"
+    operator = call(f"meshwright.{kind}.default", inputs, outputs, flops, f"{given}, {dropout}, False, 0.125, 0, 3")
+    found = kernels_cost(rates, operator, inputs, outputs, flops)
+    fused_s = rates.seconds(kind, "float32", flops, sum(one.num_bytes for one in (*inputs, *outputs)))
+    assert found.bytes > 10 * scores
+    assert found.seconds > rates.stream("pointwise", 8 * scores).seconds + 0.5 * products / 5 * fused_s
+    assert scratch_bytes(rates, operator, inputs) >= 2 * scores
+    assert found.flops == flops
+
+
+def test_measured_curves_say_all_that_a_kernel_takes() -> None:
+    rates, of, bandwidth = Rates(CALIBRATED), CALIBRATED.efficiency_at, CALIBRATED.memory_bandwidth_bytes_per_s
+    flat = 2e-6 + 1e7 / (1e11 * of("matmul", 1e7)) + 1e6 / (bandwidth * of("operands", 1e6))
+    assert rates.seconds("matmul", "float32", 1e7, 1e6) == flat
+    assert rates.seconds("convolution", "float64", 1e7, 1e3) == 2e-6 + 1e7 / (5e10 * of("convolution", 1e7))
+    assert rates.seconds("norm", "float32", 0.0, 1e6) == 2e-6 + 1e6 / (bandwidth * of("norm", 1e6))
+
+
+def test_kinds_without_a_curve_follow_the_fractions_of_the_device() -> None:
+    part = msgspec.structs.replace(CALIBRATED, efficiency={"matmul": ((1.0, 0.5),)})
+    rates = Rates(part)
+    assert rates.seconds("matmul", "float32", 1e9, 0.0) == 2e-6 + 1e9 / 5e10
+    assert rates.seconds("norm", "float32", 0.0, 1e6) == 2e-6 + 1e6 / 1.4e10
+
+
+def test_float32_products_do_not_use_tensor_cores_and_convolutions_do() -> None:
+    rates, a100 = Rates(DEVICES["a100-80gb"]), DEVICES["a100-80gb"]
+    plain, tensor = (rates.matmul_s(8192, 8192, 8192, dtype=one) for one in ("float32", "tfloat32"))
+    ratio = a100.peak("tfloat32") / a100.peak("float32")
+    assert plain > 0.9 * ratio * tensor
+    assert rates.matmul_s(8192, 8192, 8192, dtype="float32", kind="convolution") == tensor
+
+
+def test_a_dtype_that_the_device_does_not_have_is_named() -> None:
+    assert Rates(CALIBRATED).matmul_s(64, 64, 64, dtype="bfloat16") < Rates(CALIBRATED).matmul_s(
+        64, 64, 64, dtype="float32"
+    )
+    with pytest.raises(
+        ClusterError, match=r"device tpu-v4: there is no peak for 'float64'\n  -> use float32 or bfloat16"
+    ):
+        Rates(load_device("tpu-v4")).matmul_s(64, 64, 64, dtype="float64")
