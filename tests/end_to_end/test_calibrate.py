@@ -110,12 +110,14 @@ def test_what_joins_cores_is_measured(found: Cluster) -> None:
     text = network.algorithms(Group(calibrate.num_ranks()))
     for row in found.collectives:
         if row.operation == "all_reduce" and row.ranks == calibrate.num_ranks():
-            assert row.time_s >= network.all_reduce_s(row.bytes, Group(row.ranks))
+            assert row.time_s >= network.collective_s("all_reduce", row.bytes, Group(row.ranks))
             if row.algorithm == chosen(text, "all_reduce", row.bytes):
-                assert row.time_s == network.all_reduce_s(row.bytes, Group(row.ranks)), "what is predicted is what runs"
+                assert row.time_s == network.collective_s("all_reduce", row.bytes, Group(row.ranks)), (
+                    "what is predicted is what runs"
+                )
     rows = {row.time_s for row in found.collectives if row.operation == "all_reduce" and row.bytes == 64}
     ranks = calibrate.num_ranks()
-    assert network.all_reduce_s(64, Group(ranks)) in rows
+    assert network.collective_s("all_reduce", 64, Group(ranks)) in rows
     together = [one for one in found.device.conditions if one.ranks > 1]
     assert [one.ranks for one in together] == [ranks]
     assert set(together[0].efficiency) == set(KINDS)

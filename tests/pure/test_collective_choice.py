@@ -84,7 +84,7 @@ def test_the_fastest_that_was_measured_is_chosen_by_size() -> None:
     text = network.algorithms(Group(2))
     assert text == f"all_reduce butterfly, {2**22} native; all_gather star"
     assert chosen(text, "all_reduce", 2**20) == "butterfly"
-    assert network.all_reduce_s(2**24, Group(2)) == 4e-3, "what is predicted is what is chosen"
+    assert network.collective_s("all_reduce", 2**24, Group(2)) == 4e-3, "what is predicted is what is chosen"
     assert network.algorithms(Group(3)) == "", "nothing was measured"
     assert Network(_measured()).algorithms(Group(2)) == ""
     assert Network(_measured(("all_reduce", "somebody's", 64, 1e-9))).algorithms(Group(2)) == "", "cannot be run"

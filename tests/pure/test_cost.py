@@ -84,7 +84,9 @@ def test_a_device_without_bfloat16_takes_float16() -> None:
     ],
 )  # fmt: skip
 def test_all_reduce_in_a_box_is_as_measured(ranks: int, num_bytes: int, measured_s: float) -> None:
-    assert Network(load_cluster(DGX)).all_reduce_s(num_bytes, Group(ranks)) == pytest.approx(measured_s, rel=0.15)
+    assert Network(load_cluster(DGX)).collective_s("all_reduce", num_bytes, Group(ranks)) == pytest.approx(
+        measured_s, rel=0.15
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,40 +95,45 @@ def test_all_reduce_in_a_box_is_as_measured(ranks: int, num_bytes: int, measured
 )
 def test_a_box_without_a_switch_has_few_links_between_few_devices(ranks: int, measured_s: float) -> None:
     """All-reduce of 32 MiB among V100 (vTrain's NCCL table)."""
-    assert Network(load_cluster("v100-dgx1")).all_reduce_s(2**25, Group(ranks)) == pytest.approx(measured_s, rel=0.1)
-    assert Network(load_cluster("v100-dgx2")).all_reduce_s(2**25, Group(2)) < 0.5e-3
+    assert Network(load_cluster("v100-dgx1")).collective_s("all_reduce", 2**25, Group(ranks)) == pytest.approx(
+        measured_s, rel=0.1
+    )
+    assert Network(load_cluster("v100-dgx2")).collective_s("all_reduce", 2**25, Group(2)) < 0.5e-3
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16, 64, 512]), st.sampled_from([1, 8, 64]), st.integers(2**31, 2**36))
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, stride: int, num_bytes: int) -> None:
     network, group = Network(load_cluster(DGX, 32768)), Group(size, stride)
-    whole, half = network.all_reduce_s(num_bytes, group), network.reduce_scatter_s(num_bytes, group)
-    assert half == network.all_gather_s(num_bytes, group)
+    whole, half = (
+        network.collective_s("all_reduce", num_bytes, group),
+        network.collective_s("reduce_scatter", num_bytes, group),
+    )
+    assert half == network.collective_s("all_gather", num_bytes, group)
     assert half <= whole <= 2 * half  # of short vectors the tree makes the all-reduce the faster one
-    assert network.all_reduce_s(2 * num_bytes, group) >= whole
+    assert network.collective_s("all_reduce", 2 * num_bytes, group) >= whole
     if size == 1:
-        assert whole == network.all_to_all_s(num_bytes, group) == 0
+        assert whole == network.collective_s("all_to_all", num_bytes, group) == 0
 
 
 def test_a_halo_costs_what_its_slowest_pair_of_neighbours_does() -> None:
     """Two boxes of 8: inside of one over NVLink, between them over the network, whose 4 links 8 devices share."""
     cluster = load_cluster("a100-80gb-dgx-hdr200x4", 16)
     network, levels = Network(cluster), cluster.levels
-    inside, between = network.halo_s(1e7, Group(4)), network.halo_s(1e7, Group(2, 8))
+    inside, between = network.collective_s("halo", 1e7, Group(4)), network.collective_s("halo", 1e7, Group(2, 8))
     assert inside == pytest.approx(network.start_s + levels[0].alpha_s + 1e7 * levels[0].shared_beta_s_per_byte(1))
     assert between == pytest.approx(network.start_s + levels[1].alpha_s + 1e7 * levels[1].shared_beta_s_per_byte(8))
     alone = network.start_s + levels[1].alpha_s + 1e7 * levels[1].shared_beta_s_per_byte(1)
-    assert network.halo_s(1e7, Group(16)) == pytest.approx(max(inside, alone))
+    assert network.collective_s("halo", 1e7, Group(16)) == pytest.approx(max(inside, alone))
     assert max(inside, alone) < between
-    assert network.halo_s(1e7, Group(1)) == 0
+    assert network.collective_s("halo", 1e7, Group(1)) == 0
 
 
 def test_ranks_of_a_box_share_its_adapters() -> None:
     eight, four = (Network(load_cluster(f"a100-80gb-dgx-{fabric}", 64)) for fabric in ("hdr200x8", "hdr200x4"))
     spread = Group(8, 8)  # one rank of each box; seven more such groups beside it
     rest = eight.start_s + 2 * 7 * 9.6e-6
-    assert four.all_reduce_s(1e9, spread) - rest == pytest.approx(
-        2 * (eight.all_reduce_s(1e9, spread) - rest), rel=0.01
+    assert four.collective_s("all_reduce", 1e9, spread) - rest == pytest.approx(
+        2 * (eight.collective_s("all_reduce", 1e9, spread) - rest), rel=0.01
     )
     assert four.send_s(1e9, 8) == pytest.approx(2 * eight.send_s(1e9, 8), rel=0.01)
     assert eight.send_s(1e9, 1) < eight.send_s(1e9, 8)
@@ -134,7 +141,7 @@ def test_ranks_of_a_box_share_its_adapters() -> None:
 
 def test_a_group_over_all_of_a_box_uses_all_adapters() -> None:
     network = Network(load_cluster(DGX, 64))
-    assert network.all_reduce_s(1e9, Group(64)) < network.all_reduce_s(1e9, Group(8, 8)) / 6
+    assert network.collective_s("all_reduce", 1e9, Group(64)) < network.collective_s("all_reduce", 1e9, Group(8, 8)) / 6
 
 
 # --- setups ----------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_messages_and_collectives_are_added() -> None:
     machine, mesh = cluster(), Mesh.of(pp=2, dp=2)
     network = Network(machine)
     found = predict_step(Work((one, one)), schedule("gpipe", 2, 1), mesh, machine)
-    expected = 6.0 + 2 * network.send_s(10**6, 2) + network.all_reduce_s(10**6, Group(2))
+    expected = 6.0 + 2 * network.send_s(10**6, 2) + network.collective_s("all_reduce", 10**6, Group(2))
     assert found.step_s == pytest.approx(expected)
 
 
@@ -138,28 +138,28 @@ def test_what_was_measured_is_taken_from_the_table() -> None:
     ]
     network = Network(cluster(*rows))
     pair = Group(2)
-    assert network.all_reduce_s(50, pair) == 1e-3  # the least that any takes
-    assert network.all_reduce_s(200, pair) == pytest.approx(2e-3)
-    assert network.all_reduce_s(1000, pair) == 5e-3
-    assert network.all_reduce_s(4000, pair) == pytest.approx(20e-3)  # at the rate of the largest
+    assert network.collective_s("all_reduce", 50, pair) == 1e-3  # the least that any takes
+    assert network.collective_s("all_reduce", 200, pair) == pytest.approx(2e-3)
+    assert network.collective_s("all_reduce", 1000, pair) == 5e-3
+    assert network.collective_s("all_reduce", 4000, pair) == pytest.approx(20e-3)  # at the rate of the largest
 
 
 def test_the_fastest_algorithm_counts() -> None:
     rows = [timing("all_reduce", "native", 2, 64, 5e-4), timing("all_reduce", "exchange", 2, 64, 1e-4)]
-    assert Network(cluster(*rows)).all_reduce_s(64, Group(2)) == 1e-4
+    assert Network(cluster(*rows)).collective_s("all_reduce", 64, Group(2)) == 1e-4
 
 
 def test_what_was_not_measured_has_the_closed_form() -> None:
     plain, measured = Network(cluster()), Network(cluster(timing("all_reduce", "native", 2, 64, 1e-4)))
     for ask in (
-        lambda network: network.all_reduce_s(1e6, Group(4)),
-        lambda network: network.all_gather_s(1e6, Group(2)),
-        lambda network: network.broadcast_s(1e6, Group(2)),
+        lambda network: network.collective_s("all_reduce", 1e6, Group(4)),
+        lambda network: network.collective_s("all_gather", 1e6, Group(2)),
+        lambda network: network.collective_s("broadcast", 1e6, Group(2)),
         lambda network: network.send_s(1e6, 1),
     ):
         assert ask(plain) == ask(measured)
-    assert plain.broadcast_s(1e6, Group(1)) == 0.0
-    assert plain.broadcast_s(1e6, Group(4)) == pytest.approx(2 * 1e-5 + 2 * 1e6 * 1e-9, rel=0.5)
+    assert plain.collective_s("broadcast", 1e6, Group(1)) == 0.0
+    assert plain.collective_s("broadcast", 1e6, Group(4)) == pytest.approx(2 * 1e-5 + 2 * 1e6 * 1e-9, rel=0.5)
 
 
 # --- conditions ------------------------------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ def test_the_corrected_cluster_foretells_the_run() -> None:
     assert (kernels.kernel_s, kernels.launch_s) == pytest.approx((3.75e-6, 1.25e-5))
     assert kernels.matmul_fraction == pytest.approx(0.905 / 1.25)
     for num_bytes in (100, 10**6):
-        expected = 3 * Network(CLUSTER).all_reduce_s(num_bytes, Group(2))
-        assert Network(found).all_reduce_s(num_bytes, Group(2)) == pytest.approx(expected)
+        expected = 3 * Network(CLUSTER).collective_s("all_reduce", num_bytes, Group(2))
+        assert Network(found).collective_s("all_reduce", num_bytes, Group(2)) == pytest.approx(expected)
     assert [row.time_s for row in found.collectives] == [pytest.approx(3e-3), 1e-3]
     assert found.levels[1] == CLUSTER.levels[1]
     assert (found.device.peak_flops_per_s, found.num_devices) == (CORE.peak_flops_per_s, 4)

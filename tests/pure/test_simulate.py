@@ -154,13 +154,13 @@ def test_a_blocking_collective_takes_what_the_closed_form_says(
 ) -> None:
     step = work(1, reduce=(Communicate("g", collective, axis, size),))
     stride = 1 if mesh.names[-1] == axis else mesh.axes[-1].size
-    wanted = getattr(Network(BOXES), f"{collective}_s")(size, Group(mesh.size(axis), stride))
+    wanted = Network(BOXES).collective_s(collective, size, Group(mesh.size(axis), stride))
     assert play(full(build("none", 1, 1)), step, mesh, BOXES).step_s == pytest.approx(3.0 + wanted)
 
 
 def test_a_collective_hides_behind_computing_until_it_is_waited_for() -> None:
     mesh, network = Mesh.of(dp=2), cluster(2, beta_s_per_byte=1e-3)
-    seconds = Network(network).all_reduce_s(10**4, Group(2))
+    seconds = Network(network).collective_s("all_reduce", 10**4, Group(2))
     for hidden_s in (1.0, 50.0):
         after = (Compute("other", hidden_s), Wait("g"), Compute("optimizer", 1.0))
         step = work(1, reduce=(Communicate("g", "all_reduce", "dp", 10**4, blocking=False),), after=after)
@@ -172,7 +172,7 @@ def test_a_collective_hides_behind_computing_until_it_is_waited_for() -> None:
 
 def test_without_overlap_a_collective_takes_its_time_when_it_is_waited_for() -> None:
     mesh, network = Mesh.of(dp=2), cluster(2, beta_s_per_byte=1e-3)
-    seconds = Network(network).all_reduce_s(10**4, Group(2))
+    seconds = Network(network).collective_s("all_reduce", 10**4, Group(2))
     after = (Compute("other", 50.0), Wait("g"))
     step = work(1, reduce=(Communicate("g", "all_reduce", "dp", 10**4, blocking=False),), after=after)
     schedule = full(build("none", 1, 1))

@@ -3,15 +3,15 @@
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.closed_form import duration_s
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
 from meshwright.errors import ClusterError, LayoutError
-from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Member
 from meshwright.ir.device import Device
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Schedule
@@ -67,8 +67,26 @@ def test_all_groups_of_an_axis_at_once_take_what_the_closed_form_says(
     links = Links(Fabric(one, mesh))
     ends = finish(links, *((1.0, links.collective(collective, size, group)) for group in mesh.groups(axis)))
     first = mesh.groups(axis)[0]
-    wanted = 1.0 + duration_s(Network(one), collective, size, Group(len(first), first[1] - first[0]))
+    wanted = 1.0 + Network(one).collective_s(collective, size, Group(len(first), first[1] - first[0]))
     assert ends == pytest.approx([wanted] * len(ends))
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_to_all"])
+def test_measured_collectives_take_on_shared_links_what_was_measured(operation: Any) -> None:
+    """Twice as long as β says, and latency of their own; alone on its links a group is faster than that."""
+    rows = tuple(
+        CollectiveTiming(
+            operation=operation, algorithm="x", level="rack", ranks=2, bytes=size, time_s=0.5 + 1e-4 * size
+        )
+        for size in (0, 10**6)
+    )
+    one, mesh = msgspec.structs.replace(boxes(1), collectives=rows), Mesh.of(dp=2, tp=4)
+    links, groups = Links(Fabric(one, mesh)), mesh.groups("dp")
+    ends = finish(links, *((0.0, links.collective(operation, 10**5, group)) for group in groups))
+    assert ends == pytest.approx([Network(one).collective_s(operation, 10**5, Group(2, 4))] * 4)
+    assert ends[0] == pytest.approx(0.5 + 10)
+    links = Links(Fabric(one, mesh))
+    assert finish(links, (0.0, links.collective(operation, 10**5, groups[0])))[0] < 0.6 * ends[0]
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1.0, 2.0]), st.integers(0, 10**6))
@@ -149,7 +167,7 @@ def _started_together(mesh: Mesh, *axes: str) -> tuple[Schedule, Work, Mesh, Clu
 
 def test_collectives_of_two_groups_of_one_rank_at_once_share_its_link() -> None:
     step = _started_together(Mesh.of(dp=2, tp=2), "dp", "tp")
-    one, latency_s = (Network(step[3]).all_reduce_s(size, Group(2)) for size in (10**6, 0))
+    one, latency_s = (Network(step[3]).collective_s("all_reduce", size, Group(2)) for size in (10**6, 0))
     assert play(*step).step_s == pytest.approx(3 + one)
     assert play(*step, contention=True).step_s == pytest.approx(3 + latency_s + 2 * (one - latency_s))
 
@@ -158,7 +176,7 @@ def test_collectives_of_two_groups_of_one_rank_at_once_share_its_link() -> None:
 def test_collectives_of_one_group_go_one_after_the_other(contention: bool) -> None:
     step = _started_together(Mesh.of(dp=4), "dp", "dp", "dp")
     played = play(*step, contention=contention)
-    assert played.step_s == pytest.approx(3 + 3 * Network(step[3]).all_reduce_s(10**6, Group(4)))
+    assert played.step_s == pytest.approx(3 + 3 * Network(step[3]).collective_s("all_reduce", 10**6, Group(4)))
     spans = [one for one in played.trace([2]).spans if one.stream == "communication"]
     assert [one.what.split()[-1] for one in spans] == ["0", "1", "2"]
     assert all(one.end_s <= then.start_s + 1e-9 for one, then in itertools.pairwise(spans))

@@ -86,7 +86,7 @@ def test_simulated_communication_is_hidden_or_exposed() -> None:
         after=(Compute("other", 1.0), Wait("g")),
     )
     slow = cluster(2, beta_s_per_byte=1e-3)
-    seconds = Network(slow).all_reduce_s(4000, Group(2))
+    seconds = Network(slow).collective_s("all_reduce", 4000, Group(2))
     for found in summarize(simulate(add_reduction(build("none", 1, 1)), Work((stage,)), Mesh.of(dp=2), slow)):
         assert seconds > 2.0
         assert (found.compute_s, found.exposed_s) == pytest.approx((4.0, seconds - 1.0))

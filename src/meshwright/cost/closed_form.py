@@ -77,24 +77,12 @@ def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:
 
 def collective_s(piece: Communicate, mesh: Mesh, network: Network) -> float:
     """A collective along one axis of the mesh, while all groups of the axis have theirs."""
-    return duration_s(network, piece.collective, piece.bytes, axis_group(mesh, piece.axis, piece.members))
+    return network.collective_s(piece.collective, piece.bytes, axis_group(mesh, piece.axis, piece.members))
 
 
 def duration_s(network: Network, collective: Collective, num_bytes: float, group: Group) -> float:
     """A collective of a group."""
-    match collective:
-        case "all_reduce":
-            return network.all_reduce_s(num_bytes, group)
-        case "reduce_scatter":
-            return network.reduce_scatter_s(num_bytes, group)
-        case "all_gather":
-            return network.all_gather_s(num_bytes, group)
-        case "all_to_all":
-            return network.all_to_all_s(num_bytes, group)
-        case "broadcast":
-            return network.broadcast_s(num_bytes, group)
-        case "halo":
-            return network.halo_s(num_bytes, group)
+    return network.collective_s(collective, num_bytes, group)
 
 
 def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:

@@ -6,9 +6,11 @@ from itertools import pairwise
 
 import msgspec
 
+from meshwright.cost.alpha_beta import Hop, gamma_s_per_byte, steps_s
+from meshwright.cost.work import Collective
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.resharding import Link
-from meshwright.schedules.collectives.choice import runs, written
+from meshwright.schedules.collectives.choice import NATIVE, runs, written
 
 START_S = 28e-6
 """Before the first byte of a collective on GPUs moves: launch, rendezvous of the ranks, protocol (NCCL on A100)."""
@@ -42,7 +44,7 @@ class Network:
 
     def __init__(self, cluster: Cluster) -> None:
         self.start_s = START_S if cluster.device.kind != "cpu" else 0.0
-        self._levels = cluster.levels
+        self._levels, self._gamma = cluster.levels, gamma_s_per_byte(cluster.device)
         self._measured: dict[tuple[str, str, tuple[int, ...]], dict[str, list[tuple[float, float]]]] = {}
         for row in cluster.collectives:
             tables = self._measured.setdefault((row.operation, row.level, row.fan_outs or (row.ranks,)), {})
@@ -53,65 +55,61 @@ class Network:
     def _depth(self) -> int:
         return len(self._levels)
 
-    def all_reduce_s(self, num_bytes: float, group: Group) -> float:
-        """Ring or tree, whichever is faster (Thakur et al. 2005; the tree as in NCCL, pipelined over its depth)."""
+    def collective_s(self, operation: Collective, num_bytes: float, group: Group, algorithm: str = NATIVE) -> float:
+        """Seconds of a collective of a group, while all groups of its axis have theirs: the one model that planning,
+        estimates and the simulator ask.
+
+        What was measured counts first. Where nothing was, ``algorithm`` is priced by its steps (``alpha_beta.py``), and
+        the library's own collectives (native, and what has no closed form) as NCCL runs them: all-reduces over the
+        faster of a ring and a tree that is pipelined over its depth (Thakur et al. 2005), reduce-scatters and
+        all-gathers over a ring, broadcasts down a tree; all-to-alls pairwise; halos as messages to and from the
+        neighbours, all at once, over the slowest level that has ranks on both sides.
+        """
         if group.size < 2:
             return 0.0
-        if (measured := self._table_s("all_reduce", num_bytes, group)) is not None:
+        asked = ("send", Group(2, group.stride)) if operation == "halo" else (operation, group)
+        if (measured := self._table_s(asked[0], num_bytes, asked[1])) is not None:
             return measured
+        if algorithm != NATIVE and (steps := self._steps_s(operation, num_bytes, group, algorithm)) is not None:
+            return steps
+        if operation == "all_to_all":
+            return self.start_s + self._pairwise_s(num_bytes, group)
+        if operation == "halo":
+            return self.start_s + self._halo_s(num_bytes, group)
         ring, tree, beta = self._path(group)
-        wire = 2 * (group.size - 1) / group.size * num_bytes
-        return self.start_s + 2 * min(ring, tree) + wire * beta
+        passed = (group.size - 1) / group.size * num_bytes * beta
+        match operation:
+            case "all_reduce":
+                return self.start_s + 2 * min(ring, tree) + 2 * passed
+            case "broadcast":
+                return self.start_s + tree + num_bytes * beta
+            case _:
+                return self.start_s + ring + passed
 
-    def reduce_scatter_s(self, num_bytes: float, group: Group) -> float:
-        """Ring."""
-        if group.size < 2:
-            return 0.0
-        if (measured := self._table_s("reduce_scatter", num_bytes, group)) is not None:
-            return measured
-        ring, _, beta = self._path(group)
-        return self.start_s + ring + (group.size - 1) / group.size * num_bytes * beta
+    def _steps_s(self, operation: str, num_bytes: float, group: Group, algorithm: str) -> float | None:
+        hops = [
+            Hop(inside, level.alpha_s, level.shared_beta_s_per_byte(unit) / level.ring_fraction(2))
+            for level, inside, unit in self._members(group)
+        ]
+        seconds = steps_s(operation, algorithm, hops, num_bytes, self._gamma)
+        return None if seconds is None else self.start_s + seconds
 
-    def all_gather_s(self, num_bytes: float, group: Group) -> float:
-        """Ring; the mirror image of the reduce-scatter."""
-        if group.size > 1 and (measured := self._table_s("all_gather", num_bytes, group)) is not None:
-            return measured
-        return self.reduce_scatter_s(num_bytes, group)
-
-    def broadcast_s(self, num_bytes: float, group: Group) -> float:
-        """Down a tree, pipelined over its depth."""
-        if group.size < 2:
-            return 0.0
-        if (measured := self._table_s("broadcast", num_bytes, group)) is not None:
-            return measured
-        _, tree, beta = self._path(group)
-        return self.start_s + tree + num_bytes * beta
-
-    def all_to_all_s(self, num_bytes: float, group: Group) -> float:
-        """Pairwise: each rank sends its part to every other, over the level that joins the two."""
-        if group.size < 2:
-            return 0.0
-        if (measured := self._table_s("all_to_all", num_bytes, group)) is not None:
-            return measured
-        seconds, before = self.start_s, 1
+    def _pairwise_s(self, num_bytes: float, group: Group) -> float:
+        """Each rank sends its part to every other, over the level that joins the two."""
+        seconds, before = 0.0, 1
         for level, inside, unit in self._members(group):
             sent = num_bytes * (inside - before) / group.size
             seconds += (inside - before) * level.alpha_s + sent * level.shared_beta_s_per_byte(unit)
             before = inside
         return seconds
 
-    def halo_s(self, num_bytes: float, group: Group) -> float:
-        """Messages to and from the neighbours, all at once, over the slowest level that has ranks on both sides."""
-        if group.size < 2:
-            return 0.0
-        if (measured := self._table_s("send", num_bytes, Group(2, group.stride))) is not None:
-            return measured
+    def _halo_s(self, num_bytes: float, group: Group) -> float:
         slowest, before = 0.0, 1
         for level, inside, unit in self._members(group):
             # Of a group, only the ranks at a unit's border send out of it.
             beta = level.shared_beta_s_per_byte(max(1, unit // before))
             slowest, before = max(slowest, level.alpha_s + num_bytes * beta), inside
-        return self.start_s + slowest
+        return slowest
 
     def send_s(self, num_bytes: float, stride: int) -> float:
         """A message to the rank ``stride`` further, while all ranks of a unit send theirs."""
@@ -124,7 +122,7 @@ class Network:
     def link(self, group: Group) -> Link:
         """Latency and seconds per byte of a group's all-reduce, as the search for cheap resharding takes them: from
         one without content, and one of ``LARGE_BYTES``."""
-        least, most = (self.all_reduce_s(num_bytes, group) for num_bytes in (0, LARGE_BYTES))
+        least, most = (self.collective_s("all_reduce", num_bytes, group) for num_bytes in (0, LARGE_BYTES))
         wire = 2 * (group.size - 1) / group.size * LARGE_BYTES
         return Link(latency_s=least / (2 * math.ceil(math.log2(group.size))), byte_s=max(0.0, most - least) / wire)
 

@@ -137,7 +137,7 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     _tensor_collective(setup, network, backward)
     if setup.tp > 1:
         tensor = Group(setup.tp)
-        forward.wait(3 * network.all_reduce_s(4.0 * setup.tokens, tensor), 3)
+        forward.wait(3 * network.collective_s("all_reduce", 4.0 * setup.tokens, tensor), 3)
     return Pass(forward.span(), backward.span())
 
 
@@ -153,9 +153,13 @@ def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None
     tensor, width = Group(setup.tp), float(setup.tokens * setup.model.hidden * setup.element_bytes)
     for tally in tallies:
         if setup.sequence_parallel:
-            tally.wait(network.reduce_scatter_s(width, tensor) + network.all_gather_s(width, tensor), 2)
+            tally.wait(
+                network.collective_s("reduce_scatter", width, tensor)
+                + network.collective_s("all_gather", width, tensor),
+                2,
+            )
         else:
-            tally.wait(network.all_reduce_s(width, tensor))
+            tally.wait(network.collective_s("all_reduce", width, tensor))
 
 
 def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span, Span]:
@@ -244,7 +248,7 @@ def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) 
     for tally in (forward, backward):
         tally.stream(4 * moved, 8)
         if setup.ep > 1:
-            tally.wait(2 * network.all_to_all_s(moved, Group(setup.ep, setup.data_stride)), 2)
+            tally.wait(2 * network.collective_s("all_to_all", moved, Group(setup.ep, setup.data_stride)), 2)
     busiest = visits / local * (EXPERT_SPREAD if setup.ep > 1 else 1.0)
     _feed_forward(setup, forward, backward, busiest, width, local)
     _accumulate(setup, backward, local * model.mlp_matrices * model.hidden * width, 2)

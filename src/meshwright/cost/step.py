@@ -228,7 +228,7 @@ def _send_s(setup: Setup, network: Network) -> float:
     moved = setup.tokens * setup.model.hidden * setup.element_bytes / setup.tp
     gathered = 0.0
     if setup.tp > 1 and not setup.sequence_parallel:
-        gathered = network.all_gather_s(moved * setup.tp, Group(setup.tp))
+        gathered = network.collective_s("all_gather", moved * setup.tp, Group(setup.tp))
     return 2 * (network.send_s(moved, setup.stage_stride) + gathered)
 
 
@@ -238,12 +238,15 @@ def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s
     if data.size < 2:
         return 0.0
     moved = parameters * setup.element_bytes
-    scatter_s, gather_s = network.reduce_scatter_s(moved, data), network.all_gather_s(moved, data)
+    scatter_s, gather_s = (
+        network.collective_s("reduce_scatter", moved, data),
+        network.collective_s("all_gather", moved, data),
+    )
     if setup.resharded:
         # Gathered for the forward and again for the backward of every micro-batch, behind the compute of other layers.
         each_s = 2 * gather_s + scatter_s
         return setup.microbatches * max((1 - HIDDEN) * each_s, each_s - HIDDEN * microbatch_s)
-    once_s = scatter_s + gather_s if setup.zero else network.all_reduce_s(moved, data)
+    once_s = scatter_s + gather_s if setup.zero else network.collective_s("all_reduce", moved, data)
     if setup.overlap == "none":
         return once_s
     # Gradients behind the last micro-batch's backward, parameters behind the next one's forward.
@@ -256,7 +259,7 @@ def _tied_s(setup: Setup, network: Network) -> float:
     if setup.pp < 2 or not model.tied:
         return 0.0
     ends = Group(2, setup.stage_stride * (setup.pp - 1))
-    return network.all_reduce_s(model.hidden * model.vocabulary / setup.tp * setup.element_bytes, ends)
+    return network.collective_s("all_reduce", model.hidden * model.vocabulary / setup.tp * setup.element_bytes, ends)
 
 
 def _optimizer_s(setup: Setup, rates: Rates, parameters: float) -> float:

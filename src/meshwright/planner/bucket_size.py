@@ -152,13 +152,13 @@ class _Scale:
             return name == NATIVE or (name == "butterfly" and self.plan.mesh.size(bucket.axis) == 2)
         return name in (NATIVE, "star")
 
-    def _seconds(self, collective: str, axis: str, num_bytes: float) -> float:
-        group = axis_group(self.plan.mesh, axis)
-        return duration_s(self.network, collective, num_bytes, group)  # type: ignore[arg-type]
+    def _seconds(self, collective: str, axis: str, num_bytes: float, algorithm: str = NATIVE) -> float:
+        name, group = chosen(algorithm, collective, int(num_bytes)), axis_group(self.plan.mesh, axis)
+        return self.network.collective_s(collective, num_bytes, group, name)  # type: ignore[arg-type]
 
     def _gathers(self, buckets: Sequence[Bucket]) -> list[Transfer]:
         return [
-            Transfer(one.axis, one.parameters, self._seconds("all_gather", one.axis, one.num_bytes),
+            Transfer(one.axis, one.parameters, self._seconds("all_gather", one.axis, one.num_bytes, one.algorithm),
                      hides=self._hides("all_gather", one))
             for one in buckets
         ]  # fmt: skip
@@ -173,7 +173,7 @@ class _Scale:
         return Transfer(
             one.axis,
             one.parameters,
-            self._seconds(operation, one.axis, one.num_bytes),
+            self._seconds(operation, one.axis, one.num_bytes, one.algorithm),
             after_s=sum(self._seconds("all_reduce", axis, left) for axis in one.across),
             alone=cut,
             hides=self._hides(operation, one),

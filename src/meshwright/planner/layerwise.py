@@ -103,10 +103,16 @@ def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks
     if ranks == 1 or have == need != "whole":
         return 0.0
     if have == "whole":
-        return network.all_reduce_s(num_bytes, group) if need == "whole" else network.all_gather_s(num_bytes, group)
+        return (
+            network.collective_s("all_reduce", num_bytes, group)
+            if need == "whole"
+            else network.collective_s("all_gather", num_bytes, group)
+        )
     if need == "whole":
-        return network.all_gather_s(num_bytes, group) + network.reduce_scatter_s(num_bytes, group)
-    return 2 * network.all_to_all_s(num_bytes / ranks, group)
+        return network.collective_s("all_gather", num_bytes, group) + network.collective_s(
+            "reduce_scatter", num_bytes, group
+        )
+    return 2 * network.collective_s("all_to_all", num_bytes / ranks, group)
 
 
 def ways_of(layer: NetLayer, images: int, ranks: int) -> list[Way]:
@@ -135,14 +141,14 @@ def choice_of(
     if have is not None:
         moved_s = moving_s(network, have, PLACES[way][0], images * layer.inputs * layer.pixels_in * element, ranks)
     if way == "inputs":
-        moved_s += network.all_reduce_s(images * layer.outputs * layer.pixels_out * element, Group(ranks))
+        moved_s += network.collective_s("all_reduce", images * layer.outputs * layer.pixels_out * element, Group(ranks))
     reduced = layer.parameters * element if way == "data" else 0.0
     return Choice(
         layer=layer.name,
         way=way,
         compute_s=cost.forward_s + cost.backward_s,
         moving_s=moved_s,
-        gradients_s=network.all_reduce_s(reduced, Group(ranks)) if reduced else 0.0,
+        gradients_s=network.collective_s("all_reduce", reduced, Group(ranks)) if reduced else 0.0,
         optimizer_s=rates.stream("update", layer.parameters / split * OPTIMIZER_BYTES).seconds,
         held_bytes=cost.saved_bytes + layer.parameters / split * (18 if element == 2 else 16),
     )

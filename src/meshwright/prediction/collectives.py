@@ -6,11 +6,12 @@ from itertools import pairwise
 import msgspec
 
 from meshwright.catalog import load_cluster
+from meshwright.cost.alpha_beta import gamma_s_per_byte
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.schedules.collectives import ALGORITHMS, Count, build, check, count
 from meshwright.schedules.collectives.hierarchy import ACROSS_BY_OPERATION, INSIDE, equal_boxes, written
-from meshwright.simulate.collectives import alone_s, gamma_s_per_byte, links_of, shared_s
+from meshwright.simulate.collectives import alone_s, links_of, shared_s
 
 SIZES = (4, *(16**power for power in range(2, 8)), 2**30)
 """Bytes of a vector between which crossovers are looked for."""
@@ -61,7 +62,7 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
     found = load_cluster(cluster) if isinstance(cluster, str) else cluster
     found = found.resized(num_ranks)
     names = [*ALGORITHMS.get(operation, ("",)), *_along_levels(operation, found)]
-    link, gamma, sharing = links_of(found), gamma_s_per_byte(found), num_ranks <= MAX_SHARING
+    link, gamma, sharing = links_of(found), gamma_s_per_byte(found.device), num_ranks <= MAX_SHARING
 
     rows: list[Row] = []
     times_alone: dict[str, list[float]] = {}

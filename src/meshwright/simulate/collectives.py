@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import cache
 
+from meshwright.cost.alpha_beta import gamma_s_per_byte
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.schedules.collectives.steps import Action, Copy, Receive, Send, Steps, programs
@@ -11,11 +12,6 @@ from meshwright.simulate.network import Fabric, Links
 
 Link = Callable[[int, int], tuple[str, float, float]]
 """What joins two ranks: the name of the ports that it takes, α in seconds, β in seconds per byte."""
-
-
-def gamma_s_per_byte(cluster: Cluster) -> float:
-    """To add a byte to another: two are read, one is written, at the memory's rate."""
-    return 3 / cluster.device.memory_bandwidth_bytes_per_s
 
 
 def links_of(cluster: Cluster) -> Link:
@@ -70,7 +66,7 @@ def shared_s(steps: Steps, cluster: Cluster, item_bytes: int = 1) -> float:
 class _Play:
     def __init__(self, steps: Steps, cluster: Cluster, item_bytes: int) -> None:
         self._links = Links(Fabric(cluster, Mesh.of(all=steps.num_ranks)))
-        self._item_bytes, self._gamma = item_bytes, gamma_s_per_byte(cluster)
+        self._item_bytes, self._gamma = item_bytes, gamma_s_per_byte(cluster.device)
         self._programs = [deque(program) for program in programs(steps)]
         self._todo: list[deque[Action]] = [deque() for _ in self._programs]  # of this round
         self._leaving = [0] * len(self._programs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from meshwright.cost.closed_form import collective_s, duration_s
+from meshwright.cost.closed_form import collective_s
 from meshwright.cost.collective import SHORT_RING, Group, Network
 from meshwright.cost.work import Collective, Communicate
 from meshwright.errors import ClusterError, LayoutError
@@ -98,6 +98,7 @@ class Links:
                 remedy="simulate without contention, or describe a cluster without members",
             )
         self._network, self._levels = Network(cluster), cluster.levels
+        self._unmeasured = Network(msgspec.structs.replace(cluster, collectives=()))
         self._below = [math.prod(level.fan_out for level in self._levels[:index]) for index in range(len(self._levels))]
         self._capacity: dict[Resource, float] = {}
         self._pending: list[tuple[float, int, Finish, tuple[Flow, ...]]] = []
@@ -185,10 +186,10 @@ class Links:
                 return (Flow(level.alpha_s, float(num_bytes), uses, 1 / _beta(level)),)
         raise AssertionError("a rank sends to itself")
 
-    def collective(self, collective: Collective, num_bytes: int, ranks: Sequence[int]) -> tuple[Flow, ...]:
+    def collective(self, collective: Collective, num_bytes: float, ranks: Sequence[int]) -> tuple[Flow, ...]:
         """A collective of these ranks, which are equally far apart."""
-        group = Group(len(ranks), ranks[1] - ranks[0])
-        size, latency_s = len(ranks), duration_s(self._network, collective, 0, group)
+        size, (latency_s, slower) = len(ranks), self._measured(collective, num_bytes, ranks)
+        num_bytes *= slower
         if collective == "all_to_all":
             return self._pairwise(num_bytes, ranks, latency_s)
         wire = num_bytes * {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0, "halo": 1.0}.get(
@@ -204,7 +205,16 @@ class Links:
             limit, weight = min(limit, members / _beta(level) * slow), members
         return (Flow(latency_s, wire, uses, limit, weight),)
 
-    def _pairwise(self, num_bytes: int, ranks: Sequence[int], latency_s: float) -> tuple[Flow, ...]:
+    def _measured(self, collective: Collective, num_bytes: float, ranks: Sequence[int]) -> tuple[float, float]:
+        """The latency of a collective, and by which factor it was measured to be slower than its levels' β say."""
+        group = Group(len(ranks), ranks[1] - ranks[0])
+        (latency_s, whole_s), (least_s, most_s) = (
+            [network.collective_s(collective, size, group) for size in (0, num_bytes)]
+            for network in (self._network, self._unmeasured)
+        )
+        return latency_s, max(0.0, whole_s - latency_s) / (most_s - least_s) if most_s > least_s else 1.0
+
+    def _pairwise(self, num_bytes: float, ranks: Sequence[int], latency_s: float) -> tuple[Flow, ...]:
         flows, before = list[Flow](), 1
         for index, units, inside in self._crossed(ranks):
             level, members = self._levels[index], len(ranks) / len(units)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import inf, prod
 
-from meshwright.cost.closed_form import axis_group, duration_s
+from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
 from meshwright.cost.decomposed import Decomposed
 from meshwright.cost.node import Exchange
@@ -66,7 +66,7 @@ class Prices:
 
     def exchange_s(self, one: Exchange) -> float:
         """A collective between the ranks of an axis."""
-        return duration_s(self.network, one.kind, one.bytes, self.groups[one.axis])  # type: ignore[arg-type]
+        return self.network.collective_s(one.kind, one.bytes, self.groups[one.axis])  # type: ignore[arg-type]
 
     def times(self, operator: Operator) -> int:
         """How often a step runs it."""
@@ -117,9 +117,9 @@ class Prices:
             largest, group = max(before, after), self.groups[move.axis]
             if gradient and len(steps) == 1 and move.kind == "all_reduce":
                 bucket = max(largest, self.bucket_bytes)
-                seconds += duration_s(self.network, move.kind, bucket, group) * largest / bucket
+                seconds += self.network.collective_s(move.kind, bucket, group) * largest / bucket
                 continue
-            seconds += duration_s(self.network, move.kind, largest, group)
+            seconds += self.network.collective_s(move.kind, largest, group)
             if move.kind == "all_reduce" and not owned:
                 seconds += self.rates.stream("copy", 2 * before).seconds
             inner = isinstance(move.placement, Shard) and (move.placement.dim > 0 or move.placement.outer > 1)

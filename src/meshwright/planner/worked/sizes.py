@@ -19,7 +19,7 @@ def parameter_server() -> tuple[Line, ...]:
     size, rate, workers, nic = 4 * net.parameters, 3, 256, 400e9 / 8
     printed, ours = 97.5e6, workers * rate * 97.5e6
     network = Network(load_cluster("v100-box1-eth400", workers))
-    ring_s = network.all_reduce_s(size, Group(workers))
+    ring_s = network.collective_s("all_reduce", size, Group(workers))
     return (
         compared(
             "ResNet-50: 97.5 MB of 24.4 M parameters",

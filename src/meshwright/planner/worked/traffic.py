@@ -73,10 +73,12 @@ def data_or_tensor() -> tuple[Line, ...]:
     """One dense layer of 4,096 x 4,096 over two ranks: gradients of its weights, or its activations."""
     width, ranks = 4096, 2
     network, group = _bandwidth_only("a100-80gb-dgx-hdr200x8"), Group(ranks)
-    data_s = network.all_reduce_s(width * width, group)
+    data_s = network.collective_s("all_reduce", width * width, group)
 
     def tensor_s(rows: int) -> float:  # outputs put together forward, terms of the inputs' gradient added up backward
-        return network.all_gather_s(rows * width, group) + network.all_reduce_s(rows * width, group)
+        return network.collective_s("all_gather", rows * width, group) + network.collective_s(
+            "all_reduce", rows * width, group
+        )
 
     low, high = 1, width
     while low < high:
