@@ -222,7 +222,7 @@ def test_no_layout_by_hand_is_faster(tied: bool) -> None:
     graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
     for cluster in (FOUR, mw.Cluster.load("v100-16gb-p3-eth25", 4)):
         found = quality.compared("GPT", graph, cluster, 4)
-        assert found.verdict == "pass", found.measured
+        assert found.notes["slower"] <= auto.ALIKE, found.measured
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,11 @@ from meshwright.planner.bucket_size import ALIKE, LADDER_BYTES, peak_bytes
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
 
-GPU = mw.Cluster.load("a100-80gb-dgx")
+A100 = mw.Cluster.load("a100-80gb-dgx")
+GPU = msgspec.structs.replace(
+    A100, device=msgspec.structs.replace(A100.device, peak_flops_per_s={"float32": A100.device.peak("tfloat32")})
+)
+"""Whose float32 products run on tensor cores, so that a small model computes no longer than it communicates."""
 NUM_RANKS = 8
 PART_OF_A_STEP = 0.01
 """By so much the simulator may find a step longer than another: a timeline of buckets tells of nothing else."""
