@@ -9,9 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 import meshwright.ops.library  # noqa: F401 - defines the operators
 from meshwright.catalog import load_device
-from meshwright.cost.kernels import Operand, Rates
-from meshwright.cost.operators import kernels_cost, scratch_bytes
+from meshwright.cost.attention import scratch_bytes
+from meshwright.cost.kernels import Rates
+from meshwright.cost.operators import kernel_of, kernels_cost
 from meshwright.ir.graph import Operator
+from meshwright.ir.kernel import Operand
 
 ours = torch.ops.meshwright
 BATCH, HEADS, ROWS, WIDTH = 2, 3, 256, 16
@@ -64,6 +66,6 @@ def test_the_bytes_of_attention_are_those_of_its_kernels(dtype: torch.dtype, fus
         work = flops * (2.5 if kind == "attention_backward" else 1)
         cost = kernels_cost(rates, operator, inputs, outputs, work)
         assert traffic.fused == fused
-        assert (scratch_bytes(rates, operator, inputs) == 0) == fused
+        assert (scratch_bytes(kernel_of(operator, inputs, outputs, work), on_cpu=True) == 0) == fused
         if not fused:
             assert cost.bytes == pytest.approx(traffic.num_bytes, rel=0.2)

@@ -6,11 +6,13 @@ import msgspec
 import pytest
 
 from meshwright.catalog import load_device
-from meshwright.cost.kernels import Cost, Operand, Rates
-from meshwright.cost.operators import kernels_cost, scratch_bytes
+from meshwright.cost.attention import scratch_bytes
+from meshwright.cost.kernels import Cost, Rates
+from meshwright.cost.operators import kernel_of, kernels_cost
 from meshwright.errors import ClusterError
 from meshwright.ir.device import Device, Kernels
 from meshwright.ir.graph import Operator
+from meshwright.ir.kernel import Operand
 from meshwright.ir.kind import COMPUTE, KINDS
 
 CALIBRATED = Device(
@@ -98,7 +100,7 @@ def test_captured_attention_on_a_cpu_is_the_fused_kernel(device: Device, backwar
     wanted = rates.seconds(kind, "float32", flops, moved)
     operator = call(f"meshwright.{kind}.default", inputs, outputs, flops, f"{given}, 0.0, True, 0.25, 0, 3")
     assert kernels_cost(rates, operator, inputs, outputs, flops).seconds == wanted
-    assert scratch_bytes(rates, operator, inputs) == 0
+    assert scratch_bytes(kernel_of(operator, inputs, outputs, flops), on_cpu=True) == 0
 
 
 @pytest.mark.parametrize(("name", "dropout"), [("h100", "0.0"), ("a100-80gb", "0.0"), ("calibrated", "0.1")])
@@ -118,7 +120,7 @@ def test_attention_that_forms_its_scores_pays_for_them(name: str, dropout: str, 
     fused_s = rates.seconds(kind, "float32", flops, sum(one.num_bytes for one in (*inputs, *outputs)))
     assert found.bytes > 10 * scores
     assert found.seconds > rates.stream("pointwise", 8 * scores).seconds + 0.5 * products / 5 * fused_s
-    assert scratch_bytes(rates, operator, inputs) >= 2 * scores
+    assert scratch_bytes(kernel_of(operator, inputs, outputs, flops), on_cpu=name == "calibrated") >= 2 * scores
     assert found.flops == flops
 
 

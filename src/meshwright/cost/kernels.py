@@ -1,12 +1,12 @@
 """Kernels: the seconds that a device takes for one, from its kind, dtype and sizes; the same for every estimate."""
 
 import math
-from typing import NamedTuple
 
 import msgspec
 
+from meshwright.cost.attention import score_kernels
 from meshwright.ir.device import PEAK_DTYPES, Device, Kernels
-from meshwright.ir.graph import ITEM_BYTES
+from meshwright.ir.kernel import Kernel, Product
 from meshwright.ir.kind import COMPUTE
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -31,26 +31,6 @@ class Cost(msgspec.Struct, frozen=True):
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.seconds + other.seconds, self.flops + other.flops, self.bytes + other.bytes)
-
-
-class Product(NamedTuple):
-    """``batch`` products of (m x k) by (k x n)."""
-
-    m: float
-    n: float
-    k: float
-    batch: float = 1
-
-
-class Operand(NamedTuple):
-    """A tensor of one rank."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Rates:
@@ -109,6 +89,16 @@ class Rates:
         else:
             arithmetic_s = self._tiles_s(peak, product or Product(*3 * [(flops / 2) ** (1 / 3)]))
         return self.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
+
+    def cost(self, kernel: Kernel) -> Cost:
+        """Kernels as data. Attention is what is lowered: one kernel where the device has a fused one, else several that
+        form the scores."""
+        sizes = kernel.attention
+        if sizes is not None and not sizes.fused(self.device.kind == "cpu", kernel.dtype):
+            parts = [self.cost(one) for one in score_kernels(kernel)]
+            return Cost(sum(one.seconds for one in parts), kernel.flops, sum(one.bytes for one in parts))
+        seconds = self.seconds(kernel.kind, kernel.dtype, kernel.flops, kernel.bytes, kernel.product)
+        return Cost(seconds + (kernel.calls - 1) * self.kernel_s, kernel.flops, kernel.bytes)
 
     def matmul_s(
         self, m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bfloat16", kind: str = "matmul"

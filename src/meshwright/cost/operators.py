@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from math import prod
 
-from meshwright.cost.attention import attention_cost, attention_scratch_bytes
 from meshwright.cost.kernels import Cost as Cost
-from meshwright.cost.kernels import Operand, Product
 from meshwright.cost.kernels import Rates as Rates
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.kernel import Kernel, Operand, attention_of, product_of
 from meshwright.ir.kind import kind_of
 from meshwright.ir.layout import TIME
 from meshwright.ir.placement import Placements, input_placements, is_linear, local_shape, output_placements
@@ -108,52 +107,33 @@ def kernels_cost(
     that only a decomposition can split."""
     if operator.bytes == 0:  # a view
         return Cost(rates.kernel_s)
-    kind, read, written = kind_of(operator), [one.num_bytes for one in inputs], [one.num_bytes for one in outputs]
-    total = sum(read) + sum(written)
+    several = _ALWAYS.get(_base(operator)) or (_SPLIT.get(kind_of(operator)) if decomposed else None)
+    if several is None:
+        return rates.cost(kernel_of(operator, inputs, outputs, flops))
+    passes, kernels = several
+    largest = max(one.num_bytes for one in (*inputs, *outputs))
+    cost = Cost(max(0, kernels - len(passes)) * rates.kernel_s)
+    for one, times in passes:
+        cost += rates.stream(one, times * largest)
+    return Cost(cost.seconds, flops, cost.bytes)
+
+
+def kernel_of(operator: Operator, inputs: Sequence[Operand], outputs: Sequence[Operand], flops: float) -> Kernel:
+    """An operator as one kernel."""
+    kind, read, made = kind_of(operator), [one.num_bytes for one in inputs], [one.num_bytes for one in outputs]
+    moved = sum(read) + sum(made)
     if kind == "gather":  # what is looked up, not the table
-        total = sum(read) - max(read, default=0) + 2 * sum(written)
-    base = ".".join(operator.target.split(".")[:2])
-    several = _ALWAYS.get(base) or (_SPLIT.get(kind) if decomposed else None)
-    if several is not None:
-        passes, kernels = several
-        largest = max(read + written)
-        cost = Cost(max(0, kernels - len(passes)) * rates.kernel_s)
-        for one, times in passes:
-            cost += rates.stream(one, times * largest)
-        return Cost(cost.seconds, flops, cost.bytes)
-    if base in ("meshwright.attention", "meshwright.attention_backward"):
-        return attention_cost(rates, operator, inputs, flops, total)
+        moved = sum(read) - max(read, default=0) + 2 * sum(made)
     dtype = outputs[0].dtype if outputs else ""
-    return Cost(rates.seconds(kind, dtype, flops, total, product_of(operator, inputs, outputs, flops)), flops, total)
+    product = product_of(operator.target, kind, inputs, outputs[0], flops) if outputs else None
+    attention = None
+    if _base(operator) in ("meshwright.attention", "meshwright.attention_backward"):
+        backward, words = kind == "attention_backward", operator.arguments.split(", ")
+        at = 7 if backward else 4  # of dropout, then causal, in the operators' signatures (``ops/library.py``)
+        dropout, causal = words[at : at + 2] if len(words) > at + 1 else ("0.0", "False")
+        attention = attention_of(backward, inputs, flops, dropout=float(dropout) > 0, causal=causal == "True")
+    return Kernel(kind, dtype, flops, moved, product=product, attention=attention)
 
 
-def scratch_bytes(rates: Rates, operator: Operator, inputs: Sequence[Operand]) -> int:
-    """Memory that an operator takes while it runs: attention's scores, where it keeps them, and on CPUs the images that
-    oneDNN's convolutions copy in blocks of channels (one of them, for the weights' gradient both)."""
-    kind = kind_of(operator)
-    if operator.target.startswith(("meshwright.attention.", "meshwright.attention_backward.")):
-        return attention_scratch_bytes(rates, operator, inputs)
-    if rates.device.kind != "cpu" or not kind.startswith("convolution"):
-        return 0
-    sizes = sorted(one.num_bytes for one in inputs)
-    return sum(sizes[-2:]) if kind == "convolution_weight" else sizes[-1]
-
-
-def product_of(
-    operator: Operator, inputs: Sequence[Operand], outputs: Sequence[Operand], flops: float
-) -> Product | None:
-    """The sizes of a matrix product, or of a convolution as the product of positions by filters (Chellapilla et al.
-    2006), from one rank's parts; None for other operators."""
-    kind, base = kind_of(operator), ".".join(operator.target.split(".")[:2])
-    if base in ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm"):
-        (*batch, m, k), (*_, n) = inputs[-2].shape, inputs[-1].shape
-        return Product(m, n, k, prod(batch))
-    if not kind.startswith("convolution") or len(inputs) < 2:
-        return None
-    made, images, weight = (outputs[0], *inputs[:2]) if kind == "convolution" else inputs[:3]
-    filters = made.shape[1]
-    groups = max(1, images.shape[1] // weight.shape[1]) if weight.shape[0] == filters else 1
-    rows, columns = prod(made.shape) / filters, filters / groups
-    depth = max(1.0, flops / (2 * rows * filters))
-    sizes = {"convolution": (rows, columns, depth), "convolution_input": (rows, depth, columns)}
-    return Product(*sizes.get(kind, (depth, columns, rows)), groups)
+def _base(operator: Operator) -> str:
+    return ".".join(operator.target.split(".")[:2])

@@ -75,12 +75,6 @@ def kind_of_target(target: str) -> str:
     return _KIND_OF.get(f"{namespace}.{name.removesuffix('_')}", "pointwise")
 
 
-def fused_attention(on_cpu: bool, dtype: str, dropout: float, equal_widths: bool) -> bool:
-    """Whether attention is one kernel that keeps no scores: what lowering emits, and costs follow. ``equal_widths``: of
-    queries and values."""
-    return on_cpu and dropout == 0.0 and equal_widths and dtype in ("float32", "float64", "bfloat16")
-
-
 def _keeps_samples(operator: Operator) -> bool:
     """Whether it is the gradient of the input, which has the samples of the output's gradient."""
     if operator.rule is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from meshwright.ir.kind import fused_attention
+from meshwright.ir.kernel import fused_attention
 
 aten = torch.ops.aten
 LIBRARY = Library("meshwright", "DEF")
@@ -95,7 +95,7 @@ def _keep(scores: Tensor, dropout: float, random_key: int, salt: int) -> Tensor:
 
 def _fused(query: Tensor, value: Tensor, dropout: float) -> bool:
     dtype = str(query.dtype).removeprefix("torch.")
-    return fused_attention(query.device.type == "cpu", dtype, dropout, query.shape[-1] == value.shape[-1])
+    return fused_attention(query.device.type == "cpu", dtype, dropout > 0, query.shape[-1] == value.shape[-1])
 
 
 def _laid_out(value: Tensor) -> Tensor:

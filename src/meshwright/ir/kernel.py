@@ -1,0 +1,97 @@
+"""Kernels as data: kinds, dtypes, FLOPs and bytes of what a rank runs, with the sizes of products and attentions."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from meshwright.ir.graph import ITEM_BYTES
+
+PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
+
+
+class Operand(NamedTuple):
+    """A tensor of one rank."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Product(NamedTuple):
+    """``batch`` products of (m x k) by (k x n)."""
+
+    m: float
+    n: float
+    k: float
+    batch: float = 1
+
+
+class Attention(NamedTuple):
+    """``batch`` heads of all samples: ``queries`` of ``width``, which see ``keys``, with values of ``values``; in a
+    ring, ``held`` of the keys at a time."""
+
+    batch: int
+    queries: int
+    keys: int
+    width: int
+    values: int
+    held: int
+    dropout: bool = False
+    causal: bool = False
+    masked: bool = False
+
+    def fused(self, on_cpu: bool, dtype: str) -> bool:
+        """Whether it is one kernel that keeps no scores."""
+        return fused_attention(on_cpu, dtype, self.dropout, self.width == self.values)
+
+
+class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``calls`` kernels of one kind (``ir.kind``): their FLOPs, and the bytes that they read and write, together. Of
+    matrix products, and of convolutions as such, the sizes; and those of attention."""
+
+    kind: str
+    dtype: str = ""
+    flops: float = 0.0
+    bytes: int = 0
+    calls: int = 1
+    product: Product | None = None
+    attention: Attention | None = None
+
+
+def fused_attention(on_cpu: bool, dtype: str, dropout: bool, equal_widths: bool) -> bool:
+    """Whether attention is one kernel that keeps no scores: what lowering emits, and costs follow. ``equal_widths``: of
+    queries and values."""
+    return on_cpu and not dropout and equal_widths and dtype in ("float32", "float64", "bfloat16")
+
+
+def product_of(target: str, kind: str, inputs: Sequence[Operand], made: Operand, flops: float) -> Product | None:
+    """The sizes of a matrix product, or of a convolution as the product of positions by filters (Chellapilla et al.
+    2006), from one rank's tensors; None for other calls."""
+    if target.startswith(tuple(f"{name}." for name in PRODUCTS)):
+        (*batch, m, k), (*_, n) = inputs[-2].shape, inputs[-1].shape
+        return Product(m, n, k, prod(batch))
+    if not kind.startswith("convolution") or len(inputs) < 2:
+        return None
+    output, images, weight = (made, *inputs[:2]) if kind == "convolution" else inputs[:3]
+    filters = output.shape[1]
+    groups = max(1, images.shape[1] // weight.shape[1]) if weight.shape[0] == filters else 1
+    rows, columns = prod(output.shape) / filters, filters / groups
+    depth = max(1.0, flops / (2 * rows * filters))
+    sizes = {"convolution": (rows, columns, depth), "convolution_input": (rows, depth, columns)}
+    return Product(*sizes.get(kind, (depth, columns, rows)), groups)
+
+
+def attention_of(backward: bool, inputs: Sequence[Operand], flops: float, *, dropout: bool, causal: bool) -> Attention:
+    """The sizes of attention, or of its backward pass, from one rank's inputs as ``ops/library.py`` has them."""
+    query, key, value = (one.shape for one in inputs[backward : backward + 3])
+    batch, each = prod(query[:2]), query[2] * (query[3] + value[3]) * (5 if backward else 2)
+    # In a ring, the keys of all ranks come by.
+    keys = max(key[2], round(flops / (batch * each)))
+    masked = len(inputs) > (6 if backward else 3)
+    return Attention(batch, query[2], keys, query[3], value[3], key[2], dropout, causal, masked)
