@@ -7,13 +7,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import meshwright.ops.library  # noqa: F401 - defines the operators
+import meshwright as mw
+import meshwright.ops.library
+from meshwright.capture.builder import capture
 from meshwright.catalog import load_device
 from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.kernels import Rates
 from meshwright.cost.operators import kernel_of, kernels_cost
+from meshwright.cost.program import step_work
 from meshwright.ir.graph import Operator
 from meshwright.ir.kernel import Operand
+from meshwright.lower.plans import PlanLowering
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner.explicit import plan_layout
 
 ours = torch.ops.meshwright
 BATCH, HEADS, ROWS, WIDTH = 2, 3, 256, 16
@@ -69,3 +75,28 @@ def test_the_bytes_of_attention_are_those_of_its_kernels(dtype: torch.dtype, fus
         assert (scratch_bytes(kernel_of(operator, inputs, outputs, work), on_cpu=True) == 0) == fused
         if not fused:
             assert cost.bytes == pytest.approx(traffic.num_bytes, rel=0.2)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_plan_on_a_gpu_holds_the_scores_and_one_on_a_cpu_does_not(microbatches: int) -> None:
+    config = GPTConfig(layers=1, width=32, heads=4, vocabulary=64, sequence_length=512)
+    with torch.device("meta"):
+        model, tokens = GPT(config), torch.zeros(4, 512, dtype=torch.int64)
+    graph = capture(model, language_model_loss, {"tokens": tokens, "targets": tokens}).graph
+    layout = mw.Layout(dp=2, microbatches=microbatches)
+    scores = 4 // 2 // microbatches * 4 * 512 * 512 * 4
+    found = {}
+    gpu, cpu = mw.Cluster.load("a100-80gb-dgx"), mw.Cluster.load("cpu-local")
+    plan = plan_layout(graph, layout, world_size=2, cluster=gpu)
+    programs = PlanLowering(graph)(plan)
+    for cluster in (gpu, cpu):
+        found[cluster.name] = step_work(programs, plan, cluster).stages[0].workspace_bytes
+    assert found["a100-80gb-dgx"] >= 3.5 * scores
+    assert found["cpu-local"] < 2 * scores
+    kernels = [one for phase in programs[0].phases for node in phase.nodes for one in node.kernels]
+    products = [one for one in kernels if one.kind == "matmul"]
+    assert len(products) > 8
+    for one in products:
+        assert one.product is not None
+        m, n, k, batch = one.product
+        assert one.flops == 2 * m * n * k * batch

@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.capture.builder import Capture, capture
 from meshwright.catalog import load_cluster
 from meshwright.cost.closed_form import predict_step
-from meshwright.cost.operators import Rates
+from meshwright.cost.kernels import Rates
 from meshwright.cost.optimizer import ADAMW, MOMENTUM, SGD
 from meshwright.cost.program import Held, stage_held, step_work
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work

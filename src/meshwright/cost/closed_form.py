@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.work import Collective, Communicate, Compute, Piece, Wait, Work
+from meshwright.cost.work import Communicate, Compute, Piece, Wait, Work
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, ActionKind, Schedule
@@ -78,11 +78,6 @@ def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:
 def collective_s(piece: Communicate, mesh: Mesh, network: Network) -> float:
     """A collective along one axis of the mesh, while all groups of the axis have theirs."""
     return network.collective_s(piece.collective, piece.bytes, axis_group(mesh, piece.axis, piece.members))
-
-
-def duration_s(network: Network, collective: Collective, num_bytes: float, group: Group) -> float:
-    """A collective of a group."""
-    return network.collective_s(collective, num_bytes, group)
 
 
 def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:

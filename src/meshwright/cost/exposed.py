@@ -10,7 +10,7 @@ when one has arrived. The collectives of an axis go one after the other, as in t
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from meshwright.cost.closed_form import axis_group, duration_s
+from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
 from meshwright.cost.program import NodeCosts
 from meshwright.ir.cluster import Cluster
@@ -62,7 +62,7 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
     labels = {label for _, label in reduced}
 
     def other(one: Collective) -> tuple[tuple[str, float], ...]:
-        return ((one.axis, duration_s(network, one.kind, one.bytes, axis_group(plan.mesh, one.axis))),)
+        return ((one.axis, network.collective_s(one.kind, one.bytes, axis_group(plan.mesh, one.axis))),)
 
     def moments(*phases: str) -> tuple[Moment, ...]:
         found: list[Moment] = []

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from meshwright.cost.kernels import Cost as Cost
-from meshwright.cost.kernels import Rates as Rates
+from meshwright.cost.kernels import Cost, Rates
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kernel import Kernel, Operand, attention_of, product_of
 from meshwright.ir.kind import kind_of

@@ -6,12 +6,13 @@ from functools import lru_cache
 
 import msgspec
 
-from meshwright.cost.operators import Cost, Rates
+from meshwright.cost.attention import scratch_bytes
+from meshwright.cost.kernels import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan import Plan
-from meshwright.ir.program import Collective, Kernel, Node, Program
+from meshwright.ir.program import Collective, Node, Program
 
 HEAP_FACTOR = 1.15
 """On a CPU: what glibc's heap takes from the system for what lives in it, because free pieces between live ones are too
@@ -83,7 +84,7 @@ class NodeCosts:
     def __init__(self, plan: Plan, cluster: Cluster, threads: int = 1) -> None:
         at_once = max(1, min(plan.mesh.world_size, cluster.num_devices))
         self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads))
-        self._known = lru_cache(maxsize=None)(self._kernel)
+        self._known = lru_cache(maxsize=None)(self.rates.cost)
 
     def of(self, nodes: Iterable[Node]) -> Cost:
         """Nodes one after the other, without what they communicate. A view takes a launch, and moves nothing."""
@@ -92,13 +93,9 @@ class NodeCosts:
             if not node.kernels and node.starts is None and not node.waits:
                 seconds += self.rates.kernel_s
             for one in node.kernels:
-                seconds += self._known(one)
-                flops += one.flops
-                num_bytes += one.bytes
+                cost = self._known(one)
+                seconds, flops, num_bytes = seconds + cost.seconds, flops + cost.flops, num_bytes + cost.bytes
         return Cost(seconds, flops, num_bytes)
-
-    def _kernel(self, one: Kernel) -> float:
-        return self.rates.seconds(one.kind, one.dtype, one.flops, one.bytes) + (one.calls - 1) * self.rates.kernel_s
 
 
 class _Stage:
@@ -301,9 +298,10 @@ class _Stage:
         return peak
 
     def _scratch_bytes(self, node: Node) -> int:
-        """oneDNN convolutions copy images in blocks of channels: one of them, for the weights' gradient both."""
+        """Scores of attention that forms them. oneDNN convolutions copy images in blocks of channels: one of them, for
+        the weights' gradient both."""
         kinds = {one.kind for one in node.kernels if one.kind.startswith("convolution")}
         if not kinds or not self.blocking:
-            return 0
+            return sum(scratch_bytes(one, self.blocking) for one in node.kernels)
         sizes = sorted(self.value_bytes[name] for name in node.inputs)
         return sum(sizes[-2:]) if "convolution_weight" in kinds else sizes[-1]

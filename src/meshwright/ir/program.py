@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from meshwright.ir.graph import ITEM_BYTES
+from meshwright.ir.kernel import Kernel
 from meshwright.ir.plan import Plan
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo"]
@@ -40,16 +41,6 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def owns(self) -> bool:
         """Whether the memory is its own."""
         return self.name == self.storage
-
-
-class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``calls`` kernels of one kind (``ir.kind``): their FLOPs, and the bytes that they read and write, together."""
-
-    kind: str
-    dtype: str = ""
-    flops: float = 0.0
-    bytes: int = 0
-    calls: int = 1
 
 
 class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -9,8 +9,9 @@ from torch._ops import OpOverload
 
 from meshwright.capture.rules import Rules
 from meshwright.ir.halo import most_rows
+from meshwright.ir.kernel import Attention, Kernel, Operand, attention_of, product_of
 from meshwright.ir.kind import kind_of_target
-from meshwright.ir.program import Collective, CollectiveKind, Kernel
+from meshwright.ir.program import Collective, CollectiveKind
 from meshwright.lower.fuse import FUNCTIONAL
 from meshwright.ops import collectives
 from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
@@ -43,6 +44,8 @@ _ACROSS: dict[Any, Target] = {
     ours.experts_across_backward.default: ours.experts_backward.default,
 }
 """Operators whose kernel communicates, and what each is on one rank alone."""
+_SETTINGS = {ours.attention.default: 4, ours.attention_backward.default: 7}
+"""Where dropout is among the arguments of attention, and then whether it is causal."""
 _RINGS = (ours.attention_ring.default, ours.attention_ring_backward.default)
 
 
@@ -77,7 +80,7 @@ class Counter:
         flops = self._flops(call)
         if target in _RINGS:
             flops *= size
-        product = Kernel(kind, dtype, flops, read + made)
+        product = _kernel(call, kind, dtype, flops, read + made)
         if target is aten.addmm.default:  # the bias is written first, and the product added to it
             return product, Kernel("pointwise", dtype, 0.0, made)
         return (product,)
@@ -97,8 +100,25 @@ class Counter:
                 output = call.outputs[len(found)]
                 alone = [other == index for other in range(3)]
                 flops = self._flops(Call(call.target, (*call.args[:-1], alone), {}, (output,)))
-                found.append(Kernel(kind, dtype, flops, num_bytes(*call.tensors, output)))
+                one = Call(call.target, call.args, call.kwargs, (output,))
+                found.append(_kernel(one, kind, dtype, flops, num_bytes(*call.tensors, output)))
         return found
+
+
+def _kernel(call: Call, kind: str, dtype: str, flops: float, moved_bytes: int) -> Kernel:
+    """A call as one kernel, with its sizes where it is a product or attention."""
+    operands = [_operand(one) for one in call.tensors]
+    product = product_of(str(call.target), kind, operands, _operand(call.outputs[0]), flops) if call.outputs else None
+    attention: Attention | None = None
+    if call.target in _SETTINGS:
+        dropout, causal = call.args[_SETTINGS[call.target] :][:2]
+        backward = kind == "attention_backward"
+        attention = attention_of(backward, operands, flops, dropout=dropout > 0, causal=bool(causal))
+    return Kernel(kind, dtype, flops, moved_bytes, product=product, attention=attention)
+
+
+def _operand(value: Tensor) -> Operand:
+    return Operand(tuple(map(int, value.shape)), str(value.dtype).removeprefix("torch."))
 
 
 def _functional(call: Call) -> Call:

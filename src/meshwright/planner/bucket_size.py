@@ -6,7 +6,7 @@ from math import log2
 
 import msgspec
 
-from meshwright.cost.closed_form import axis_group, duration_s
+from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
 from meshwright.cost.exposed import Actions, Transfer, computed_s, exposed_s, stage_actions
 from meshwright.cost.occupancy import peak_memory

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Mapping, Set
 
-from meshwright.cost.operators import Parts, Rates, operator_cost
+from meshwright.cost.kernels import Rates
+from meshwright.cost.operators import Parts, operator_cost
 from meshwright.errors import RuleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph

@@ -6,8 +6,9 @@ from math import inf, prod
 from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
 from meshwright.cost.decomposed import Decomposed
+from meshwright.cost.kernels import Rates
 from meshwright.cost.node import Exchange
-from meshwright.cost.operators import Parts, Rates, operator_cost
+from meshwright.cost.operators import Parts, operator_cost
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator, Tensor
