@@ -84,7 +84,7 @@ def only(reduced: int, gathered: int):  # type: ignore[no-untyped-def]
 def test_no_other_sizes_are_faster(layout: dict[str, int]) -> None:
     exact = layout.get("zero", 0) < 2  # else the order of what is computed beside depends on the buckets
     spread = []
-    for cluster in (GPU, network(0.0, 1e-10), network(1e-3, 1e-12)):
+    for cluster in (A100, network(0.0, 1e-10, A100), network(1e-3, 1e-12, A100)):
         steps = [foretell(PlanLowering(mlp()), plan, cluster).played.step_s for plan in every_size(cluster, **layout)]
         mine = foretell(PlanLowering(mlp()), planned(cluster, **layout), cluster).played.step_s
         assert mine <= min(steps) * (1 + (ALIKE if exact else PART_OF_A_STEP))
@@ -121,10 +121,10 @@ def test_a_layout_has_buckets_within_the_memory_that_is_given() -> None:
 
 def test_the_plan_says_what_other_sizes_cost() -> None:
     text = planned(GPU, zero=1).explain()
-    assert "gradients   1 bucket of at most 32 MiB   stands still " in text
+    assert "gradients   4 buckets of at most 8 MiB   stands still " in text
     assert "parameters  2 buckets of at most 16 MiB  stands still " in text
-    assert "; 8 MiB +" in text
-    assert ", 32 MiB +" in text
+    assert "; 4 MiB +" in text
+    assert ", 16 MiB +" in text
 
 
 def test_a_plan_for_another_batch_keeps_its_buckets() -> None:
