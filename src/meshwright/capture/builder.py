@@ -1,6 +1,5 @@
 """From traced operators to the Graph: names, rules with joined factors, FLOPs, repeated blocks, the prologue."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from meshwright.capture.calls import written
 from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify
 from meshwright.capture.functionalize import functionalized, is_getitem
 from meshwright.capture.garbage import nothing_collected
+from meshwright.capture.provenance import repeated
 from meshwright.capture.reads import Read, Reads
 from meshwright.capture.recorder import Rewrites
 from meshwright.capture.rules import Found, Rules
@@ -26,8 +26,6 @@ from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 from meshwright.ops.table import CANONICAL, VISIBLE
 from meshwright.ops.view import VIEWS
-
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
 @dataclass
@@ -236,7 +234,7 @@ class _Builder:
         names, classes = self._classes(operations)
         tensors = self._tensors(operations, names)
         prologue = self._prologue(operations)
-        repeats = _repeats([operation.node.meta.get("custom", {}).get("module", "") for operation in operations])
+        repeats = repeated([operation.node.meta.get("custom", {}).get("module", "") for operation in operations])
         result: list[ir.Operator] = []
         lines = self._forward_lines(operations)
         for operation in operations:
@@ -396,13 +394,3 @@ def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
 def _short(target: Any) -> str:
     """``aten.mm.default`` -> ``mm``."""
     return str(target).split(".")[1] if "." in str(target) else getattr(target, "__name__", str(target))
-
-
-def _repeats(modules: list[str]) -> dict[str, str]:
-    """Module paths that repeat: ``layers.3.mlp`` -> ``layers.*.mlp`` where at least two indices exist."""
-    patterns: dict[str, set[str]] = {}
-    for module in set(modules):
-        pattern = _INDEX.sub("*", module)
-        if pattern != module:
-            patterns.setdefault(pattern, set()).add(module)
-    return {module: pattern for pattern, members in patterns.items() if len(members) > 1 for module in members}

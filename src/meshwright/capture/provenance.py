@@ -1,6 +1,7 @@
 """Where a traced node comes from: module path, source line, and the forward operator of a backward one."""
 
 import bisect
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ def user_line(filename: str, line: int | None) -> str | None:
 @lru_cache(maxsize=1024)
 def _user_file(filename: str) -> str | None:
     return None if filename.startswith(_NOT_USERS) else "/".join(PurePath(filename).parts[-3:])
+
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
 class Provenance:
@@ -102,3 +106,13 @@ class Provenance:
             self._backward = {"module": owner, "sequence": number, "backward": True}
 
         return hook
+
+
+def repeated(modules: list[str]) -> dict[str, str]:
+    """Module paths that repeat: ``layers.3.mlp`` -> ``layers.*.mlp`` where at least two indices exist."""
+    patterns: dict[str, set[str]] = {}
+    for module in set(modules):
+        pattern = _INDEX.sub("*", module)
+        if pattern != module:
+            patterns.setdefault(pattern, set()).add(module)
+    return {module: pattern for pattern, members in patterns.items() if len(members) > 1 for module in members}

@@ -157,12 +157,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """Whether stages have different submeshes."""
         return any(stage.axes for stage in self.stages)
 
-    @property
-    def whole_step(self) -> bool:
-        """Whether a rank runs the step as one piece: no stages, no micro-batches, nothing done again."""
-        again = self.stage.recompute or self.stage.released
-        return len(self.stages) == 1 and self.microbatches == 1 and not again
-
     def storage(self, parameter: str) -> dict[str, Placement]:
         """How a parameter is stored, in whatever stage holds it."""
         return next((stage.storage[parameter] for stage in self.stages if parameter in stage.storage), {})
