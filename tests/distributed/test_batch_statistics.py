@@ -182,3 +182,38 @@ def test_what_one_process_does_not_compute_is_not_verified() -> None:
     with pytest.raises(LayoutError, match="another computation than that of one process") as caught:
         mw.verify(network(), loss_of, batches(8)[0], mw.Layout(microbatches=2, batch_statistics="microbatch"))
     assert caught.value.remedy == "verify with batch_statistics='global'"
+
+
+class SplitChannels(torch.nn.Module):
+    """A convolution and a batch norm whose channels are split: so are the running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)
+        self.head = torch.nn.Linear(8, 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(image)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def split_statistics() -> float:
+    torch.manual_seed(4)
+    model, plain = SplitChannels().double(), SplitChannels().double()
+    plain.load_state_dict(model.state_dict())
+    layout = mw.Layout(
+        tp=2, microbatches=2, batch_statistics="microbatch", pin={"conv": "filter@tp", "norm": "c@tp"}
+    )  # fmt: skip
+    trainer = mw.parallelize(model, loss_of, batches(8)[0], plan=layout, optimizer=sgd)
+    optimizer = sgd(plain.parameters())
+    for batch in batches(8):
+        optimizer.zero_grad()
+        for part in shards(batch, 2):
+            (loss_of(plain, part) / 2).backward()
+        optimizer.step()
+        trainer.step(batch)
+    expected = once_a_step(plain.state_dict(), mw.Layout(microbatches=2))
+    return largest_error(trainer.full_state_dict(all_ranks=True), expected)
+
+
+def test_every_micro_batch_enters_statistics_of_split_channels(ranks: Ranks) -> None:
+    assert max(ranks(2, split_statistics)) <= TOLERANCE

@@ -17,6 +17,7 @@ import msgspec
 
 from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.kind import kind_of
 from meshwright.ir.layout import DATA_AXES, TIME
 from meshwright.ir.placement import Placements, Shard, output_placements
 
@@ -122,7 +123,13 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
         down=down,
         terms=terms,
         owners=_owners(graph, stage_of, terms),
-        casts=frozenset(one.name for one in forward if one.target == _CAST and one.inputs[0] in graph.parameters),
+        casts=frozenset(
+            one.name
+            for one in forward
+            if one.target == _CAST
+            and one.inputs[0] in graph.parameters
+            and not any(one.outputs[0] in names for names in (*up, *down))
+        ),
     )
 
 
@@ -159,6 +166,30 @@ def batch_border(graph: Graph, name: str, sizes: dict[str, int]) -> Placements:
         if batch and parts > 1 and tensor.shape[dim] % (parts * sizes.get(TIME, 1)) == 0:
             return {"dp": Shard(dim)}
     return {}
+
+
+def differing_buffers(graph: Graph, sums: Collection[str]) -> frozenset[str]:
+    """The buffers whose new value differs from micro-batch to micro-batch: it depends on samples, on a random number,
+    or on such a buffer. What the prologue makes of the whole batch differs where it has samples; ``sums`` over
+    micro-batches, which are made once a step, do not count."""
+    batch = {name for name, factor in graph.factor_classes.items() if factor.role == "batch"}
+
+    def samples(name: str) -> bool:
+        return any(not batch.isdisjoint(classes) for classes in graph.tensors[name].dims)
+
+    found: frozenset[str] = frozenset()
+    while True:
+        differing = {*filter(samples, graph.inputs), *found}
+        for operator in graph.operators:
+            if operator.prologue:
+                differing.update(filter(samples, operator.outputs))
+            elif kind_of(operator) == "random" or not differing.isdisjoint(operator.inputs):
+                differing.update(operator.outputs)
+        updates = graph.buffer_updates.items()
+        now = frozenset(buffer for buffer, update in updates if update in differing and buffer not in sums)
+        if now == found:
+            return found
+        found = now
 
 
 def _late(graph: Graph) -> set[str]:
@@ -284,6 +315,7 @@ def _owners(
             if name in result and stage is not None:
                 result[name].add(stage)
     producers = graph.producers()
+    _hold_for_prologue(graph, stage_of, result)
     for buffer, update in graph.buffer_updates.items():
         maker = producers.get(update)
         if maker is not None and maker.name in stage_of:
@@ -297,6 +329,23 @@ def _owners(
                 _hold(result, buffer, together, result[update] or together)
                 _hold(result, update, together)
     return {name: tuple(sorted(stages)) or (0,) for name, stages in result.items()}
+
+
+def _hold_for_prologue(graph: Graph, stage_of: dict[str, int], owners: dict[str, set[int]]) -> None:
+    """Let every stage hold what its part of the prologue reads."""
+    last, producers = max(stage_of.values(), default=0), graph.producers()
+    needed: dict[str, set[int]] = {name: {last} for name in (graph.loss, *graph.metrics.values())}
+    for buffer, update in graph.buffer_updates.items():
+        if update in producers and producers[update].prologue:
+            needed.setdefault(update, set()).update(owners[buffer] or {0})
+    for operator in reversed(graph.operators):
+        stages = {stage_of[operator.name]} if operator.name in stage_of else set()
+        if operator.prologue:
+            stages = set().union(*(needed.get(name, ()) for name in operator.outputs))
+        for name in operator.inputs:
+            needed.setdefault(name, set()).update(stages)
+            if operator.prologue and name in owners:
+                owners[name] |= stages
 
 
 def _hold(

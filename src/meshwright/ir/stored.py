@@ -9,6 +9,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import members
 from meshwright.ir.placement import Flat, Partial, Placement, Placements, Shard, describe, flat_axis, nested
+from meshwright.ir.stages import cut
 
 if TYPE_CHECKING:
     from meshwright.ir.plan import Plan
@@ -92,8 +93,15 @@ def check_gathers(plan: "Plan", graph: Graph, where: str) -> None:
 def check_buckets(plan: "Plan", graph: Graph, placements: dict[str, Placements], where: str) -> None:
     """That the gradients in buckets lie as their parameters do, but for the sum over the bucket's axis."""
     gradients = {entry.parameter: entry.gradient for entry in graph.gradients}
+    terms = cut(graph, plan.firsts).terms
     seen: set[str] = set()
     for index, bucket in enumerate(plan.buckets):
+        for parameter in bucket.parameters:
+            if len(terms.get(parameter, ())) > 1:
+                raise PlanError(
+                    f"several stages have terms of the gradient of {parameter!r}",
+                    where=f"{where}: buckets[{index}]", remedy="take it out of the bucket",
+                )  # fmt: skip
         flat = {isinstance(plan.storage(name).get(bucket.axis), Flat) for name in bucket.parameters}
         if len(flat) > 1:
             raise PlanError(

@@ -126,8 +126,10 @@ class Emission:
         """Start the resharding of a tensor that is there now."""
         value = self.values[name]
         for phase, wanted in self.wants.get(name, ()):
-            soon = phase == self.phase or value.phase in (STEP, PROLOGUE)
-            if soon if phase != FINISH else not self.microbatched:
+            ready = phase == self.phase or value.phase in (STEP, PROLOGUE)
+            if phase == FINISH:  # with several micro-batches it is read when all are done
+                ready = not self.microbatched
+            if ready:
                 self._version(name, value, wanted, finish=False)
 
     def want(self, name: str, wanted: Placements) -> fx.Node:
@@ -155,7 +157,8 @@ class Emission:
 
     def _version(self, name: str, value: Value, wanted: Placements, *, finish: bool) -> fx.Node | None:
         over_time = wanted.get(TIME)
-        if not self.microbatched or value.phase not in (STEP, PROLOGUE) or name in self.released:
+        again = name in self.released or (name in self.ir.buffer_updates and not isinstance(over_time, Shard))
+        if not self.microbatched or value.phase not in (STEP, PROLOGUE) or again:
             if isinstance(over_time, Partial) and TIME not in value.placements:
                 value = self._share(name, value)
             return self._resharded(name, value, wanted, finish=finish)

@@ -67,7 +67,7 @@ def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.
         if node.op == "call_function" and node.target is collectives.ALL_REDUCE and len(node.users) == 1:
             (wait,) = node.users
             if wait in returned and all(user.op == "output" for user in wait.users):
-                alike[*node.args[1:], wait.meta["dtype"]].append((node, wait))
+                alike[*node.args[1:], wait.meta["dtype"], wait.meta.get("phase")].append((node, wait))
     joined: dict[fx.Node, fx.Node] = {}
     for pairs in alike.values():
         if len(pairs) > 1:

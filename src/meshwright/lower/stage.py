@@ -6,7 +6,8 @@ backward   each micro-batch  makes the gradients; or in two parts, ``input`` (wh
 reduce     once a step       starts the reduction of gradients that were summed up over micro-batches
 finish     once a step       waits for reductions; loss, metrics and buffers
 
-A whole step is the program of one stage and one micro-batch. Its phases run one after the other, and are one function.
+A whole step is the program of one stage and one micro-batch. Its phases run one after the other, and are one function
+unless something is computed or gathered again.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,19 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Partial, Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.recomputation import Recomputation
-from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PHASES, PROLOGUE, STEP, Cut, border, cut, given_batch
+from meshwright.ir.stages import (
+    BACKWARD,
+    FINISH,
+    FORWARD,
+    PHASES,
+    PROLOGUE,
+    STEP,
+    Cut,
+    border,
+    cut,
+    differing_buffers,
+    given_batch,
+)
 from meshwright.lower.emission import Emission
 from meshwright.lower.function import DISPATCHED, Kernels
 from meshwright.lower.fuse import fuse, propagate, separate
@@ -100,12 +113,9 @@ class _StageLowering:
         self.buffers: dict[str, fx.Node] = {}
 
     def program_of(
-        self,
-        constants: Mapping[str, Tensor],
-        compiler: Compiler | None,
-        kernels: Kernels,
+        self, constants: Mapping[str, Tensor], compiler: Compiler | None, kernels: Kernels,
         note: Callable[[str], None] | None,
-    ) -> StageProgram:
+    ) -> StageProgram:  # fmt: skip
         emission, graph = self.emission, self.emission.graph
         self._inputs()
         self._receive()
@@ -256,22 +266,27 @@ class _StageLowering:
         )  # fmt: skip
         rule = operator_rule(target, self.rules)
         emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged
-        self._made(operator, strategy, emit(local), readers)
+        self._made(operator, emit(local), readers)
 
-    def _made(self, operator: Operator, strategy: Mapping[str, str], result: Any, readers: Mapping[str, int]) -> None:
+    def _made(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:
         """Put the results of an operator where their readers find them, and start what can be started."""
-        for output, (name, index) in enumerate(zip(operator.outputs, operator.positions or (0,), strict=True)):
+        for name, index in zip(operator.outputs, operator.positions or (0,), strict=True):
             node = result
             if operator.positions:
                 if name not in self.emission.wants and not self.gradients.reads(name):
                     continue
                 node = result[index] if isinstance(result, tuple) else self.emission.emit(getitem, result, index)
-            rule, storage = operator.rule, self.ir.tensors[name].storage
-            placements = output_placements(rule, dict(strategy), output, self.sizes) if rule else {}
+            storage, placements = self.ir.tensors[name].storage, self._placed(name)
             ours = self.ir.tensors[storage].kind in ("activation", "gradient")
             self.emission.make(name, node, placements, owned=ours and readers.get(storage, 0) <= 1)
             self.gradients.made(name)
             self.emission.start(name)
+
+    def _placed(self, name: str) -> Placements:
+        """The placements in which an operator makes a tensor."""
+        maker = self.makers[name]
+        rule, output = maker.rule, maker.outputs.index(name)
+        return output_placements(rule, self.strategies[maker.name], output, self.sizes) if rule else {}
 
     def _send(self) -> None:
         self.emission.meta = {"operator": "sends"}
@@ -297,32 +312,21 @@ class _StageLowering:
         every micro-batch, which leaves it to the next."""
         self.emission.meta = {"operator": "buffers"}
         updates = {buffer: name for buffer, name in self.ir.buffer_updates.items() if self._updates(buffer)}
-        often = self._differing(updates) if self.emission.microbatched else set()
+        often = differing_buffers(self.ir, self._sums()) if self.emission.microbatched else frozenset()
         for buffer, name in updates.items():
-            if buffer in often:
+            if buffer in often and self.emission.values[name].phase != PROLOGUE:
                 with self.emission.during(FORWARD):
-                    node = self.emission.returned(self.emission.want(name, {}))
-                self.program.buffer_updates[buffer] = node.name
+                    node = self.emission.want(name, {})
+                    if node.op == "placeholder":  # another buffer, as this micro-batch has it
+                        node = self.emission.emit(aten.clone.default, node)
+                self.program.buffer_updates[buffer] = self.emission.returned(node).name
             else:
                 self.buffers[buffer] = self._at_the_end(name, f"buffer {buffer}")
 
-    def _differing(self, updates: Mapping[str, str]) -> set[str]:
-        """The buffers whose new value micro-batches make, each another, and that is no sum over them: it depends on a
-        part of the batch, a random number, or such a buffer."""
-        values, received = self.emission.values, (*self.program.received_up, *self.program.received_down)
-        differing = {*self.program.slices, *(one.value for one in received), self.random_key.name}
-        terms = {buffer for buffer, name in updates.items() if isinstance(values[name].placements.get(TIME), Partial)}
-        found: set[str] = set()
-        while True:
-            nodes: set[fx.Node] = set()
-            for node in self.emission.graph.nodes:
-                if node.name in differing or not nodes.isdisjoint(node.all_input_nodes):
-                    nodes.add(node)
-            more = {buffer for buffer, name in updates.items() if values[name].node in nodes} - found - terms
-            if not more:
-                return found
-            found |= more
-            differing |= {self.nodes[buffer].name for buffer in more}
+    def _sums(self) -> set[str]:
+        """The buffers, of all stages, whose new value is a sum over micro-batches."""
+        makers = ((buffer, name) for buffer, name in self.ir.buffer_updates.items() if name in self.makers)
+        return {buffer for buffer, name in makers if isinstance(self._placed(name).get(TIME), Partial)}
 
     def _scalars(self) -> None:
         """Loss and metrics, reduced over the mesh."""
