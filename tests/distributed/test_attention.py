@@ -72,6 +72,28 @@ def test_nan_is_seen_in_output_and_gradients(dtype: torch.dtype, dropout: float,
 
 
 @CALLS
+@pytest.mark.parametrize("length", [LENGTH, 600])
+def test_nan_in_a_key_reaches_only_the_queries_that_see_it(dtype: torch.dtype, dropout: float, length: int) -> None:
+    torch.manual_seed(3)
+    values = [torch.randn(2, 2, length, 4).to(dtype) for _ in range(3)]
+    values[1][0, 0, -1, 1] = math.nan
+    output, _ = ours.attention(*values, None, dropout, True, 0.5, 1, 1)
+    assert output.isnan().any(-1).nonzero().tolist() == [[0, 0, length - 1]]
+
+
+@CALLS
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_infinite_keys_are_nan(dtype: torch.dtype, dropout: float, causal: bool) -> None:
+    values = inputs(dtype)
+    values[1][0, 0] = math.inf
+    values[0][0, 0, :, 0], values[0][0, 0, :, 1] = 1.0, -1.0  # inf - inf
+    output, _ = ours.attention(*values, None, dropout, causal, 0.5, 1, 1)
+    assert output[0, 0].isnan().all()
+    assert not output[0, 1].isnan().any()
+    assert not output[1].isnan().any()
+
+
+@CALLS
 @pytest.mark.parametrize("seen", SEEN)
 def test_a_query_without_keys_gives_zero(dtype: torch.dtype, dropout: float, seen: str) -> None:
     values = inputs(dtype)

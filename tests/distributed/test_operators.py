@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import meshwright as mw
-from meshwright.errors import LayoutError
+from meshwright.errors import CaptureError, LayoutError
 from meshwright.ops.base import OperatorRule, make_rule
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
@@ -187,3 +187,35 @@ def test_what_has_no_rule_says_so(model: nn.Module, name: str) -> None:
 def test_bags_of_other_forms_stay_as_they_are() -> None:
     graph = mw.capture(Offsets(mode="sum"), loss_of, batch_of("bags"))
     assert "aten._embedding_bag.default" in {one.target for one in graph.operators}
+
+
+class Refused(Bags):
+    """Bags of one length, with more that PyTorch's operator does not take."""
+
+    def __init__(self, mode: str, given: Callable[..., Any]) -> None:
+        super().__init__(mode=mode)
+        self.given = given
+
+    def forward(self, words: Tensor) -> Tensor:
+        bags = F.embedding_bag(words, self.bags.weight, mode=self.bags.mode, **self.given(words))
+        scores: Tensor = self.last(bags)
+        return scores
+
+
+def weighed(words: Tensor) -> dict[str, Tensor]:
+    return {"per_sample_weights": torch.ones(words.shape, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "says"),
+    [
+        ("mean", weighed, r"NotImplementedError: .*only supported for mode='sum' \(got mode='mean'\)"),
+        ("max", weighed, r"NotImplementedError: .*only supported for mode='sum' \(got mode='max'\)"),
+        ("sum", lambda words: weighed(words[:, :1]), r"ValueError: .*it must have the same shape as the input"),
+        ("sum", lambda words: {"offsets": torch.arange(len(words))}, "ValueError: if input is 2D, then offsets has to"),
+    ],
+    ids=["weights of a mean", "weights of a maximum", "weights of another shape", "offsets"],
+)
+def test_bags_that_pytorch_refuses_raise_its_error(mode: str, given: Callable[..., Any], says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        mw.capture(Refused(mode, given).double(), loss_of, batch_of("bags"))

@@ -2,19 +2,23 @@
 peer that ends or sends something else is named."""
 
 import errno
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import backend, groups  # noqa: F401 - backend gives the collective operators their kernels
+from meshwright.comm import backend, groups, member  # noqa: F401 - backend gives the collective operators their kernels
 from meshwright.comm.transport import process, shared_memory, stream
-from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane
+from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane, Trouble
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
 from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
@@ -23,6 +27,8 @@ from meshwright.errors import LostRankError, RankError
 from meshwright.ops import collectives
 from tests.distributed.pool import Ranks, RanksFailedError
 
+PAIR: Any = SimpleNamespace(size=lambda: 2)
+"""A group, as far as its size."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 
 
@@ -283,3 +289,53 @@ def _while_waiting(waits_in: str) -> float:
 @pytest.mark.parametrize("waits_in", ["butterfly", "native", "point to point"])
 def test_a_rank_that_waits_for_anything_keeps_its_streams_moving(ranks: Ranks, waits_in: str) -> None:
     assert max(ranks(3, _while_waiting, waits_in, timeout=60)) < 5.0
+
+
+def _connect_groups_without_descriptors() -> list[int]:
+    """The levels at which this rank says that descriptors are refused."""
+    levels: list[int] = []
+
+    class Levels(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "pidfd_open" in record.getMessage():
+                levels.append(record.levelno)
+
+    handler, log = Levels(), logging.getLogger("meshwright")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pidfd_open", _refused)
+        patch.setattr(log, "level", logging.DEBUG)
+        log.addHandler(handler)
+        for group in (_world(), dist.new_group([0, 1])):
+            groups.collectives(group)
+        groups.channels([1 - dist.get_rank()])
+        log.removeHandler(handler)
+    return levels
+
+
+def test_refused_descriptors_are_told_once_per_world(ranks: Ranks) -> None:
+    levels = [level for each in ranks(2, _connect_groups_without_descriptors) for level in each]
+    assert sorted(levels) == [logging.DEBUG] * 5 + [logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("wait", "awaited"),
+    [
+        (groups.meet, "all ranks (meet)"),
+        (lambda: groups.from_every_rank(0), "all ranks (from_every_rank)"),
+        (lambda: groups.boxes_of(PAIR), "all ranks of the group (boxes_of)"),
+    ],
+    ids=["meet", "from_every_rank", "boxes_of"],
+)
+def test_what_a_rank_waits_for_is_said(wait: Callable[[], object], awaited: str) -> None:
+    def lose(*given: object) -> None:
+        raise dist.DistBackendError("connection closed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, found in {"is_initialized": True, "get_world_size": 2}.items():
+            patch.setattr(dist, name, lambda found=found: found)
+        for name in ("barrier", "all_gather_object"):
+            patch.setattr(dist, name, lose)
+        patch.setattr(member, "culprit", lambda: Trouble("rank 1", "it has ended"))
+        with pytest.raises(LostRankError) as error:
+            wait()
+    assert error.value.problem == f"it has ended, and this rank waits for {awaited}"

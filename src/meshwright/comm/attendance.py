@@ -40,6 +40,10 @@ class Attendance:
         self.lanes: list[SharedMemory] = []
         self._store.set(f"attendance/{self._rank}", f"{os.getpid()} {self._box}")
 
+    def is_first(self, name: str) -> bool:
+        """Whether no rank of the world has asked this before, by that name."""
+        return bool(self._store.add(f"first/{name}", 1) == 1)
+
     # --- others ------------------------------------------------------------------------------------------------------
 
     def is_gone(self, rank: int) -> bool:

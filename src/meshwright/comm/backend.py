@@ -217,7 +217,7 @@ class _Then:
         self._finish()
 
 
-@naming
+@naming("all ranks of the group")
 def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
     """Send rows to the ranks of a group, ``counts`` [size, n] of them to each: (the rows that came, their counts)."""
     ranks, theirs = process_group(group), torch.empty_like(counts)

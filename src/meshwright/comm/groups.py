@@ -194,7 +194,7 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Mpi:
     return mine.by_mpi
 
 
-@naming
+@naming("all ranks of the group")
 def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of a group (as they count in it) by the boxes in which they share memory, in the order of the first of
     each; all of them must call this."""
@@ -235,11 +235,12 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
             lane.blame = attendance.blame
             attendance.lanes.append(lane)
     if refused := next((lane.process.refused for lane in found.values() if lane and lane.process.refused), ""):
-        log.warning("%s; whether other ranks have ended is read in /proc instead", refused)
+        level = logging.WARNING if attendance.is_first("refused") else logging.DEBUG
+        log.log(level, "%s; whether other ranks have ended is read in /proc instead", refused)
     return found
 
 
-@naming
+@naming("all ranks of the group")
 def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
     """Give all ranks of the group the value of the one at ``index``."""
     ranks = process_group(group.name)
@@ -247,14 +248,14 @@ def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
         dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
 
 
-@naming
+@naming("all ranks")
 def meet() -> None:
     """Wait for all ranks of the world, where there are several."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
-@naming
+@naming("all ranks of the group")
 def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     """The sum of a small tensor over the group."""
     value = value.clone()
@@ -263,7 +264,7 @@ def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     return value
 
 
-@naming
+@naming("all ranks")
 def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> None:
     """Give every rank rank 0's values, in chunks of one dtype."""
     pending: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -281,7 +282,7 @@ def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> N
                 chunk = []
 
 
-@naming
+@naming("all ranks of the group")
 def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Tensor:
     """The whole tensor from its shards (every rank of the axes must call it); ``value`` itself where it is whole."""
     now = {axis: one for axis, one in placements.items() if isinstance(one, Shard)}
@@ -305,7 +306,7 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
     return value
 
 
-@naming
+@naming("all ranks")
 def from_rank_0(make: Callable[[], T]) -> T:
     """What rank 0 makes, on every rank. ``make`` runs on rank 0 only.
 
@@ -337,7 +338,7 @@ def _failed(error: Exception) -> RankError:
     )
 
 
-@naming
+@naming("all ranks")
 def from_every_rank(value: T) -> list[T]:
     """Every rank's value, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -97,19 +97,22 @@ def culprit() -> Trouble | None:
     return attendance.culprit() if attendance is not None else None
 
 
-def naming(function: Callable[P, T]) -> Callable[P, T]:
-    """Raise what torch.distributed says when it has lost a rank as a LostRankError that names it."""
+def naming(awaited: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Raise as a LostRankError what torch.distributed says of a lost rank; it names that rank and the ``awaited``."""
 
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except RuntimeError as error:
-            is_lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-            found = culprit() if is_lost else None
-            if found is None:
-                raise
-            waits = f"{found.problem}, and this rank waits in {function.__name__}"
-            raise LostRankError(waits, where=found.where, remedy=OWN_ERROR) from error
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                is_lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+                found = culprit() if is_lost else None
+                if found is None:
+                    raise
+                waits = f"{found.problem}, and this rank waits for {awaited} ({function.__name__})"
+                raise LostRankError(waits, where=found.where, remedy=OWN_ERROR) from error
 
-    return run
+        return run
+
+    return decorate

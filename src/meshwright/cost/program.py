@@ -237,7 +237,7 @@ class _Stage:
     def held(self) -> Held:
         program = self.program
         once = set() if program.together else set(program.phase("prologue").outputs)
-        whole, derived = set[str](), {one.value for one in program.parameters}
+        derived = {one.value for one in program.parameters}
         for node in program.phase("prologue").nodes:
             if not derived.isdisjoint(node.inputs):
                 derived.update(value.name for value in node.outputs)

@@ -6,7 +6,8 @@
     reduce     once a step       starts the reduction of gradients
     finish     once a step       waits for it; loss and metrics
 
-A step of one stage and one micro-batch has ``prologue``, ``forward`` and ``backward``, which run as one function.
+A step of one stage and one micro-batch has ``prologue``, ``forward`` and ``backward``, which run as one function unless
+something is computed or gathered again.
 """
 
 from collections.abc import Callable

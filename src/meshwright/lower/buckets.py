@@ -87,7 +87,10 @@ def is_cut(plan: Plan, bucket: Bucket) -> bool:
 def start_cut(
     emit: Emit, nodes: Sequence[fx.Node], bucket: Bucket, groups: Mapping[str, AxisGroup], *, again: bool = False
 ) -> fx.Node:
-    """Start to reduce gradients to their parts; ``again``: these are added up, and go."""
+    """Start to reduce gradients to their parts.
+
+    ``again``: done in every micro-batch; the result is added to a running sum and its memory is used again.
+    """
     group = groups[bucket.axis]
     return emit(
         collectives.REDUCE_TO_PARTS,

@@ -67,8 +67,12 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
     """``F.embedding_bag``; bags of one length [b, l] as a look-up and a reduction over ``l``, which have rules. Where
-    the offsets of bags are values, no dim of the indices is the batch, and PyTorch's operator stays."""
-    if input.dim() != 2 or not input.shape[1] or input.is_floating_point() or max_norm is not None or sparse:
+    the offsets of bags are values, no dim of the indices is the batch, and PyTorch's operator stays; so it does where
+    it raises an error."""
+    weights = per_sample_weights
+    is_refused = offsets is not None or (weights is not None and (mode != "sum" or weights.shape != input.shape))
+    unlike = input.dim() != 2 or not input.shape[1] or input.is_floating_point() or max_norm is not None or sparse
+    if unlike or is_refused:
         result: Tensor = BAGS(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
             include_last_offset, padding_idx,
@@ -76,8 +80,8 @@ def embedding_bag(
         return result
     rows = F.embedding(input, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
     padding = None if padding_idx is None else input == padding_idx % weight.shape[0]
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
+    if weights is not None:
+        rows = rows * weights.unsqueeze(-1)
     if padding is not None:
         rows = rows.masked_fill(padding.unsqueeze(-1), -math.inf if mode == "max" else 0.0)
     if mode == "max":

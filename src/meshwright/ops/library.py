@@ -74,12 +74,32 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(left, right.transpose(-2, -1)).to(wide)
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int = 0) -> Tensor:
+    """``first``: the position of the first query, for ``causal``."""
     scores = _product(query * scale, key)
     if causal:
-        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_(first)
         scores = scores.masked_fill_(~allowed, -math.inf)
     return scores if mask is None else scores + mask
+
+
+def _unknown(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor | None:
+    """Which queries have a NaN among their allowed scores: where all are, PyTorch's fused kernel gives 0.
+
+    None where no score can be NaN: the product of the norms, which bounds every product, is finite.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    bound = torch.linalg.vector_norm(query, dtype=wide) * torch.linalg.vector_norm(key, dtype=wide)
+    if bound.isfinite():
+        return None
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-2], query.shape[-2], key.shape[-2])
+    parts = []
+    for first in range(0, query.shape[-2], 256):  # all scores at once may not fit into memory
+        rows = slice(first, first + 256)
+        scores = _scores(query[..., rows, :], key, None if mask is None else mask[..., rows, :], causal, scale, first)
+        parts.append(scores.isnan().any(-1, keepdim=True))
+    return torch.cat(parts, -2)
 
 
 def _weights(scores: Tensor, logsumexp: Tensor, mask: Tensor | None) -> Tensor:
@@ -114,9 +134,8 @@ def _attention_cpu(
         )
         if mask is not None:  # the kernel gives 0 where no key is allowed
             logsumexp.masked_fill_((mask == -math.inf).all(-1), -math.inf)
-        # and where all scores of a query are NaN
-        unknown = (query.amax(-1, keepdim=True) + key.amax((-2, -1), keepdim=True)).isnan()
-        return _laid_out(output).masked_fill_(unknown, math.nan), logsumexp
+        output, unknown = _laid_out(output), _unknown(query, key, mask, causal, scale)
+        return output if unknown is None else output.masked_fill_(unknown, math.nan), logsumexp
     scores = _scores(query, key, mask, causal, scale)
     logsumexp = scores.logsumexp(-1)
     weights = _weights(scores, logsumexp, mask)
