@@ -170,12 +170,12 @@ class Executor:
         self._keys = keys
         self._begun = time.perf_counter()
         for number, stage in self.stages.items():
-            be_at(_At(number))
+            self._be_at(number)
             self._begin(stage, parameters, buffers, inputs)
         alone = self._clock.note(note, self._begun)
         for action in self._actions:
             self._begun = time.perf_counter()
-            be_at(_At(action.stage, action.microbatch))
+            self._be_at(action.stage, action.microbatch)
             self._run[action.kind](self.stages[action.stage], action)
             end = time.perf_counter()
             if alone:
@@ -188,7 +188,7 @@ class Executor:
         result = StepResult()
         self._begun = time.perf_counter()
         for number, stage in self.stages.items():
-            be_at(_At(number))
+            self._be_at(number)
             self._finish(stage, result)
         be_at(None)
         finished = time.perf_counter()
@@ -201,6 +201,11 @@ class Executor:
         self._leaving.clear()
         self._live.clear()
         return result
+
+    def _be_at(self, stage: int, microbatch: int | None = None) -> None:
+        """Say where in the schedule this rank is; a whole step has no places."""
+        if self.schedule.num_stages * self.schedule.num_microbatches > 1:
+            be_at(_At(stage, microbatch))
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
