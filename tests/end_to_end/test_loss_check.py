@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.errors import NonFiniteLossError
+from meshwright.errors import CheckpointError, NonFiniteLossError
 from tests.end_to_end.checkpoint_cases import a_batch, a_trainer, adamw, same, weights
 
 BEFORE = "parameters and checkpoints are as they were before the step"
@@ -72,3 +72,12 @@ def test_the_loss_of_an_evaluation_is_not_taken_for_that_of_a_step() -> None:
     trainer.step(a_batch())
     assert not torch.isfinite(trainer.evaluate(bad_batch()))
     assert torch.isfinite(trainer.step(a_batch()))
+
+
+def test_a_load_that_fails_forgets_no_loss(tmp_path: Path) -> None:
+    trainer = a_late_trainer()
+    trainer.step(bad_batch())
+    with pytest.raises(CheckpointError):
+        trainer.load(tmp_path / "missing")
+    with pytest.raises(NonFiniteLossError, match="the loss became nan at step 1"):
+        trainer.step(a_batch())

@@ -16,10 +16,11 @@ from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atom
 from meshwright.capture.functionalize import functionalized, is_getitem
 from meshwright.capture.garbage import nothing_collected
 from meshwright.capture.provenance import repeated
-from meshwright.capture.reads import Read, Reads
+from meshwright.capture.reads import Reads
 from meshwright.capture.recorder import Rewrites
 from meshwright.capture.rules import Found, Rules
 from meshwright.capture.tracer import LossFunction, Traced, trace
+from meshwright.capture.values import Read
 from meshwright.ir import graph as ir
 from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule

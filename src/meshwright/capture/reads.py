@@ -7,12 +7,11 @@ closures and the globals that their code names are looked up.
 
 import dis
 import functools
+import inspect
 import sys
 import sysconfig
-from collections import deque
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from copy import copy
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
 from types import (
@@ -22,6 +21,7 @@ from types import (
     MemberDescriptorType,
     MethodType,
     ModuleType,
+    SimpleNamespace,
     TracebackType,
 )
 from typing import Any
@@ -29,14 +29,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from meshwright.capture.values import (
+    CONTAINERS,
+    MISSING,
+    PLAIN,
+    Contents,
+    Read,
+    contents_of,
+    put_contents,
+    state_of,
+    value_at,
+)
 from meshwright.errors import CaptureError
 
-MISSING: Any = object()
-"""The value of an attribute that is not there."""
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-MOST_COMPARED = 1000
-"""Larger containers are compared by identity and length alone."""
 _OF_MODULES = frozenset([*vars(nn.Module()), *vars(nn.Module), "__class__", "parametrizations"]) - {"forward"}
 """What PyTorch itself reads of a module. Its members, hooks and mode are compared in any case."""
 _OF_OBJECTS = frozenset(["__class__", "__dict__"])
@@ -47,70 +52,7 @@ _LIBRARIES = (
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
 
 
-class Same:
-    """Equal to the very same object alone, which it keeps alive."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
-
-
-def state_of(value: Any, depth: int = 4) -> Any:
-    """A value as it is now, for comparison: equal for plain values of one type and text, containers of such, and the
-    very same object; for a tensor, as long as nobody writes to it."""
-    if isinstance(value, PLAIN):
-        return type(value), repr(value)  # nan equals nan, and 0.0 is not -0.0
-    if isinstance(value, Tensor):
-        return Same(value), None if value.is_inference() else value._version
-    if not isinstance(value, CONTAINERS) or not depth or len(value) > MOST_COMPARED:
-        return Same(value), len(value) if isinstance(value, CONTAINERS) else 0
-    if isinstance(value, dict):
-        return type(value), [(key, state_of(item, depth - 1)) for key, item in value.items()]
-    if isinstance(value, (set, frozenset)):
-        return type(value), set(value)
-    return type(value), [state_of(item, depth - 1) for item in value]
-
-
-@dataclass
-class Read:
-    """A value that a trace read: ``owner[name]`` where the owner is a dict (the ``__dict__`` of a module, the globals
-    of a function), else an attribute. ``state`` and ``copied`` (of a container) are as they were then."""
-
-    owner: Any = field(repr=False)
-    name: str
-    value: Any
-    where: str = ""
-    state: Any = None
-    copied: Any = None
-
-    def now(self) -> Any:
-        """The value that is there now."""
-        return (
-            self.owner.get(self.name, MISSING) if type(self.owner) is dict else getattr(self.owner, self.name, MISSING)
-        )
-
-    def change(self, value: Any) -> str:
-        """What became of the value, in words."""
-        return f"{in_words(self.value if self.copied is None else self.copied)} became {in_words(value)}"
-
-    def put(self, value: Any, contents: Any = None) -> None:
-        """Set the value, with these contents where it is a container, or take it away."""
-        if type(self.owner) is not dict:
-            setattr(self.owner, self.name, value)
-        elif value is MISSING:
-            self.owner.pop(self.name, None)
-        else:
-            self.owner[self.name] = value
-        if contents is not None:
-            value.clear()
-            value.update(contents) if isinstance(value, dict | set) else value.extend(contents)
-
-
-Moved = list[tuple[Read, Any, Any]]
+Moved = list[tuple[Read, Any, Contents]]
 """Places with the value that came there, and its contents."""
 
 
@@ -125,7 +67,9 @@ class Reads:
         self._labels = {id(part): f"module {path or '(model)'}" for path, part in model.named_modules()}
         self._alive: list[Any] = []  # no other object takes the id of one that was seen
         self._noted: set[tuple[int, str]] = set()
-        self._before: dict[tuple[int, str], Read] = {}
+        self._own = frozenset(map(id, (*model.parameters(), *model.buffers())))
+        self._spaces: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}  # owner, its __dict__, a copy
+        self._inside, self._outside = frozenset(map(id, model.modules())), dict[int, nn.Module]()
         self._classes: dict[type, None] = {nn.Module: None}
         self._originals: list[tuple[type, str, Any]] = []
         self._followed: set[int] = set()
@@ -139,6 +83,8 @@ class Reads:
     def __enter__(self) -> None:
         for kind in list(self._classes):
             self._patch(kind)
+        for owner, space, _ in list(self._spaces.values()):
+            self._spaces[id(owner)] = owner, space, dict(space)
         if self._first:
             self._follow(self._loss_fn, "loss_fn")
 
@@ -149,15 +95,25 @@ class Reads:
             else:
                 setattr(owner, name, original)
         self._originals.clear()
+        self._moved = [
+            (read, value, contents_of(value))
+            for read in self._found.values()
+            if read.has_changed()
+            for value in [read.now()]
+        ]
+        for owner, space, before in self._spaces.values():
+            passed = _OF_MODULES if isinstance(owner, nn.Module) else _OF_OBJECTS
+            for name in {*space, *before} - passed:
+                Read(space, name, MISSING).put(before.get(name, MISSING), [])
+        for read in self._found.values():
+            if read.has_changed():
+                read.put(read.value, read.contents)
+            else:
+                put_contents(read.contents)  # deeper or larger than is compared
+        if self._first:
+            for module in self._outside.values():
+                self._watch_outside(module)
         self._first = False
-        now = [(read, value, _copied(value)) for read in self._found.values() for value in [read.now()]]
-        self._moved = [(read, value, copied) for read, value, copied in now if state_of(value) != read.state]
-        for written in self._before.values():
-            written.put(written.value)
-        for read, _, _ in self._moved:
-            if state_of(read.now()) != read.state:
-                read.put(read.value, read.copied)
-        self._before.clear()
 
     def check_moved(self, graph: fx.Graph, trace: Callable[[], fx.Graph]) -> dict[str, str]:
         """What the step changed though it had read it before, in words by place. It is traced once more (``trace``)
@@ -167,7 +123,7 @@ class Reads:
             CaptureError: it does not; names the place.
         """
         moved = self._moved
-        words = {read.where: read.change(value if contents is None else contents) for read, value, contents in moved}
+        words = {read.where: read.change(value, contents) for read, value, contents in moved}
         if moved and not self._runs_the_same(graph, trace, moved):
             alone = (read.where for read, *new in moved if not self._runs_the_same(graph, trace, [(read, *new)]))
             where = next(alone, moved[0][0].where)
@@ -175,7 +131,8 @@ class Reads:
                 f"the step reads it and changes it ({words[where]}), and with the new value it runs otherwise; a "
                 "captured step would find the old one for ever",
                 where=where,
-                remedy="keep in a buffer (register_buffer) what lives on from step to step, or put it into the batch",
+                remedy="keep in a buffer (register_buffer) what lives on from step to step, or put it into the batch, "
+                "or, if it is a cache, call the model once before parallelize, so that it is filled",
             )
         return words
 
@@ -188,7 +145,7 @@ class Reads:
             return False
         finally:
             for read, _, _ in moved:
-                read.put(read.value, read.copied)
+                read.put(read.value, read.contents)
         one, two = ([(str(node.target), str(node.args), str(node.kwargs)) for node in each.nodes] for each in graphs)
         return one == two
 
@@ -203,6 +160,7 @@ class Reads:
         def read(owner: Any, name: str) -> Any:
             if name in passed or (id(owner), name) in noted:
                 return reads(owner, name)
+            self._keep_space(owner)
             try:
                 value = reads(owner, name)
             except AttributeError:
@@ -212,28 +170,44 @@ class Reads:
             return value
 
         def write(owner: Any, name: str, value: Any) -> None:
-            key, space = (id(owner), name), _space(owner)
-            if space is not None and name not in passed and key not in self._before:
-                self._alive.append(owner)
-                self._noted.add(key)
-                self._before[key] = Read(space, name, space.get(name, MISSING))
+            if name not in passed:
+                self._keep_space(owner)
+                noted.add((id(owner), name))
             writes(owner, name, value)
 
-        for name, replacement in (("__setattr__", write), ("__getattribute__", read))[: 2 if self._first else 1]:
+        replacements: list[tuple[str, Any]] = [("__setattr__", write)] if _is_settable(kind) else []
+        for name, replacement in [*replacements, *([("__getattribute__", read)] if self._first else [])]:
             self._originals.append((kind, name, vars(kind).get(name, MISSING)))
             setattr(kind, name, replacement)
+
+    def _keep_space(self, owner: Any) -> None:
+        """Note an object's attributes before a trace reads or writes the first of them."""
+        if id(owner) not in self._spaces:
+            space = _space(owner)
+            self._spaces[id(owner)] = owner, space, dict(space)
+
+    def _watch_outside(self, module: nn.Module) -> None:
+        """The mode and members of a module that is no part of the model (a criterion, a teacher)."""
+        where = f"{type(module).__name__} outside of the model"
+        for name in {"training", "_parameters", "_buffers", "_modules"} & vars(module).keys():
+            value = vars(module)[name]
+            state = state_of(value, self._own)
+            self._found[id(module), name] = Read(vars(module), name, value, f"{where}, {name}", self._own, state)
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
         """The first read of an attribute in a trace, which has not written to it."""
         key, kind = (id(owner), name), type(owner)
         self._alive.append(owner)
         self._noted.add(key)
+        if isinstance(owner, nn.Module) and key[0] not in self._inside:
+            self._outside[key[0]] = owner
         if name[:2] == "__" or kind.__module__ == "meshwright.capture.tracer":
             return
-        space, where = _space(owner) or {}, f"{self._labels.get(key[0]) or kind.__name__}, attribute {name}"
+        space, where = _space(owner), f"{self._labels.get(key[0]) or kind.__name__}, attribute {name}"
         of_class = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), MISSING)
         if name in space:
-            self._add(key, space, name, value, where)
+            if name in self._spaces[key[0]][2]:  # else reading has written it (a cached property), which is taken back
+                self._add(key, space, name, value, where)
         elif value is MISSING:
             if not any(name in space.get(members, ()) for members in ("_parameters", "_buffers", "_modules")):
                 self._add(key, space, name, value, where)
@@ -246,7 +220,8 @@ class Reads:
 
     def _add(self, key: tuple[int, str], owner: Any, name: str, value: Any, where: str) -> None:
         if key not in self._found:
-            self._found[key] = Read(owner, name, value, where, state_of(value), _copied(value))
+            state = state_of(value, self._own)
+            self._found[key] = Read(owner, name, value, where, self._own, state, contents_of(value))
         self._follow(value, where)
 
     # --- functions and objects that the step uses --------------------------------------------------------------------
@@ -272,12 +247,13 @@ class Reads:
                     (id(value), "keywords"), value, "keywords", value.keywords, f"{where}, arguments of a partial"
                 )
                 self._follow((value.func, value.args), where)
-            elif kind.__name__ in ("SimpleNamespace", "Namespace"):
+            elif kind is SimpleNamespace:
                 self._add((id(value), "__dict__"), value, "__dict__", vars(value), where)
             elif not isinstance(value, nn.Module):
                 self._labels[id(value)] = where
                 self._follow(kind.__dict__.get("__call__"), where)
-                if kind not in self._classes and _is_open(kind) and not _is_standard(kind.__module__):
+                known = kind in self._classes or (_is_standard(kind.__module__) and kind is not Namespace)
+                if not known and _is_open(kind):
                     self._classes[kind] = None
                     self._patch(kind)
 
@@ -285,7 +261,7 @@ class Reads:
         """Defaults, closure and globals of a function that is no library's."""
         code, called = function.__code__, f"function {function.__qualname__}"
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        held = {name: (cell, getattr(cell, "cell_contents", MISSING)) for name, cell in cells if name != "__class__"}
+        held = {name: (cell, value_at(cell, "cell_contents")) for name, cell in cells if name != "__class__"}
         if code.co_filename.startswith(_LIBRARIES):  # a decorator's
             self._follow([value for _, value in held.values() if isinstance(value, FunctionType)], called)
             return
@@ -293,15 +269,21 @@ class Reads:
             if (value := getattr(function, name)) is not None:
                 self._add((id(function), name), function, name, value, f"{called}, default of an argument")
         for name, (cell, value) in held.items():
-            if value is not MISSING:
-                self._add((id(cell), name), cell, "cell_contents", value, f"{called}, outer variable {name}")
+            self._add((id(cell), name), cell, "cell_contents", value, f"{called}, outer variable {name}")
         for names in _globals_of(code):
             self._look_up_global(function.__globals__, names, f"{called}, global {'.'.join(names)}")
 
     def _look_up_global(self, space: Any, names: list[str], where: str) -> None:
         """The value of ``settings.scale``, where modules and classes are only ways to a value."""
         for name in names:
-            value = space.get(name, MISSING) if type(space) is dict else getattr(space, name, MISSING)
+            if isinstance(space, type):
+                space = next((base for base in space.__mro__ if name in vars(base)), space)
+                value = vars(space).get(name, MISSING)
+                if hasattr(type(value), "__get__"):  # a method: another object at each look
+                    self._follow(getattr(value, "__func__", value), where)
+                    return
+            else:
+                value = value_at(space, name)
             if isinstance(value, ModuleType) and not _is_standard(value.__name__):
                 space = vars(value)
             elif isinstance(value, type) and _is_open(value) and not _is_standard(value.__module__):
@@ -313,16 +295,20 @@ class Reads:
                 return
 
 
-def _space(owner: Any) -> dict[str, Any] | None:
+def _space(owner: Any) -> dict[str, Any]:
     try:
         space: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     except AttributeError:
-        return None
+        return {}
     return space
 
 
-def _copied(value: Any) -> Any:
-    return copy(value) if isinstance(value, list | dict | set | deque) else None
+def _is_settable(kind: type) -> bool:
+    """Whether a ``__setattr__`` of ours can be taken away again: the class of a C extension may have one that no
+    attribute shows, and would lose it."""
+    setter: Any = kind.__setattr__
+    made = (meta is type or _is_open(meta) for meta in inspect.getmro(type(kind))[:-1])
+    return isinstance(setter, FunctionType) or (setter is object.__setattr__ and all(made))
 
 
 def _is_open(kind: type) -> bool:
@@ -348,16 +334,3 @@ def _globals_of(code: CodeType) -> Iterator[list[str]]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _globals_of(constant)
-
-
-def is_fixed(value: Any) -> bool:
-    """Whether no part of the value can change in place."""
-    return isinstance(value, PLAIN) or (isinstance(value, (tuple, frozenset)) and all(map(is_fixed, value)))
-
-
-def in_words(value: Any) -> str:
-    """The value, or its class; the same text on every rank."""
-    if value is MISSING:
-        return "nothing"
-    plain = isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_fixed, value)))
-    return repr(value) if plain and len(repr(value)) <= 100 else f"a {type(value).__name__}"

@@ -133,7 +133,6 @@ def load(
     """
     trainer.saver.wait()  # its failure has been told, and what is loaded is another checkpoint
     path, where = same_path(path)
-    trainer.losses.forget()
     extra = extra or {}
     found = from_rank_0(lambda: told(where, lambda: _examine(trainer, path)))
     directory = path / found.data
@@ -150,6 +149,7 @@ def load(
         states, more = optimizer_state.make_room(trainer.parameters, optimizer, state["optimizer"])
         shards.read(directory, parts | more)
         optimizer_state.take(trainer.parameters, optimizer, state["optimizer"], states)
+    trainer.losses.forget()
     trainer.step_number, trainer.seed, trainer.metrics = state["step"], state["seed"], {}
     _take_amendments(trainer, found, where)
     if trainer.loss_scale is not None:

@@ -1,18 +1,21 @@
 """Before every step: whether what was captured is still so, and whether the caller's tensors are those that train."""
 
+import logging
 from collections.abc import Sequence
-from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, itemgetter, not_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.capture import refusals
-from meshwright.capture.reads import CONTAINERS, MISSING, Read, is_fixed, state_of
+from meshwright.capture.values import CONTAINERS, MISSING, Read, is_fixed, state_of
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import ChangedModelError, RankError
 from meshwright.runtime.state import LocalParameters
+
+log = logging.getLogger("meshwright")
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -27,7 +30,11 @@ class Guard:
     Nearly all comparisons are of identity, in loops that run in C: some 0.1 microseconds a value.
     """
 
-    def __init__(self, model: nn.Module, training: bool, reads: Sequence[Read]) -> None:
+    def __init__(self, model: nn.Module, training: bool, every: Sequence[Read]) -> None:
+        stays = [not read.has_changed() for read in every]  # else it would be captured again at every step
+        reads = list(compress(every, stays))
+        for read in compress(every, map(not_, stays)):
+            log.warning("%s: capturing the step changes it; it is not compared before steps", read.where)
         self._in_dicts = [read for read in reads if type(read.owner) is dict]
         self._dicts = [read.owner for read in self._in_dicts]
         self._names = [read.name for read in self._in_dicts]
@@ -66,10 +73,10 @@ class Guard:
         if not all(map(is_, now, self._values)):
             for index, (read, value, known) in enumerate(zip(self._in_dicts, now, self._values, strict=True)):
                 if value is not known:
-                    if state_of(value) != read.state:
+                    if state_of(value, read.own) != read.state:
                         return _told(read, value)
                     self._values[index] = value  # equal: from now on this object is expected
-        return next((_told(read, read.now()) for read in self._others if state_of(read.now()) != read.state), "")
+        return next((_told(read, read.now()) for read in self._others if read.has_changed()), "")
 
     def _modes_now(self, training: bool) -> list[bool]:
         """The modes in which the modules run: if the model is in the other one, it is put into this as a whole."""
@@ -89,7 +96,7 @@ class CallersTensors:
         self._known = _named(parameters.model)
         standing = {name: value for name, value in parameters.given.items() if name in parameters.own}
         self._split, self._standing = list(standing), list(standing.values())
-        self._versions = list(map(_VERSION, self._standing))
+        self.accept()
         self._whole = {name: value for name, value in self._known.items() if not value.is_meta}
         self._pointers = list(map(Tensor.data_ptr, self._whole.values()))
         every = {
@@ -98,6 +105,10 @@ class CallersTensors:
         }
         self._leaves = list(every.values())
         self._autocast = torch.is_autocast_enabled(parameters.device.type)
+
+    def accept(self) -> None:
+        """What was written to split parameters is made good: whole tensors were loaded."""
+        self._versions = list(map(_VERSION, self._standing))
 
     def check(self) -> None:
         """Before every step.
@@ -172,7 +183,7 @@ def check_same_change(changed: str) -> None:
     for rank, other in enumerate(every):
         if other != every[0]:
             raise RankError(
-                f"here {other or 'nothing'} has changed, on rank 0 {every[0] or 'nothing'}",
+                f"{other or 'nothing'}; rank 0: {every[0] or 'nothing'}. Ranks changed the model differently",
                 where=f"rank {rank}",
                 remedy="change the model and the numbers that it reads in the same way on every rank",
             )

@@ -15,6 +15,7 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
 from meshwright.runtime import checkpoint
 from meshwright.runtime.checkpoint import Stateful
+from meshwright.runtime.guards import CallersTensors
 from meshwright.runtime.loss_check import LossCheck
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.precision import LossScale
@@ -38,6 +39,7 @@ class Resumable:
     losses: LossCheck
     _optimizer: torch.optim.Optimizer | None
     _offloader: Offloader | None
+    _callers: CallersTensors
 
     def save(
         self,
@@ -87,6 +89,7 @@ class Resumable:
             DataError: the loader's data are not those of the saved position.
         """
         checkpoint.load(self, self._optimizer if optimizer else None, path, loader, extra)
+        self._callers.accept()
 
     def save_in(
         self,
@@ -112,7 +115,10 @@ class Resumable:
 
         A damaged one is named in a warning, and the one before it is taken.
         """
-        return checkpoint.load_latest(self, self._optimizer, directory, loader, extra)
+        path = checkpoint.load_latest(self, self._optimizer, directory, loader, extra)
+        if path is not None:
+            self._callers.accept()
+        return path
 
     def _amend(self, amendments: tuple[Amendment, ...]) -> None:
         """Go on by the plan with these amendments, of which later ones replace earlier ones, and no others."""
@@ -137,6 +143,7 @@ class Resumable:
         """
         self._settle()
         load_state_dict(self.parameters, state_dict, strict=strict)
+        self._callers.accept()
 
     def _settle(self) -> None:
         self.losses.settle()

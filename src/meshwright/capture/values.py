@@ -1,0 +1,150 @@
+"""Values that a trace read from Python: as they were then, as they are now, and put back."""
+
+from collections import deque
+from collections.abc import Set as AbstractSet
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
+from types import CellType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MISSING: Any = object()
+"""The value of an attribute that is not there."""
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+MOST_COMPARED = 1000
+"""A container with more items, with those of the containers in it, is compared by identity and length alone."""
+_DEPTH = 4
+
+
+class Same:
+    """Equal to the very same object alone, which it keeps alive."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+
+def state_of(value: Any, own: AbstractSet[int] = frozenset()) -> Any:
+    """A value as it is now, for comparison: equal for plain values of one type and text, containers of such, and the
+    very same object; for a tensor, as long as nobody writes to it. ``own``: ids of the model's own tensors, which
+    every step writes to."""
+    left = MOST_COMPARED
+
+    def state(value: Any, depth: int) -> Any:
+        nonlocal left
+        if isinstance(value, PLAIN):
+            return type(value), repr(value)  # nan equals nan, and 0.0 is not -0.0
+        if isinstance(value, Tensor):
+            return Same(value), None if value.is_inference() or id(value) in own else value._version
+        if not isinstance(value, CONTAINERS):
+            return Same(value)
+        left -= len(value)
+        if not depth or left < 0:
+            return Same(value), len(value)
+        if isinstance(value, dict):
+            return type(value), [(key, state(item, depth - 1)) for key, item in value.items()]
+        if isinstance(value, (set, frozenset)):
+            return type(value), set(value)
+        return type(value), [state(item, depth - 1) for item in value]
+
+    now = state(value, _DEPTH)
+    return now if left >= 0 else (Same(value), len(value))
+
+
+Contents = list[tuple[Any, Any]]
+"""Every container that can change in place within a value, with a copy of it."""
+
+
+def contents_of(value: Any, depth: int = _DEPTH) -> Contents:
+    """The contents of a value's containers, as deep as they are compared."""
+    if not depth or not isinstance(value, CONTAINERS):
+        return []
+    found = [(value, copy(value))] if isinstance(value, list | dict | set | deque) else []
+    for item in value.values() if isinstance(value, dict) else value:
+        found += contents_of(item, depth - 1)
+    return found
+
+
+def put_contents(contents: Contents) -> None:
+    """Give containers their contents back."""
+    for value, copied in contents:
+        old, new = (
+            list(chain.from_iterable(each.items()) if isinstance(each, dict) else each) for each in (value, copied)
+        )
+        if len(old) != len(new) or not all(map(is_, old, new)):
+            value.clear()
+            value.update(copied) if isinstance(value, dict | set) else value.extend(copied)
+
+
+@dataclass
+class Read:
+    """A value that a trace read: ``owner[name]`` where the owner is a dict (the ``__dict__`` of a module, the globals
+    of a function), else an attribute. ``state`` and ``contents`` are as they were then, ``own`` as for ``state_of``."""
+
+    owner: Any = field(repr=False)
+    name: str
+    value: Any
+    where: str = ""
+    own: AbstractSet[int] = frozenset()
+    state: Any = None
+    contents: Contents = field(default_factory=list)
+
+    def now(self) -> Any:
+        """The value that is there now."""
+        return value_at(self.owner, self.name)
+
+    def has_changed(self) -> bool:
+        """Whether another value is there now, or other contents."""
+        return bool(state_of(self.now(), self.own) != self.state)
+
+    def change(self, value: Any, contents: Contents | None = None) -> str:
+        """What became of the value (which had these contents then), in words."""
+        old = self.contents[0][1] if self.contents and self.contents[0][0] is self.value else self.value
+        new = contents[0][1] if contents and contents[0][0] is value else value
+        if value is self.value and in_words(old) == in_words(new):
+            written = isinstance(value, Tensor)
+            return f"{in_words(value)} was written to" if written else f"the contents of {in_words(value)} changed"
+        return f"{in_words(old)} became {in_words(new)}"
+
+    def put(self, value: Any, contents: Contents) -> None:
+        """Set the value, with these contents where it has any, or take it away."""
+        if self.now() is not value:
+            if type(self.owner) is not dict:
+                delattr(self.owner, self.name) if value is MISSING else setattr(self.owner, self.name, value)
+            elif value is MISSING:
+                self.owner.pop(self.name, None)
+            else:
+                self.owner[self.name] = value
+        put_contents(contents)
+
+
+def value_at(owner: Any, name: str) -> Any:
+    """The value of an attribute, an item of a dict or the content of a cell; MISSING where there is none."""
+    try:
+        return owner.get(name, MISSING) if type(owner) is dict else getattr(owner, name, MISSING)
+    except ValueError:
+        if isinstance(owner, CellType):
+            return MISSING
+        raise
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether no part of the value can change in place."""
+    return isinstance(value, PLAIN) or (isinstance(value, (tuple, frozenset)) and all(map(is_fixed, value)))
+
+
+def in_words(value: Any) -> str:
+    """The value, or its class; the same text on every rank."""
+    if value is MISSING:
+        return "nothing"
+    plain = isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_fixed, value)))
+    return repr(value) if plain and len(repr(value)) <= 100 else f"a {type(value).__name__}"

@@ -1,0 +1,236 @@
+"""What is recorded of Python during a capture leaves the caller's objects as they were, and is watched with measure."""
+
+import argparse
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.capture.values import state_of
+from meshwright.errors import CaptureError
+
+BATCH = torch.ones(2, 4)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+class Model(nn.Module):
+    """A product, then ``use``."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.linear, self.use = nn.Linear(4, 4), use
+        self.stats: dict[str, list[Any]] = {"acts": []}
+        self.options: Any = None
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """Made at its first use."""
+        return torch.full((4,), 2.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        value: Tensor = self.linear(inputs)
+        return value if self.use is None else self.use(self, value)
+
+
+def mean_of(model: nn.Module, batch: Tensor) -> Tensor:
+    value: Tensor = model(batch)
+    return value.mean()
+
+
+def trained(model: nn.Module, loss_fn: Any = mean_of) -> mw.Trainer:
+    return mw.parallelize(model, loss_fn, BATCH, plan=mw.Layout(), optimizer=sgd)
+
+
+def num_captures(log: pytest.LogCaptureFixture) -> int:
+    return sum("capturing the step again" in record.getMessage() for record in log.records)
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "meshwright")
+
+
+class Double(torch.autograd.Function):
+    """Twice a value."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return 2 * value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+class Config:
+    """Has a class method."""
+
+    factor = 2.0
+
+    @classmethod
+    def make(cls) -> float:
+        return cls.factor
+
+
+def test_class_methods_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    before = vars(Config)["make"]
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        value: Tensor = Double.apply(model(batch)) * Config.make() * Config.factor
+        return value.mean()
+
+    trainer = trained(Model(), loss_of)
+    trainer.step(BATCH)
+    assert vars(Config)["make"] is before
+    assert "apply" not in vars(Double)
+    assert num_captures(caplog) == 0
+
+
+def test_a_variable_that_is_assigned_later_is_seen() -> None:
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        value: Tensor = model(batch).mean()
+        try:
+            return value * factor
+        except NameError:
+            return value
+
+    model = Model()
+    trainer = trained(model, loss_of)
+    expected = model(BATCH).mean()
+    torch.testing.assert_close(trainer.step(BATCH), expected)
+    factor = 3.0
+    torch.testing.assert_close(trainer.step(BATCH), 3 * expected)
+    del factor
+    torch.testing.assert_close(trainer.step(BATCH), expected)
+
+
+def keep_activation(model: Any, value: Tensor) -> Tensor:
+    model.stats["acts"].append(value)
+    return value
+
+
+def test_nested_lists_that_the_step_fills_stay_empty(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(keep_activation)
+    trainer = trained(model)
+    for _ in range(3):
+        trainer.step(BATCH)
+    assert model.stats == {"acts": []}
+    assert num_captures(caplog) == 0
+    assert "attribute stats: the model changes it itself (the contents of a dict changed)" in caplog.text
+
+
+class Frozen(msgspec.Struct, frozen=True):
+    """A setting that may not change."""
+
+    factor: float = 2.0
+
+
+def test_a_frozen_struct_stays_frozen() -> None:
+    model = Model(lambda model, value: value * model.options.factor)
+    model.options = Frozen()
+    trained(model).step(BATCH)
+    with pytest.raises(AttributeError):
+        model.options.factor = 3.0  # type: ignore[misc]
+
+
+def test_a_parameter_whose_shape_is_read_may_be_trained(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    weight = model.linear.weight
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        value: Tensor = model(batch).mean()
+        return value / weight.shape[0]
+
+    trainer = trained(model, loss_of)
+    for _ in range(3):
+        trainer.step(BATCH)
+    assert num_captures(caplog) == 0
+
+
+def test_of_arguments_only_what_is_read_counts(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(lambda model, value: value * model.options.factor)
+    model.options = argparse.Namespace(factor=1.0, step=0)
+    trainer = trained(model)
+    loss = trainer.step(BATCH)
+    model.options.step += 1
+    trainer.step(BATCH)
+    assert num_captures(caplog) == 0
+    model.options.factor = 3.0
+    torch.testing.assert_close(trainer.step(BATCH), 3 * loss)
+
+
+def new_teacher_weight(teacher: nn.Module) -> None:
+    teacher[0].weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)  # type: ignore[index,operator]
+
+
+def written_teacher_weight(teacher: nn.Module) -> None:
+    with torch.no_grad():
+        teacher[0].weight.fill_(1.0)  # type: ignore[index,union-attr,operator]
+
+
+def evaluated_teacher(teacher: nn.Module) -> None:
+    teacher.eval()
+
+
+@pytest.mark.parametrize("change", [new_teacher_weight, written_teacher_weight, evaluated_teacher])
+def test_modules_outside_of_the_model_are_watched(
+    change: Callable[[nn.Module], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    teacher = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Dropout(1.0)).requires_grad_(False)
+    if change is not evaluated_teacher:
+        teacher[1].eval()
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.mse_loss(model(batch), teacher(batch))
+
+    model = Model()
+    trainer = trained(model, loss_of)
+    trainer.step(BATCH)
+    assert num_captures(caplog) == 0
+    change(teacher)
+    torch.testing.assert_close(trainer.step(BATCH), loss_of(model, BATCH).detach())
+    trainer.step(BATCH)
+    assert num_captures(caplog) == 1
+
+
+def test_large_nested_containers_are_not_compared_item_by_item() -> None:
+    table = [[float(row)] * 400 for row in range(400)]
+    begun = time.perf_counter()
+    for _ in range(100):
+        assert state_of(table) == state_of(table)
+    assert time.perf_counter() - begun < 1.0  # 160,000 items take 100 ms each time
+
+
+def test_a_cached_property_is_made_anew_by_every_capture(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(lambda model, value: value * model.mask)
+    trainer = trained(model)
+    torch.testing.assert_close(trainer.step(BATCH), model(BATCH).mean().detach())
+    trainer.step(BATCH)
+    assert num_captures(caplog) == 0
+
+
+def fill_cache(model: Any, value: Tensor) -> Tensor:
+    if model.options is None:
+        model.options = torch.full((4,), 2.0)
+    result: Tensor = value * model.options
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_lazy_cache_is_refused_until_it_is_filled() -> None:
+    model = Model(fill_cache)
+    with pytest.raises(CaptureError, match="or, if it is a cache, call the model once before parallelize, so that it"):
+        trained(model)
+    expected = model(BATCH).mean().detach()
+    torch.testing.assert_close(trained(model).step(BATCH), expected)
