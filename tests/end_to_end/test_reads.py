@@ -141,7 +141,7 @@ def test_a_frozen_struct_stays_frozen() -> None:
     model.options = Frozen()
     trained(model).step(BATCH)
     with pytest.raises(AttributeError):
-        model.options.factor = 3.0  # type: ignore[misc]
+        model.options.factor = 3.0
 
 
 def test_a_parameter_whose_shape_is_read_may_be_trained(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,12 +171,12 @@ def test_of_arguments_only_what_is_read_counts(caplog: pytest.LogCaptureFixture)
 
 
 def new_teacher_weight(teacher: nn.Module) -> None:
-    teacher[0].weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)  # type: ignore[index,operator]
+    teacher[0].weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)  # type: ignore[index]
 
 
 def written_teacher_weight(teacher: nn.Module) -> None:
     with torch.no_grad():
-        teacher[0].weight.fill_(1.0)  # type: ignore[index,union-attr,operator]
+        teacher[0].weight.fill_(1.0)  # type: ignore[index]
 
 
 def evaluated_teacher(teacher: nn.Module) -> None:
@@ -234,3 +234,31 @@ def test_a_lazy_cache_is_refused_until_it_is_filled() -> None:
         trained(model)
     expected = model(BATCH).mean().detach()
     torch.testing.assert_close(trained(model).step(BATCH), expected)
+
+
+class SetsItselfUp(nn.Module):
+    """As models of transformers do: what they record of their layers, they record by hooks of their first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.results: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "is_set_up", False):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, result: self.results.append(result))
+            self.is_set_up = True
+        self.results = []
+        for layer in self.layers:
+            x = layer(x)
+        return torch.stack(self.results).sum(0)
+
+
+def test_a_model_may_set_itself_up_when_it_is_first_called() -> None:
+    model, batch = SetsItselfUp(), torch.ones(2, 4)
+    graph = mw.capture(model, lambda model, batch: model(batch).sum(), batch)
+    assert [len(layer._forward_hooks) for layer in model.layers] == [1, 1, 1]
+    assert sum(one.target.startswith("aten.mm.") and not one.backward for one in graph.operators) == 3
+    stacked = next(one for one in graph.operators if one.target.startswith(("aten.stack", "aten.cat")))
+    assert len(stacked.inputs) == 3

@@ -19,7 +19,7 @@ from meshwright.capture.provenance import repeated
 from meshwright.capture.reads import Reads
 from meshwright.capture.recorder import Rewrites
 from meshwright.capture.rules import Found, Rules
-from meshwright.capture.tracer import LossFunction, Traced, trace
+from meshwright.capture.tracer import Hooks, LossFunction, Traced, trace
 from meshwright.capture.values import Read
 from meshwright.ir import graph as ir
 from meshwright.ir.precision import Precision
@@ -81,7 +81,7 @@ def capture(
         RuleError: a rule's pattern does not fit its operator.
     """
     size = take_apart(batch).size
-    reads = Reads(model, loss_fn)
+    reads, hooks = Reads(model, loss_fn), Hooks(model)
 
     def at(batch_size: int, rewrites: Rewrites) -> Traced:
         with reads:
@@ -91,6 +91,10 @@ def capture(
 
     rewrites: Rewrites = CANONICAL
     traced = at(size, rewrites)
+    if hooks.put_back():  # the model sets itself up when it is first called, and stays so
+        trace(model, loss_fn, batch, training=training, precision=precision)
+        reads = Reads(model, loss_fn)
+        traced = at(size, rewrites)
     if traced.mutates:
         traced = at(size, rewrites := VISIBLE)
     sizes = (2, 4) if size == 1 else (size, 2 * size)

@@ -188,6 +188,23 @@ def trace(
     )
 
 
+class Hooks:
+    """The forward hooks of a model's modules as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+        held = [getattr(part, name) for part in model.modules() for name in (*names, "_forward_hooks_always_called")]
+        self._held: list[tuple[dict[int, Any], dict[int, Any]]] = [(hooks, dict(hooks)) for hooks in held]
+
+    def put_back(self) -> bool:
+        """Whether there are others now; these are back then."""
+        changed = [(now, before) for now, before in self._held if now.keys() != before.keys()]
+        for now, before in changed:
+            now.clear()
+            now.update(before)
+        return bool(changed)
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Further names of shared parameters and buffers, each with the name that stands for it."""
     first: dict[int, str] = {}
