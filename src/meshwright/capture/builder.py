@@ -76,8 +76,7 @@ def capture(
     ``precision`` is that of products (``capture/precision.py``); None: as the model computes.
 
     Raises:
-        CaptureError: the step cannot be traced, its operators depend on the batch size, or on numbers in Python that
-            it changes itself.
+        CaptureError: the step cannot be traced, or depends on the batch size, or on Python's numbers that it changes.
         RuleError: a rule's pattern does not fit its operator.
     """
     size = take_apart(batch).size
