@@ -5,6 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -158,25 +159,47 @@ def test_a_parameter_whose_shape_is_read_may_be_trained(caplog: pytest.LogCaptur
     assert num_captures(caplog) == 0
 
 
-def test_of_arguments_only_what_is_read_counts(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model(lambda model, value: value * model.options.factor)
-    model.options = argparse.Namespace(factor=1.0, step=0)
+@pytest.mark.parametrize("kind", [argparse.Namespace, SimpleNamespace])
+def test_of_a_namespace_only_what_is_read_counts(kind: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(lambda model, value: value * model.options.factor * getattr(model.options, "later", 1.0))
+    model.options = kind(factor=1.0, epoch_number=0)
     trainer = trained(model)
     loss = trainer.step(BATCH)
-    model.options.step += 1
+    model.options.epoch_number += 1
     trainer.step(BATCH)
     assert num_captures(caplog) == 0
     model.options.factor = 3.0
     torch.testing.assert_close(trainer.step(BATCH), 3 * loss)
+    model.options.later = 2.0
+    torch.testing.assert_close(trainer.step(BATCH), 6 * loss)
 
 
-def new_teacher_weight(teacher: nn.Module) -> None:
-    teacher[0].weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)  # type: ignore[index]
+class Counted(Model):
+    """Counts all calls of the class."""
+
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        type(self).calls = self.calls + 1
+        return super().forward(inputs)
 
 
-def written_teacher_weight(teacher: nn.Module) -> None:
+def test_a_counter_of_a_class_stays_the_class_s(caplog: pytest.LogCaptureFixture) -> None:
+    model = Counted()
+    trainer = trained(model)
+    trainer.step(BATCH)
+    assert "calls" not in vars(model)
+    assert Counted.calls == 0
+    assert num_captures(caplog) == 0
+
+
+def new_teacher_weight(teacher: Any) -> None:
+    teacher[0].weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+
+
+def written_teacher_weight(teacher: Any) -> None:
     with torch.no_grad():
-        teacher[0].weight.fill_(1.0)  # type: ignore[index]
+        teacher[0].weight.fill_(1.0)
 
 
 def evaluated_teacher(teacher: nn.Module) -> None:

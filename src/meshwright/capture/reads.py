@@ -73,6 +73,8 @@ class Reads:
         self._classes: dict[type, None] = {nn.Module: None}
         self._originals: list[tuple[type, str, Any]] = []
         self._followed: set[int] = set()
+        self._namespaces: dict[int, str] = {}
+        self._names: set[str] = set()
         self._first = True
 
     @property
@@ -95,6 +97,8 @@ class Reads:
             else:
                 setattr(owner, name, original)
         self._originals.clear()
+        if self._first:
+            self._choose_in_namespaces()
         self._moved = [
             (read, value, contents_of(value))
             for read in self._found.values()
@@ -186,6 +190,17 @@ class Reads:
             space = _space(owner)
             self._spaces[id(owner)] = owner, space, dict(space)
 
+    def _choose_in_namespaces(self) -> None:
+        """Of a SimpleNamespace, only attributes that the code of the step names count."""
+        for key, where in self._namespaces.items():
+            _, space, before = self._spaces[key]
+            for name in before.keys() - self._names if not {"vars", "__dict__"} & self._names else ():
+                self._found.pop((key, name), None)
+            for name in self._names - before.keys():
+                self._found[key, name] = Read(
+                    space, name, MISSING, f"{where}, attribute {name}", state=state_of(MISSING)
+                )
+
     def _watch_outside(self, module: nn.Module) -> None:
         """The mode and members of a module that is no part of the model (a criterion, a teacher)."""
         where = f"{type(module).__name__} outside of the model"
@@ -205,6 +220,8 @@ class Reads:
             return
         space, where = _space(owner), f"{self._labels.get(key[0]) or kind.__name__}, attribute {name}"
         of_class = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), MISSING)
+        if isinstance(of_class, (property, functools.cached_property)):
+            self._follow(getattr(of_class, "fget", None) or getattr(of_class, "func", None), where)
         if name in space:
             if name in self._spaces[key[0]][2]:  # else reading has written it (a cached property), which is taken back
                 self._add(key, space, name, value, where)
@@ -247,8 +264,11 @@ class Reads:
                     (id(value), "keywords"), value, "keywords", value.keywords, f"{where}, arguments of a partial"
                 )
                 self._follow((value.func, value.args), where)
-            elif kind is SimpleNamespace:
-                self._add((id(value), "__dict__"), value, "__dict__", vars(value), where)
+            elif kind is SimpleNamespace:  # its reads cannot be noted
+                self._keep_space(value)
+                self._namespaces[id(value)] = where
+                for name, item in vars(value).items():
+                    self._add((id(value), name), vars(value), name, item, f"{where}, attribute {name}")
             elif not isinstance(value, nn.Module):
                 self._labels[id(value)] = where
                 self._follow(kind.__dict__.get("__call__"), where)
@@ -260,6 +280,7 @@ class Reads:
     def _look_up(self, function: FunctionType) -> None:
         """Defaults, closure and globals of a function that is no library's."""
         code, called = function.__code__, f"function {function.__qualname__}"
+        self._names.update(_names_in(code))
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         held = {name: (cell, value_at(cell, "cell_contents")) for name, cell in cells if name != "__class__"}
         if code.co_filename.startswith(_LIBRARIES):  # a decorator's
@@ -319,6 +340,16 @@ def _is_open(kind: type) -> bool:
 def _is_standard(module: str) -> bool:
     package = module.partition(".")[0]
     return package == "torch" or (package in sys.stdlib_module_names and package != "__main__")
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Names of attributes and globals, and the words in quotes (``getattr(settings, "scale")``)."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def _globals_of(code: CodeType) -> Iterator[list[str]]:

@@ -117,9 +117,12 @@ class Read:
 
     def put(self, value: Any, contents: Contents) -> None:
         """Set the value, with these contents where it has any, or take it away."""
-        if self.now() is not value:
+        now = self.now()
+        if now is not value:
             if type(self.owner) is not dict:
-                delattr(self.owner, self.name) if value is MISSING else setattr(self.owner, self.name, value)
+                bases = (base for base in type(self.owner).__mro__ if vars(base).get(self.name, self) is now)
+                owner = next(bases, self.owner)  # the class, where the value is a class's
+                delattr(owner, self.name) if value is MISSING else setattr(owner, self.name, value)
             elif value is MISSING:
                 self.owner.pop(self.name, None)
             else:
