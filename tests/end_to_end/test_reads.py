@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -145,6 +146,21 @@ def test_a_frozen_struct_stays_frozen() -> None:
         model.options.factor = 3.0
 
 
+class Loose(msgspec.Struct):
+    """A setting that may change."""
+
+    factor: float = 2.0
+
+
+def test_a_struct_that_changes_is_seen() -> None:
+    model = Model(lambda model, value: value * model.options.factor)
+    model.options = Loose()
+    trainer = trained(model)
+    loss = trainer.step(BATCH)
+    model.options.factor = 4.0
+    torch.testing.assert_close(trainer.step(BATCH), 2 * loss)
+
+
 def test_a_parameter_whose_shape_is_read_may_be_trained(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     weight = model.linear.weight
@@ -191,6 +207,31 @@ def test_a_counter_of_a_class_stays_the_class_s(caplog: pytest.LogCaptureFixture
     assert "calls" not in vars(model)
     assert Counted.calls == 0
     assert num_captures(caplog) == 0
+
+
+class Ticking:
+    """Has another time at each look."""
+
+    ticks = itertools.count()
+
+    def __getattribute__(self, name: str) -> Any:
+        return next(Ticking.ticks) if name == "now" else super().__getattribute__(name)
+
+
+def read_time(model: Any, value: Tensor) -> Tensor:
+    assert model.options.now >= 0
+    return value
+
+
+def test_what_changes_at_each_capture_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(read_time)
+    model.options = Ticking()
+    trainer = trained(model)
+    for _ in range(3):
+        trainer.step(BATCH)
+    assert "now" not in vars(model.options)
+    assert num_captures(caplog) == 0
+    assert caplog.text.count("attribute now: capturing the step changes it; it is not compared before") == 1
 
 
 def new_teacher_weight(teacher: Any) -> None:

@@ -110,18 +110,23 @@ class Read:
         """What became of the value (which had these contents then), in words."""
         old = self.contents[0][1] if self.contents and self.contents[0][0] is self.value else self.value
         new = contents[0][1] if contents and contents[0][0] is value else value
-        if value is self.value and in_words(old) == in_words(new):
-            written = isinstance(value, Tensor)
-            return f"{in_words(value)} was written to" if written else f"the contents of {in_words(value)} changed"
-        return f"{in_words(old)} became {in_words(new)}"
+        words = in_words(old), in_words(new)
+        if words[0] != words[1]:
+            return f"{words[0]} became {words[1]}"
+        if value is not self.value:
+            return f"{words[0]} became another"
+        return f"{words[0]} was written to" if isinstance(value, Tensor) else f"the contents of {words[0]} changed"
 
     def put(self, value: Any, contents: Contents) -> None:
         """Set the value, with these contents where it has any, or take it away."""
         now = self.now()
         if now is not value:
             if type(self.owner) is not dict:
-                bases = (base for base in type(self.owner).__mro__ if vars(base).get(self.name, self) is now)
-                owner = next(bases, self.owner)  # the class, where the value is a class's
+                bases = [base for base in type(self.owner).__mro__ if self.name in vars(base)]
+                if not bases and not isinstance(self.owner, type):
+                    return  # __getattribute__ makes it
+                # the class, where the value is a class's
+                owner = next((base for base in bases if vars(base)[self.name] is now), self.owner)
                 delattr(owner, self.name) if value is MISSING else setattr(owner, self.name, value)
             elif value is MISSING:
                 self.owner.pop(self.name, None)
