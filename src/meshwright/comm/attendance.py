@@ -51,7 +51,7 @@ class Attendance:
         return self._note(rank) is not None or self._has_ended(rank)
 
     def blame(self, rank: int) -> Trouble:
-        """Why a rank is gone that is, or the one because of which it is."""
+        """What ended a rank that is gone: the trouble that its note names, or that its process has ended."""
         return self._note(rank) or Trouble(f"rank {rank}", ENDED)
 
     def check(self, rank: int) -> None:
@@ -65,7 +65,7 @@ class Attendance:
             raise LostRankError(f"{problem}, and this rank waits for rank {rank}", where=where)
 
     def culprit(self, wait_s: float = NOTE_S) -> Trouble | None:
-        """Because of whom a connection was lost, as far as is known within that time."""
+        """The rank that caused a lost connection, if that is seen within ``wait_s`` seconds; else None."""
         deadline = time.monotonic() + wait_s
         while True:
             troubles = [self.blame(rank) for rank in self._others if self.is_gone(rank)]

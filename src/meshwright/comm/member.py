@@ -21,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TOLD = 4096
-"""What collectives are of, in words, of which so many are kept."""
+"""Upper limit on cached descriptions of collectives."""
 
 
 class Member:
@@ -44,7 +44,7 @@ class Member:
         self._told: dict[tuple[str, object], str] = {}
 
     def algorithm(self, text: str, operation: str, num_bytes: int) -> str:
-        """The algorithm of a collective over a vector of so many bytes."""
+        """The algorithm that this group uses for a collective over a vector of ``num_bytes``."""
         watch = self.watch
         return chosen(text, operation, num_bytes) if watch is None else watch.algorithm(text, operation, num_bytes)
 
@@ -91,7 +91,7 @@ def close_all() -> None:
 
 
 def culprit() -> Trouble | None:
-    """Because of which rank a connection was lost, where that is known."""
+    """The rank that caused a lost connection, if it is known."""
     world = dist.group.WORLD
     attendance = member(world).attendance if world is not None else None
     return attendance.culprit() if attendance is not None else None

@@ -65,7 +65,7 @@ def _halving(p: int) -> list[Round]:
 
 
 def _around(p: int) -> list[Round]:
-    """A message to every other rank of what that rank owns, in whatever order."""
+    """Every rank sends each other rank the part that the receiver owns, one message each."""
     return [Round((p - 1,), 1 / p, True, p - 1, everyone=True)]
 
 
@@ -152,7 +152,7 @@ def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) ->
 
 
 def _wider(rounds: Sequence[Round], stride: int, pieces: int = 1) -> list[Round]:
-    """Among ranks so far apart, each of which has so much less of the vector, in so many pieces."""
+    """Rounds of an outer level: ``stride`` ranks lie between its ranks, which hold as much less of the vector."""
     return [
         Round(
             tuple(distance * stride for distance in one.distances),

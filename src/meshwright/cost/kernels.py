@@ -108,7 +108,7 @@ class Rates:
         return self.seconds(kind, dtype, 2 * batch * m * n * k, num_bytes, Product(m, n, k, batch))
 
     def stream(self, kind: str, num_bytes: float, kernels: float = 1) -> Cost:
-        """Kernels of a kind that is bound by memory, over so many bytes together."""
+        """``kernels`` memory-bound kernels of one kind that move ``num_bytes`` in all."""
         if num_bytes <= 0:
             return Cost()
         return Cost(self.seconds(kind, "", 0.0, num_bytes) + (kernels - 1) * self.kernel_s, 0.0, round(num_bytes))

@@ -285,7 +285,7 @@ class _Stage:
         return saved, max(0, rising - saved, self._highest(backward, kept) - saved)
 
     def _highest(self, nodes: Iterable[Node], live: dict[str, int]) -> int:
-        """The most bytes at once; ``live`` are those that are there before, and then those that are there after."""
+        """The peak of live bytes over the nodes; ``live`` holds the storages at the start, then those at the end."""
         total = peak = sum(live.values())
         for node in nodes:
             for value in node.outputs:

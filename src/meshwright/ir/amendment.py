@@ -27,7 +27,7 @@ class Amendment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def amended(before: Iterable[Amendment], new: Iterable[Amendment]) -> tuple[Amendment, ...]:
-    """All amendments that hold after new ones, of which one replaces another of the same collective."""
+    """The amendments that hold now: a new amendment replaces the old one of the same collective."""
     held = {(one.axis, one.ranks, one.operation, one.num_bytes): one for one in (*before, *new)}
     return tuple(held[key] for key in sorted(held))
 
