@@ -23,7 +23,9 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Comparison, Duration, Finding, Series, Settings
 from meshwright.ir.statistics import ratio
+from meshwright.lower.plans import PlanLowering
 from meshwright.planner.intra_op.assign import assign
+from meshwright.planner.intra_op.problem import Problem
 from meshwright.planner.intra_op.solve import solve
 
 COMMAND = "python -m benchmarks.planning"
@@ -74,21 +76,26 @@ def plans(graph: Graph, captures: Sequence[float], rounds: int) -> Iterator[Find
     """The targets of 32 layers on both meshes."""
     for name, mesh in MESHES.items():
         cluster = mw.Cluster.load(CLUSTER, mesh.world_size)
-        found = assign(graph, mesh, cluster)
+        found = assign(graph, mesh, cluster, PlanLowering(graph))
         problem, gap = found.formulated.problem, found.solution.gap
         if name == "8x8":
             seconds = timed(lambda problem=problem: solve(problem), rounds)  # type: ignore[misc]
             yield judged(f"{LAYERS} layers on {name}: solve within {SOLVE_S:g} s", seconds, SOLVE_S, name, gap)
-        planning = timed(lambda mesh=mesh, cluster=cluster: assign(graph, mesh, cluster), rounds)  # type: ignore[misc]
+        planning = timed(lambda mesh=mesh, cluster=cluster: assign(graph, mesh, cluster, PlanLowering(graph)), rounds)  # type: ignore[misc]
         both = [one + other for one, other in zip(captures, planning, strict=True)]
         limit = ALL_S if name == "8x8" else ALL_THREE_AXES_S
         yield judged(f"{LAYERS} layers on {name}: all within {limit:g} s", both, limit, name, gap)
 
 
+def problem_of(graph: Graph, mesh: Mesh, cluster: mw.Cluster) -> Problem:
+    """What the strategies of a graph are chosen from."""
+    return assign(graph, mesh, cluster, PlanLowering(graph)).formulated.problem
+
+
 def growth(rounds: int, layers: Sequence[int]) -> Comparison:
     """The solve of many layers beside that of few, by turns."""
     mesh, cluster, run = MESHES["8x8"], mw.Cluster.load(CLUSTER, 64), new_run()
-    problems = {count: assign(captured(count), mesh, cluster).formulated.problem for count in layers}
+    problems = {count: problem_of(captured(count), mesh, cluster) for count in layers}
     seconds: dict[int, list[float]] = {count: [] for count in layers}
     for _ in range(rounds):
         for count, problem in problems.items():

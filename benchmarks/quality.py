@@ -82,7 +82,7 @@ def hand_steps(graph: Graph, cluster: Cluster, num_ranks: int) -> dict[str, floa
     found = {}
     for layout in by_hand(num_ranks):
         try:
-            ask = Ask(explains=False, by_rule=True)
+            ask = Ask(explains=False, by_rule=True, lower=PlanLowering(graph), fits_buckets=False)
             plan = plan_layout(graph, layout, world_size=num_ranks, cluster=cluster, ask=ask)
         except MeshwrightError:
             continue

@@ -22,13 +22,11 @@ How each operator may be split, by kind. The pattern is that of one example call
 letter is a factor, a factor missing on the right is reduced, `!` cannot be split by the pattern alone, `~` reads
 the rows next to its own, `^` marks operands in which the operator is linear
 ([patterns](how-to/add-an-operator-rule.md#patterns)). *Decomposed*: factors that are split by a form with
-collectives inside; `yy` splits the rows `y` that are read and `y1` that are made. `halo 0.2 s1 w3 p1 n6` is a halo
-exchange along dim 2 of operand 0 (inputs, then outputs): 6 windows of 3 rows, stride 1, padding 1. Every rule is
-proved by running it on shards, and every one of its marks by a test that changes it (`tests/distributed/test_rules.py`,
-`test_mutants.py`). {count} operators have a rule of their own; those that PyTorch tags as pointwise (some
-hundreds) share one. An operator that stands nowhere here runs whole on every rank: the plan names it with its
-cost, and
-`strict` refuses it."""
+collectives inside, and how their parts come together; `yy` splits the rows `y` that are read and `y1` that are made;
+`parts` communicate nothing but must be runs of rows. Every rule is proved by running it on shards, and every one of
+its marks by a test that changes it (`tests/distributed/test_rules.py`, `test_mutants.py`). {count} operators have a
+rule of their own; those that PyTorch tags as pointwise (some hundreds) share one. An operator that stands nowhere here
+runs whole on every rank: the plan names it with its cost, and `strict` refuses it."""
 
 
 class _Example(Draw):
@@ -82,7 +80,7 @@ def _rows(module: ModuleType) -> Iterator[str]:
         if found is None:
             yield f"| `{target}` | as its shape | | {how} |"
             continue
-        within = ", ".join(f"`{name}`: {', '.join(what) or 'nothing'}" for name, what in found.decompositions.items())
+        within = ", ".join(f"`{name}`: {what}" for name, what in found.decompositions.items())
         how = f"{how} Reduces by {found.reduction}." if found.reduction != "sum" else how
         yield f"| `{target}` | `{_readable(found)}` | {within} | {how} |"
 

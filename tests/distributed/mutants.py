@@ -59,7 +59,7 @@ def mutants(operator: OperatorRule, call: Call, draw: Draw) -> Iterator[tuple[st
         yield "rewrite forgotten", replace(operator, local=emit_unchanged)
     if operator.contiguous:
         yield "parts need not be one run", replace(operator, contiguous=frozenset())
-    if any(text.startswith("halo") for texts in rule.decompositions.values() for text in texts):
+    if "halo" in rule.decompositions.values():
         yield "halo off by a row", replace(operator, local=lambda local: operator.local(_OffByOne(local)))
     if rule.equal:
         yield "parts may differ", replace(operator, rule=_fixed(msgspec.structs.replace(rule, equal=())))

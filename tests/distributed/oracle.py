@@ -15,9 +15,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
 from meshwright.models.losses import IGNORED
 from meshwright.optim import LAMB, LARC, LARS
+from meshwright.planner.explicit import Ask, plan_layout
 
 TOLERANCE = 1e-9
 """|a - b| <= TOLERANCE * max(1, max|b|), in float64."""
@@ -290,6 +294,12 @@ def subject_of(case: Case) -> Subject:
     """The case's model and batches, the same on every rank."""
     torch.manual_seed(7)
     return {**MODELS, **MORE_MODELS}[case.model](LABELS[case.labels])
+
+
+def plan_of(graph: Graph, layout: mw.Layout, world_size: int, cluster: Cluster | None = None) -> mw.Plan:
+    """The plan of a layout, with buckets of the usual size."""
+    ask = Ask(lower=PlanLowering(graph), fits_buckets=False)
+    return plan_layout(graph, layout, world_size=world_size, cluster=cluster, ask=ask)
 
 
 def in_one_process(

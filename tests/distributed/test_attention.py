@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshwright as mw
 from meshwright.capture.builder import capture
-from meshwright.planner.explicit import plan_layout
 from tests.distributed.lockstep import run_step
+from tests.distributed.oracle import plan_of
 
 ours = torch.ops.meshwright
 LENGTH = 6
@@ -145,7 +145,7 @@ def test_nan_reaches_the_loss_and_all_gradients(layout: str, place: int) -> None
     torch.manual_seed(2)
     model, batch = Attends(), {"x": torch.randn(2, 2, 8, 4, dtype=torch.float64)}
     captured = capture(model, loss_of, batch)
-    plan = plan_layout(captured.graph, LAYOUTS[layout], world_size=1 if layout == "one rank" else 2)
+    plan = plan_of(captured.graph, LAYOUTS[layout], 1 if layout == "one rank" else 2)
     weights = model.weights.detach().clone()
     values = {"weights": weights, "batch.x": batch["x"]}
     assert run_step(captured, plan, values)[0].loss.isfinite()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.capture.builder import Capture, capture
-from meshwright.planner.explicit import plan_layout
 from tests.distributed.lockstep import TOLERANCE, run_step
+from tests.distributed.oracle import plan_of
 
 Function = Callable[[Tensor], Tensor]
 BATCH = 4
@@ -69,7 +69,7 @@ def differences(
     model: nn.Module, loss_fn: Any, batch: dict[str, Tensor], layout: mw.Layout, captured: Capture
 ) -> list[str]:
     """What differs between the step on the layout's ranks and eager PyTorch."""
-    plan = plan_layout(captured.graph, layout, world_size=layout.dp * layout.tp)
+    plan = plan_of(captured.graph, layout, layout.dp * layout.tp)
     values = {name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}
     inputs = {f"batch.{name}": value for name, value in batch.items()}
     found, _ = run_step(captured, plan, {**{name: value.clone() for name, value in values.items()}, **inputs})

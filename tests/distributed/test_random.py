@@ -18,8 +18,8 @@ from meshwright.ir.rule import Rule
 from meshwright.lower.stage import lower_stage
 from meshwright.ops.base import Call, Local, OperatorRule, Unsplit, make_rule
 from meshwright.ops.random import RULES
-from meshwright.planner.explicit import plan_layout
 from tests.distributed.lockstep import RANDOM_KEY, Wires, execute, present, rank_graph, run_step, subject
+from tests.distributed.oracle import plan_of
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
@@ -198,7 +198,7 @@ def test_a_rule_that_draws_and_does_not_say_so_is_refused() -> None:
     captured = capture(
         nn.Linear(4, 2), loss_fn, torch.ones(4, 4), rules={noise._opoverload: OperatorRule(noise_rule, noise_local)}
     )
-    plan = plan_layout(captured.graph, mw.Layout(), world_size=1)
+    plan = plan_of(captured.graph, mw.Layout(), 1)
     with pytest.raises(RuleError, match="its rule draws random numbers and does not say so"):
         lower_stage(captured.graph, plan, 0, {}, rules=captured.rules)
 
@@ -230,7 +230,7 @@ def squares(model: nn.Module, batch: Tensor) -> Tensor:
 
 def slope_error(captured: Capture, model: nn.Module, batch: Tensor, layout: mw.Layout) -> float:
     """How far the gradient is from the slope of the loss in a random direction, all with one random key."""
-    plan = plan_layout(captured.graph, layout, world_size=layout.dp * layout.tp)
+    plan = plan_of(captured.graph, layout, layout.dp * layout.tp)
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     direction = {name: torch.randn_like(value) for name, value in parameters.items()}
 
@@ -272,7 +272,7 @@ def test_another_mask_in_the_backward_would_be_seen() -> None:
 def test_a_plan_that_splits_a_backward_unlike_its_forward_is_refused() -> None:
     model, batch = Attentions().double(), torch.randn(4, 6, 8, dtype=torch.float64)
     captured = capture(model, squares, batch)
-    plan = plan_layout(captured.graph, mw.Layout(dp=2), world_size=2)
+    plan = plan_of(captured.graph, mw.Layout(dp=2), 2)
     edited = {**plan.stage.strategies, "attention_backward#1": {"dp": "h"}}
     stage = msgspec.structs.replace(plan.stage, strategies=edited)
     values = {**{name: value.detach() for name, value in model.named_parameters()}, "batch": batch}
@@ -288,7 +288,7 @@ def test_steps_draw_differently_and_a_step_is_repeatable() -> None:
     torch.manual_seed(5)
     model, batch = Attentions().double(), torch.randn(4, 6, 8, dtype=torch.float64)
     captured = capture(model, squares, batch)
-    plan = plan_layout(captured.graph, mw.Layout(), world_size=1)
+    plan = plan_of(captured.graph, mw.Layout(), 1)
     values = {**{name: value.detach() for name, value in model.named_parameters()}, "batch": batch}
     losses = [float(run_step(captured, plan, values, key)[0].loss) for key in (1, 2, 1)]
     assert losses[0] == losses[2] != losses[1]

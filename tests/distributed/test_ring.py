@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import meshwright as mw
 from meshwright.capture.builder import capture
 from meshwright.ops.ring import Ring
-from meshwright.planner.explicit import plan_layout
 from tests.distributed import oracle
 from tests.distributed.lockstep import run_step
+from tests.distributed.oracle import plan_of
 from tests.distributed.pool import Ranks
 
 LENGTH = 4
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(size: int, length: int
     torch.manual_seed(2)
     model, batch = Attends(length, 0.4), {"x": torch.randn(2, 2, length, 4, dtype=torch.float64)}
     captured = capture(model, loss_of, batch)
-    plan = plan_layout(captured.graph, mw.Layout(cp=size, context="ring"), world_size=size)
+    plan = plan_of(captured.graph, mw.Layout(cp=size, context="ring"), size)
     strategies = plan.strategies(captured.graph)
     assert {"cp": "st"} in strategies.values()
     direction = torch.randn_like(model.weights)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.capture.builder import capture
 from meshwright.errors import CaptureError
-from meshwright.planner.explicit import plan_layout
 from tests.distributed.lockstep import run_step
+from tests.distributed.oracle import plan_of
 
 SAMPLES, WIDTH = 8, 8
 
@@ -62,7 +62,7 @@ def test_it_shows_the_same_elements_of_a_gathered_tensor(name: str, layout: str)
     expected = loss_of(model, batch)
     gradients = torch.autograd.grad(expected, list(model.parameters()))
     captured = capture(model, loss_of, batch)
-    plan = plan_layout(captured.graph, LAYOUTS[layout], world_size=LAYOUTS[layout].num_ranks)
+    plan = plan_of(captured.graph, LAYOUTS[layout], LAYOUTS[layout].num_ranks)
     values = {name: value.detach() for name, value in model.named_parameters()}
     found, _ = run_step(captured, plan, {**values, "batch": batch})
     torch.testing.assert_close(found.loss, expected.detach(), rtol=1e-12, atol=1e-12)

@@ -21,7 +21,6 @@ from meshwright.errors import PlanError
 from meshwright.ir import files
 from meshwright.models import GPT, MLP, classification_loss
 from meshwright.models.losses import IGNORED
-from meshwright.planner.explicit import plan_layout
 from tests.distributed import oracle
 from tests.distributed.oracle import TOLERANCE, Batch, Subject, error_of, largest_error
 from tests.distributed.pool import Ranks
@@ -705,7 +704,7 @@ def graph_of(subject: str) -> mw.Graph:
 
 
 def plan_of(subject: str, layout: mw.Layout) -> mw.Plan:
-    return plan_layout(graph_of(subject), layout, world_size=num_ranks(layout), cluster=load_cluster("cpu-local"))
+    return oracle.plan_of(graph_of(subject), layout, num_ranks(layout), load_cluster("cpu-local"))
 
 
 def test_plan_is_written_edited_and_run(ranks: Ranks, tmp_path: Path) -> None:

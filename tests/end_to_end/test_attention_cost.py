@@ -13,12 +13,11 @@ from meshwright.capture.builder import capture
 from meshwright.catalog import load_device
 from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.kernels import Rates
-from meshwright.cost.operators import kernel_of, kernels_cost
 from meshwright.cost.program import step_work
-from meshwright.ir.graph import Operator
-from meshwright.ir.kernel import Operand
+from meshwright.lower.counts import Counter
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.ops.base import Call
 from meshwright.planner.explicit import plan_layout
 
 ours = torch.ops.meshwright
@@ -58,21 +57,15 @@ def test_the_bytes_of_attention_are_those_of_its_kernels(dtype: torch.dtype, fus
             torch._C.DispatchKeySet(torch._C.DispatchKey.CPU),
             grad, query, key, value, None, output, logsumexp, *settings,
         )  # fmt: skip
-    rates, name = Rates(load_device("generic-cpu")), str(dtype).removeprefix("torch.")
-    part, rest = Operand((BATCH, HEADS, ROWS, WIDTH), name), Operand((BATCH, HEADS, ROWS), "float32")
-    flops = 4.0 * BATCH * HEADS * ROWS * ROWS * WIDTH
-    for traffic, kind, inputs, outputs, given in (
-        (forward, "attention", [part] * 3, [part, rest], "t0, t1, t2, None"),
-        (backward, "attention_backward", [*[part] * 5, rest], [part] * 3, "t0, t1, t2, t3, None, t4, t5"),
+    rates = Rates(load_device("generic-cpu"))
+    for traffic, target, args, outputs in (
+        (forward, ours.attention.default, (query, key, value, None), (output, logsumexp)),
+        (backward, ours.attention_backward.default, (grad, query, key, value, None, output, logsumexp), (grad,) * 3),
     ):
-        operator = Operator(
-            name=kind, target=f"meshwright.{kind}.default", inputs=(), outputs=(), rule=None, bytes=1,
-            arguments=f"{given}, 0.0, {causal}, 0.25, 0, 0",
-        )  # fmt: skip
-        work = flops * (2.5 if kind == "attention_backward" else 1)
-        cost = kernels_cost(rates, operator, inputs, outputs, work)
+        (kernel,) = Counter({}).kernels(Call(target, (*args, *settings), {}, outputs))
+        cost = rates.cost(kernel)
         assert traffic.fused == fused
-        assert (scratch_bytes(kernel_of(operator, inputs, outputs, work), on_cpu=True) == 0) == fused
+        assert (scratch_bytes(kernel, on_cpu=True) == 0) == fused
         if not fused:
             assert cost.bytes == pytest.approx(traffic.num_bytes, rel=0.2)
 

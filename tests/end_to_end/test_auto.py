@@ -60,7 +60,7 @@ def every_layout(world_size: int, size: int = 8) -> dict[str, tuple[float, int]]
     for layout, recompute in itertools.product(layouts, auto.RECOMPUTE):
         try:
             one = msgspec.structs.replace(layout, recompute=recompute)
-            plan = plan_layout(graph, one, world_size=world_size, cluster=CLUSTER)
+            plan = oracle.plan_of(graph, one, world_size, CLUSTER)
         except MeshwrightError:
             continue
         one_step = foretell(PlanLowering(graph), plan, CLUSTER)

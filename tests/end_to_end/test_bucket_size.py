@@ -56,7 +56,7 @@ def network(alpha_s: float, byte_s: float, base: mw.Cluster = GPU, algorithm: st
 
 
 def planned(cluster: mw.Cluster, room_bytes: float | None = None, **layout: int) -> mw.Plan:
-    ask = Ask(optimizer=ADAMW, room_bytes=room_bytes, lower=PlanLowering(mlp()) if room_bytes != 0 else None)
+    ask = Ask(optimizer=ADAMW, room_bytes=room_bytes, lower=PlanLowering(mlp()), fits_buckets=room_bytes != 0)
     return plan_layout(mlp(), mw.Layout(dp=NUM_RANKS, **layout), world_size=NUM_RANKS, cluster=cluster, ask=ask)  # type: ignore[arg-type]
 
 

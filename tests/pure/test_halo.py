@@ -5,19 +5,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.ir.halo import Halo, fetched, most_rows, outside, overlap, owned
+from meshwright.ir.halo import fetched, most_rows, outside, overlap, owned, window_ranges
 from meshwright.ir.halo import given as given_rows
 from meshwright.ir.placement import bounds
 
-HALOS = st.builds(
-    Halo,
-    operand=st.integers(0, 2), dim=st.integers(0, 4), stride=st.integers(1, 4), window=st.integers(1, 9),
-    padding=st.integers(-2, 9), count=st.integers(1, 13),
-)  # fmt: skip
+WINDOWS = st.fixed_dictionaries(
+    {"stride": st.integers(1, 4), "window": st.integers(1, 9), "padding": st.integers(-2, 9)}
+)
 
 
 def test_a_window_of_three_reads_one_row_on_each_side() -> None:
-    ranges = Halo(0, 2, stride=1, window=3, padding=1, count=12).ranges((0, 4, 8, 12))
+    ranges = window_ranges((0, 4, 8, 12), stride=1, window=3, padding=1)
     assert ranges == ((-1, 5), (3, 9), (7, 13))
     assert fetched(ranges, (0, 4, 8, 12), 1) == [(0, (3, 4)), (2, (8, 9))]
     assert fetched(ranges, (0, 4, 8, 12), 0) == [(1, (4, 5))]
@@ -25,27 +23,27 @@ def test_a_window_of_three_reads_one_row_on_each_side() -> None:
 
 
 def test_a_stride_of_two_reads_one_row_before() -> None:
-    ranges = Halo(0, 2, stride=2, window=3, padding=1, count=4).ranges((0, 2, 4))
+    ranges = window_ranges((0, 2, 4), stride=2, window=3, padding=1)
     assert ranges == ((-1, 4), (3, 8))
     assert (fetched(ranges, (0, 4, 8), 0), fetched(ranges, (0, 4, 8), 1)) == ([], [(0, (3, 4))])
 
 
 def test_thin_parts_read_of_several_neighbours() -> None:
-    ranges = Halo(0, 2, stride=1, window=7, padding=3, count=4).ranges(range(5))
+    ranges = window_ranges(range(5), stride=1, window=7, padding=3)
     assert [other for other, _ in fetched(ranges, range(5), 0)] == [1, 2, 3]
     assert most_rows(ranges, range(5)) == 3
 
 
 def test_parts_that_are_not_equal_read_as_far() -> None:
-    ranges = Halo(0, 2, stride=2, window=3, padding=1, count=4).ranges((0, 3, 4))
+    ranges = window_ranges((0, 3, 4), stride=2, window=3, padding=1)
     assert ranges == ((-1, 6), (5, 8))
     assert (fetched(ranges, (0, 4, 7), 0), fetched(ranges, (0, 4, 7), 1)) == ([(1, (4, 6))], [])
 
 
 @settings(max_examples=60)
-@given(HALOS, st.integers(1, 5), st.integers(1, 30))
-def test_what_one_gets_another_gives(halo: Halo, parts: int, length: int) -> None:
-    ranges, rows = halo.ranges(bounds(halo.count, [parts])), bounds(length, [parts])
+@given(WINDOWS, st.integers(1, 13), st.integers(1, 5), st.integers(1, 30))
+def test_what_one_gets_another_gives(windows: dict[str, int], count: int, parts: int, length: int) -> None:
+    ranges, rows = window_ranges(bounds(count, [parts]), **windows), bounds(length, [parts])
     got = {(part, other, one) for part in range(parts) for other, one in fetched(ranges, rows, part)}
     gave = {(other, part, one) for part in range(parts) for other, one in given_rows(ranges, rows, part)}
     assert got == gave
@@ -55,9 +53,3 @@ def test_what_one_gets_another_gives(halo: Halo, parts: int, length: int) -> Non
         sizes = [max(0, high - low) for low, high in (before, kept, after)]
         assert sum(sizes) == ranges[part][1] - ranges[part][0]
         assert min(high - low for low, high in (before, after)) >= 0
-
-
-@given(HALOS)
-def test_text_is_read_back(halo: Halo) -> None:
-    assert Halo.parse(str(halo)) == halo
-    assert Halo.parse("sum 2 c") is None

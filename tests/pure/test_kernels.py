@@ -1,19 +1,22 @@
-"""Kernels: sizes alone and captured operators have the same seconds; attention is priced as it is lowered."""
+"""Kernels: sizes alone and lowered calls have the same seconds; attention is priced as it is lowered."""
 
-from math import prod
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from meshwright.catalog import load_device
 from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.kernels import Cost, Rates
-from meshwright.cost.operators import kernel_of, kernels_cost
 from meshwright.errors import ClusterError
 from meshwright.ir.device import Device, Kernels
-from meshwright.ir.graph import Operator
-from meshwright.ir.kernel import Operand
+from meshwright.ir.kernel import Kernel
 from meshwright.ir.kind import COMPUTE, KINDS
+from meshwright.lower.counts import Counter
+from meshwright.ops.base import Call
+
+aten = torch.ops.aten
 
 CALIBRATED = Device(
     name="core",
@@ -31,96 +34,90 @@ DEVICES = {name: load_device(name) for name in ("h100", "a100-80gb", "v100")} | 
 PRODUCTS = ((4096, 4096, 4096, 1), (1, 12288, 4096, 1), (513, 1000, 64, 1), (128, 128, 64, 96), (8192, 32, 2048, 8))
 
 
-def call(
-    target: str, inputs: list[Operand], outputs: list[Operand], flops: float = 0.0, arguments: str = ""
-) -> Operator:
-    """An operator of a captured graph."""
-    return Operator(
-        name="layer:call",
-        target=target,
-        inputs=tuple(f"t{at}" for at in range(len(inputs))),
-        outputs=tuple(f"u{at}" for at in range(len(outputs))),
-        rule=None,
-        arguments=arguments,
-        flops=flops,
-        bytes=sum(one.num_bytes for one in (*inputs, *outputs)),
-    )
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def captured(
-    rates: Rates, target: str, inputs: list[Operand], outputs: list[Operand], flops: float = 0.0, arguments: str = ""
-) -> Cost:
-    return kernels_cost(rates, call(target, inputs, outputs, flops, arguments), inputs, outputs, flops)
+def kernels(target: Any, args: tuple[Any, ...], *outputs: torch.Tensor) -> tuple[Kernel, ...]:
+    """What a lowered call is counted as."""
+    return Counter({}).kernels(Call(target, args, {}, outputs))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def counted(rates: Rates, target: Any, args: tuple[Any, ...], *outputs: torch.Tensor) -> Cost:
+    (kernel,) = kernels(target, args, *outputs)
+    return rates.cost(kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_captured_product_takes_what_the_same_sizes_take(name: str, dtype: str) -> None:
-    rates = Rates(DEVICES[name])
+def test_a_lowered_product_takes_what_the_same_sizes_take(name: str, dtype: torch.dtype) -> None:
+    rates, text = Rates(DEVICES[name]), str(dtype).removeprefix("torch.")
     for m, n, k, batch in PRODUCTS:
-        lead, target = ((batch,), "aten.bmm.default") if batch > 1 else ((), "aten.mm.default")
-        shapes = [(*lead, m, k), (*lead, k, n), (*lead, m, n)]
-        *inputs, output = (Operand(shape, dtype) for shape in shapes)
-        found = captured(rates, target, inputs, [output], 2.0 * batch * m * n * k)
-        assert found.seconds == pytest.approx(rates.matmul_s(m, n, k, batch=batch, dtype=dtype), rel=1e-12)
+        lead, target = ((batch,), aten.bmm.default) if batch > 1 else ((), aten.mm.default)
+        *inputs, output = (meta(*lead, *shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
+        found = counted(rates, target, tuple(inputs), output)
+        assert found.seconds == pytest.approx(rates.matmul_s(m, n, k, batch=batch, dtype=text), rel=1e-12)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_captured_convolution_is_the_product_of_positions_by_filters(name: str, groups: int) -> None:
+def test_a_lowered_convolution_is_the_product_of_positions_by_filters(name: str, groups: int) -> None:
     rates = Rates(DEVICES[name])
-    images, weight, made = (
-        Operand(shape, "float32") for shape in ((8, 64, 14, 14), (128, 64 // groups, 1, 1), (8, 128, 14, 14))
-    )
+    images, weight, made = meta(8, 64, 14, 14), meta(128, 64 // groups, 1, 1), meta(8, 128, 14, 14)
     rows, columns, depth = 8 * 14 * 14, 128 // groups, 64 // groups
-    flops = 2.0 * rows * columns * depth * groups
-    found = captured(rates, "aten.convolution.default", [images, weight], [made], flops)
+    args = (images, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
+    found = counted(rates, aten.convolution.default, args, made)
     wanted = rates.matmul_s(rows, columns, depth, batch=groups, dtype="float32", kind="convolution")
     assert found.seconds == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_captured_stream_takes_what_the_same_bytes_take(name: str) -> None:
+def test_a_lowered_stream_takes_what_the_same_bytes_take(name: str) -> None:
     rates = Rates(DEVICES[name])
     for size in (10, 10**4, 10**7):
-        one = Operand((size,), "float32")
-        for target, kind in (("aten.add.Tensor", "pointwise"), ("aten.gelu.default", "activation")):
-            assert captured(rates, target, [one], [one]).seconds == rates.stream(kind, 8 * size).seconds
+        one = meta(size)
+        for target, kind in ((aten.neg.default, "pointwise"), (aten.gelu.default, "activation")):
+            assert counted(rates, target, (one,), one).seconds == rates.stream(kind, 8 * size).seconds
+
+
+def attention(backward: bool, part: torch.Tensor, rest: torch.Tensor, dropout: float, causal: bool) -> Kernel:
+    settings = (dropout, causal, 0.25, 0, 3)
+    if backward:
+        args, made = (part, part, part, part, None, part, rest, *settings), (part, part, part)
+        (kernel,) = kernels(torch.ops.meshwright.attention_backward.default, args, *made)
+    else:
+        (kernel,) = kernels(torch.ops.meshwright.attention.default, (part, part, part, None, *settings), part, rest)
+    return kernel
 
 
 @pytest.mark.parametrize("device", [CALIBRATED, load_device("generic-cpu")])
 @pytest.mark.parametrize("backward", [False, True])
-def test_captured_attention_on_a_cpu_is_the_fused_kernel(device: Device, backward: bool) -> None:
-    rates, part, rest = Rates(device), Operand((2, 4, 128, 16), "float32"), Operand((2, 4, 128), "float32")
+def test_lowered_attention_on_a_cpu_is_the_fused_kernel(device: Device, backward: bool) -> None:
+    rates, part, rest = Rates(device), meta(2, 4, 128, 16), meta(2, 4, 128)
     flops = 2.0 * 2 * 4 * 128 * 128 * 16 * (5 if backward else 2)
-    inputs, outputs = ([part] * 5 + [rest], [part] * 3) if backward else ([part] * 3, [part, rest])
     kind = "attention_backward" if backward else "attention"
-    given = "t0, t1, t2, t3, None, t4, t5" if backward else "t0, t1, t2, None"
-    moved = sum(one.num_bytes for one in (*inputs, *outputs))
-    wanted = rates.seconds(kind, "float32", flops, moved)
-    operator = call(f"meshwright.{kind}.default", inputs, outputs, flops, f"{given}, 0.0, True, 0.25, 0, 3")
-    assert kernels_cost(rates, operator, inputs, outputs, flops).seconds == wanted
-    assert scratch_bytes(kernel_of(operator, inputs, outputs, flops), on_cpu=True) == 0
+    moved = 4 * ((8 if backward else 4) * part.numel() + rest.numel())
+    kernel = attention(backward, part, rest, 0.0, True)
+    assert rates.cost(kernel).seconds == rates.seconds(kind, "float32", flops, moved)
+    assert scratch_bytes(kernel, on_cpu=True) == 0
 
 
-@pytest.mark.parametrize(("name", "dropout"), [("h100", "0.0"), ("a100-80gb", "0.0"), ("calibrated", "0.1")])
+@pytest.mark.parametrize(("name", "dropout"), [("h100", 0.0), ("a100-80gb", 0.0), ("calibrated", 0.1)])
 @pytest.mark.parametrize("backward", [False, True])
-def test_attention_that_forms_its_scores_pays_for_them(name: str, dropout: str, backward: bool) -> None:
+def test_attention_that_forms_its_scores_pays_for_them(name: str, dropout: float, backward: bool) -> None:
     """On CUDA, and with dropout on CPUs (``ops/library.py``): S x S elements are written, read, and held."""
     rates, rows, width = Rates(DEVICES[name]), 2048, 64
-    part, rest = Operand((4, 16, rows, width), "float32"), Operand((4, 16, rows), "float32")
+    part, rest = meta(4, 16, rows, width), meta(4, 16, rows)
     scores = 4 * 16 * rows * rows * 4
     products = 5 if backward else 2
-    flops = 2.0 * prod(part.shape) * rows * products
-    inputs, outputs = ([part] * 5 + [rest], [part] * 3) if backward else ([part] * 3, [part, rest])
-    given = "t0, t1, t2, t3, None, t4, t5" if backward else "t0, t1, t2, None"
-    kind = "attention_backward" if backward else "attention"
-    operator = call(f"meshwright.{kind}.default", inputs, outputs, flops, f"{given}, {dropout}, False, 0.125, 0, 3")
-    found = kernels_cost(rates, operator, inputs, outputs, flops)
-    fused_s = rates.seconds(kind, "float32", flops, sum(one.num_bytes for one in (*inputs, *outputs)))
+    flops = 2.0 * part.numel() * rows * products
+    kernel = attention(backward, part, rest, dropout, False)
+    found = rates.cost(kernel)
+    moved = 4 * ((8 if backward else 4) * part.numel() + rest.numel())
+    fused_s = rates.seconds("attention_backward" if backward else "attention", "float32", flops, moved)
     assert found.bytes > 10 * scores
     assert found.seconds > rates.stream("pointwise", 8 * scores).seconds + 0.5 * products / 5 * fused_s
-    assert scratch_bytes(kernel_of(operator, inputs, outputs, flops), on_cpu=name == "calibrated") >= 2 * scores
+    assert scratch_bytes(kernel, on_cpu=name == "calibrated") >= 2 * scores
     assert found.flops == flops
 
 

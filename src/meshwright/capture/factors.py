@@ -146,7 +146,7 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
     classes: dict[str, str] = {}
     sizes: dict[str, int] = {}
     became: dict[str, tuple[str, ...]] = {}
-    decompositions: dict[str, tuple[str, ...]] = {}
+    decompositions: dict[str, str] = {}
     fixed: set[str] = set()
     stencils: set[str] = set()
     fixed_originals, stencil_originals = bound.rule.parsed.fixed_names(), bound.rule.parsed.stencil_names()
@@ -200,14 +200,14 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
         tuple(refined(operand, False, index) for index, operand in enumerate(pattern.inputs)),
         tuple(refined(operand, True, index) for index, operand in enumerate(pattern.outputs)),
     )
-    kept = {name: _renamed(value, became) for name, value in decompositions.items() if name not in doubled}
+    kept = {name: value for name, value in decompositions.items() if name not in doubled}
     joint: dict[str, tuple[str, ...]] = {}
     for name, members in bound.rule.joint.items():
         outermost = tuple(became[member][0] for member in members if became[member])
         if len(outermost) == len(members) and not (fixed - set(kept)) & set(outermost):
             joint[name], became[name] = outermost, (name,)
             sizes[name] = math.gcd(*(sizes[letter] for letter in outermost))
-            kept[name] = _renamed(bound.rule.decompositions[name], became)
+            kept[name] = bound.rule.decompositions[name]
     equal = tuple(letter for name in bound.rule.equal for letter in became.get(name, ()) if letter in sizes)
     rule = Rule(
         pattern=str(text), sizes=sizes, reduction=bound.rule.reduction, decompositions=kept, joint=joint, equal=equal
@@ -238,11 +238,3 @@ class Rendered:
             self._known[key] = (bound.rule, rule, {letter: int(one) for letter, one in numbers.items()}, became)
         _, rule, of, became = self._known[key]
         return rule, {letter: classes[number] for letter, number in of.items()}, dict(became)
-
-
-def _renamed(texts: tuple[str, ...], became: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """What a decomposition communicates (``sum 2 c``), by the letters that its own became."""
-    return tuple(
-        " ".join([first, *(letter for word in rest for letter in became.get(word, (word,)))])
-        for first, *rest in map(str.split, texts)
-    )

@@ -55,7 +55,7 @@ class Actions(NamedTuple):
 
 def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actions, ...]:
     """What a stage computes, wants and makes, of a plan whose buckets have one parameter each."""
-    costs, network, each = NodeCosts(plan, cluster), Network(cluster), plan.microbatches
+    costs, network, each = NodeCosts(plan.mesh, cluster), Network(cluster), plan.microbatches
     begun: dict[str, Collective] = {}
     gathered = {(one.axis, one.label): one.parameters for one in plan.gathers}
     reduced = {(one.axis, f"gradients of {one.label}"): one.parameters for one in plan.buckets}

@@ -11,6 +11,7 @@ from meshwright.cost.kernels import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Collective, Node, Program
 
@@ -79,10 +80,10 @@ def stage_held(
 
 
 class NodeCosts:
-    """Seconds, FLOPs and bytes of nodes on the ranks of a plan."""
+    """Seconds, FLOPs and bytes of nodes on the ranks of a mesh."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, threads: int = 1) -> None:
-        at_once = max(1, min(plan.mesh.world_size, cluster.num_devices))
+    def __init__(self, mesh: Mesh, cluster: Cluster, threads: int = 1) -> None:
+        at_once = max(1, min(mesh.world_size, cluster.num_devices))
         self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads))
         self._known = lru_cache(maxsize=None)(self.rates.cost)
 
@@ -104,7 +105,7 @@ class _Stage:
         clips: bool, threads: int,
     ) -> None:  # fmt: skip
         self.programs, self.program, self.plan = programs, program, plan
-        self.costs = NodeCosts(plan, cluster, threads)
+        self.costs = NodeCosts(plan.mesh, cluster, threads)
         self.blocking = cluster.device.kind == "cpu"
         self.optimizer, self.clips = optimizer, clips
         self.pipeline = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1

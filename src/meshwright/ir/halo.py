@@ -5,49 +5,21 @@ part 1            3 [ 4 5 6 7 ] 8              reads (3, 9): row 3 comes from pa
 part 0         -1 [ 0 1 2 3 ] 4                reads (-1, 5): row -1 is padding
 """
 
-import re
 from collections.abc import Sequence
 from itertools import pairwise
-
-import msgspec
 
 Rows = tuple[int, int]
 """The rows from the first up to, not including, the second."""
 
-_TEXT = re.compile(r"halo (\d+)\.(\d+) s(\d+) w(\d+) p(-?\d+) n(\d+)")
-WORD = "halo"
 
-
-class Halo(msgspec.Struct, frozen=True):
-    """The windows that an operator reads along one dim of one of its tensors: window ``o`` begins at row ``o * stride -
-    padding`` and is ``window`` rows long; there are ``count`` of them, which are divided as the dim is.
-
-    ``operand`` counts the operator's inputs, then its outputs.
-    """
-
-    operand: int
-    dim: int
-    stride: int
-    window: int
-    padding: int
-    count: int
-
-    def __str__(self) -> str:
-        return f"{WORD} {self.operand}.{self.dim} s{self.stride} w{self.window} p{self.padding} n{self.count}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Halo | None":
-        """The halo that a decomposition's text tells of, or None where it tells of something else."""
-        found = _TEXT.fullmatch(text)
-        return cls(*map(int, found.groups())) if found else None
-
-    def ranges(self, edges: Sequence[int]) -> tuple[Rows, ...]:
-        """By part of the windows, the rows that they read; they may lie before the first row and after the last."""
-        result = []
-        for first, end in pairwise(edges):
-            low = first * self.stride - self.padding
-            result.append((low, low + (end - first - 1) * self.stride + self.window if end > first else low))
-        return tuple(result)
+def window_ranges(edges: Sequence[int], *, stride: int, window: int, padding: int) -> tuple[Rows, ...]:
+    """By part of the windows, the rows that they read; they may lie before the first row and after the last. Window
+    ``o`` begins at row ``o * stride - padding`` and is ``window`` rows long; ``edges`` divide the windows."""
+    result = []
+    for first, end in pairwise(edges):
+        low = first * stride - padding
+        result.append((low, low + (end - first - 1) * stride + window if end > first else low))
+    return tuple(result)
 
 
 def overlap(one: Rows, other: Rows) -> Rows:

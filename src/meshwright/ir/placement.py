@@ -135,7 +135,7 @@ def output_placements(rule: Rule, strategy: Mapping[str, str], output: int, size
             elif rule.sums(choice):
                 if not rule.owns(choice, output):
                     result[axis] = Partial(rule.reduction)
-            elif axis == TIME and rule.decompositions[choice][0].startswith("sum"):
+            elif axis == TIME and rule.decomposition(choice) == "sum":
                 # Micro-batches exchange nothing: what the decomposition would sum over them stays a term of the sum.
                 result[axis] = Partial("sum")
     return result

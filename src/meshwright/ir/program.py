@@ -10,15 +10,15 @@ A step of one stage and one micro-batch has ``prologue``, ``forward`` and ``back
 something is computed or gathered again.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from math import prod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import msgspec
 
-from meshwright.ir.graph import ITEM_BYTES
+from meshwright.ir.graph import ITEM_BYTES, Operator
 from meshwright.ir.kernel import Kernel
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Plan, Strategy
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo"]
 PHASES = ("prologue", "forward", "backward", "input", "weight", "reduce", "finish")
@@ -156,5 +156,29 @@ class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     programs: tuple[Program, ...]
 
 
-Lower = Callable[[Plan], tuple[Program, ...]]
-"""The programs of all stages of a plan, each on its busiest rank; made without processes."""
+class Fetch(msgspec.Struct, frozen=True):
+    """The halo that an operator reads of its input number ``position``: which ``rows`` of which dims, over which axes.
+    Operators that read the same rows of one tensor fetch them once."""
+
+    position: int
+    rows: tuple[object, ...]
+
+
+class OperatorProgram(msgspec.Struct, frozen=True, eq=False):
+    """One operator on one rank, given its inputs as it wants them: its nodes in their order, and, by the name of the
+    node that starts an exchange, the halos that it fetches of inputs."""
+
+    nodes: tuple[Node, ...]
+    fetches: dict[str, Fetch]
+
+
+class Lower(Protocol):
+    """Makes programs without processes."""
+
+    def __call__(self, plan: Plan) -> tuple[Program, ...]:
+        """The programs of all stages of a plan, each on its busiest rank."""
+
+    def operator(
+        self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
+    ) -> OperatorProgram:
+        """An operator of the graph under a strategy over axes of these sizes, on the first rank of each."""

@@ -7,12 +7,15 @@ from functools import lru_cache
 import msgspec
 
 from meshwright.errors import RuleError
-from meshwright.ir.halo import WORD as HALO
 
 ONE_AXIS = ("ring", "all_to_all")
-"""Words of decompositions whose ranks are those of one mesh axis."""
+"""Decompositions whose ranks are those of one mesh axis."""
 OWN = "own"
-"""The factor of samples each part of which has statistics of its own, and how the words of what it does begin."""
+"""The factor of samples each part of which has statistics of its own, and its decomposition's first word."""
+HALO = "halo"
+"""The decomposition that exchanges rows with neighbours."""
+PARTS = "parts"
+"""The decomposition that communicates nothing, but needs parts that are runs of rows."""
 
 _TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+")
 
@@ -101,20 +104,21 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     exchanges halos; ``^`` before operands: the operator is linear in all operands of that many carets together, so that
     a Partial may pass through unreduced.
     ``sizes`` are the global sizes of the letters. ``decompositions`` names the factors that can only be
-    split by a decomposition, and what that decomposition reduces: ``{"v": ("max b s", "sum b s")}``; outputs
-    without such a factor come out whole, unless halos are all that it exchanges (``ir.halo``). ``joint`` names factors
+    split by a decomposition, and how the parts come together: ``{"v": "gather"}``. ``sum`` and ``gather`` leave outputs
+    without the factor whole, and so do ``ring`` and ``all_to_all``, whose ranks are those of one mesh axis. ``halo``
+    exchanges rows with neighbours, ``parts`` nothing; both need runs of rows. ``joint`` names factors
     that are several letters at once, each operand split by the first of them that it has: ``{"te": ("t", "e")}``
     divides tokens and experts over the same ranks, ``{"yy": ("y", "y1")}`` the rows that a stride of 2 reads and those
     that it makes; only a decomposition can bring them together. ``equal`` names factors whose parts cannot differ in
     size; those of others may, by one unit. The factor ``own`` (of batch norm's samples) is another computation than the
-    whole, for who asks for it: ``{"own": ("own 1 2",)}`` takes statistics of each part, so that outputs number 1 and 2
+    whole, for who asks for it: ``{"own": "own 1 2"}`` takes statistics of each part, so that outputs number 1 and 2
     are each rank's own, and others without it terms of a sum.
     """
 
     pattern: str
     sizes: dict[str, int]
     reduction: str = "sum"
-    decompositions: dict[str, tuple[str, ...]] = {}
+    decompositions: dict[str, str] = {}
     joint: dict[str, tuple[str, ...]] = {}
     equal: tuple[str, ...] = ()
 
@@ -131,18 +135,21 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """Whether factor ``name`` may be split, by the pattern or by a decomposition."""
         return name in self.sizes and (name in self.decompositions or name not in _marked(self.pattern))
 
+    def decomposition(self, name: str) -> str:
+        """How the parts of factor ``name`` come together; empty where the pattern alone splits it."""
+        return self.decompositions.get(name, "").partition(" ")[0]
+
     def sums(self, name: str) -> bool:
         """Whether outputs without factor ``name`` are terms of a sum where it is split."""
-        return all(text.split()[0] == OWN or text.startswith(HALO) for text in self.decompositions.get(name, ()))
+        return self.decomposition(name) in ("", OWN, HALO, PARTS)
 
     def of_one_axis(self, name: str) -> bool:
         """Whether what factor ``name`` exchanges goes over one mesh axis: round its ring, or from each rank to each."""
-        return any(text.split()[0] in ONE_AXIS for text in self.decompositions.get(name, ()))
+        return self.decomposition(name) in ONE_AXIS
 
     def owns(self, name: str, output: int) -> bool:
         """Whether splitting ``name`` leaves on each rank an output number ``output`` of its own."""
-        return any(text.split()[0] == OWN and str(output) in text.split()[1:]
-                   for text in self.decompositions.get(name, ()))  # fmt: skip
+        return self.decomposition(name) == OWN and str(output) in self.decompositions[name].split()[1:]
 
     def reduced(self, name: str, output: int) -> bool:
         """Whether splitting ``name`` leaves output number ``output`` Partial."""

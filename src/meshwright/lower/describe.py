@@ -147,6 +147,11 @@ def _text(target: Any) -> str:
     return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", type(target).__name__)
 
 
+def nodes_of(calls: fx.Graph, counter: Counter, axes: Mapping[str, int]) -> tuple[ir.Node, ...]:
+    """The calls of a graph with fake values (:func:`meshwright.lower.fuse.propagate`)."""
+    return tuple(ir.Node(**call) for call in _Function(calls, counter, axes, {}).calls)
+
+
 def describe(
     lowered: StageProgram, graph: Graph, plan: Plan, groups: Mapping[str, AxisGroup], counter: Counter
 ) -> ir.Program:

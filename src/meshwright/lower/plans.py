@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 
+import msgspec
+
 from meshwright.capture.garbage import nothing_collected
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup, members
-from meshwright.ir.plan import Plan
-from meshwright.ir.program import Program
+from meshwright.ir.plan import Plan, Strategy
+from meshwright.ir.program import OperatorProgram, Program
 from meshwright.ir.stages import cut
 from meshwright.lower.counts import Counter
 from meshwright.lower.describe import describe
+from meshwright.lower.operator import lower_operator
 from meshwright.lower.stage import lower_stage
 from meshwright.ops.base import OperatorRule, Target
 
@@ -19,6 +22,8 @@ class PlanLowering:
 
     def __init__(self, graph: Graph, rules: Mapping[Target, OperatorRule] | None = None) -> None:
         self._graph, self._rules, self._counter = graph, rules or {}, Counter(rules or {})
+        self._operators: dict[object, OperatorProgram] = {}
+        self._calls: dict[str, tuple[object, ...]] = {}
 
     @nothing_collected()
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
@@ -30,6 +35,29 @@ class PlanLowering:
             lowered = lower_stage(self._graph, plan, stage, groups, rules=self._rules, divided=divided)
             found.append(describe(lowered, self._graph, plan, groups, self._counter))
         return tuple(found)
+
+    def operator(
+        self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
+    ) -> OperatorProgram:
+        """An operator on the first rank of axes of these sizes. Calls that are alike are lowered once."""
+        used = {axis: size for axis, size in sizes.items() if axis in strategy}
+        key = (*self._call_of(operator), tuple(strategy.items()), tuple(used.items()), interior_first)
+        if key not in self._operators:
+            self._operators[key] = lower_operator(
+                self._graph, operator, strategy, used, self._counter, self._rules, interior_first
+            )
+        return self._operators[key]
+
+    def _call_of(self, operator: Operator) -> tuple[object, ...]:
+        """What an operator's program follows from, but for its strategy."""
+        if operator.name not in self._calls:
+            tensors = [self._graph.tensors[name] for name in (*operator.inputs, *operator.outputs)]
+            rule = operator.rule
+            self._calls[operator.name] = (
+                operator.target, operator.arguments, tuple((one.shape, one.dtype) for one in tensors),
+                operator.prologue, msgspec.json.encode((rule, operator.letters)),
+            )  # fmt: skip
+        return self._calls[operator.name]
 
 
 def groups_of(plan: Plan, stage: int, rank: int) -> dict[str, AxisGroup]:

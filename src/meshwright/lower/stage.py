@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshwright.capture.calls import read, target_of
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import DATA_AXES, TIME
 from meshwright.ir.mesh import AxisGroup
@@ -42,13 +41,12 @@ from meshwright.lower.function import DISPATCHED, Kernels
 from meshwright.lower.fuse import fuse, propagate, separate
 from meshwright.lower.gradients import Gradients
 from meshwright.lower.halo import Exchanged
-from meshwright.lower.local import LocalCall
+from meshwright.lower.operator import emit_operator
 from meshwright.lower.partition import partition
 from meshwright.lower.prefetch import join_returned
 from meshwright.lower.program import Join, StageProgram, Transfer
 from meshwright.lower.regions import Compiler
-from meshwright.ops.base import OperatorRule, Target, emit_unchanged
-from meshwright.ops.table import operator_rule
+from meshwright.ops.base import OperatorRule, Target
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -256,17 +254,11 @@ class _StageLowering:
         tensors = [
             emission.want(name, self._wanted(operator, position)) for position, name in enumerate(operator.inputs)
         ]
-        args, kwargs = read(operator.arguments, tensors)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": self.device}
-        target = target_of(operator.target)
-        local = LocalCall(
-            self.ir, emission.groups, operator, strategy, (target, args, kwargs), emission.emit, self.random_key,
-            self.drawn, self.exchanged, self.plan.computes_interior_first(operator.name),
+        result = emit_operator(
+            self.ir, operator, strategy, tensors, emission.emit, self.random_key, emission.groups, self.drawn,
+            self.exchanged, self.plan.computes_interior_first(operator.name), self.rules, self.device,
         )  # fmt: skip
-        rule = operator_rule(target, self.rules)
-        emit = rule.local if rule is not None and operator.rule is not None else emit_unchanged
-        self._made(operator, emit(local), readers)
+        self._made(operator, result, readers)
 
     def _made(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:
         """Put the results of an operator where their readers find them, and start what can be started."""

@@ -28,8 +28,7 @@ def attention_rule(call: Call) -> Rule:
     queries and keys at once (``st``), keys and values go round a ring."""
     mask = _mask_pattern(call.args[3], "!t")
     pattern = f"b h s !d, b h !t !d, b h !t !e{mask} -> b h s !e, b h s"
-    ring = ("ring 2 1", "all_to_all 4 1") if call.args[5] else ("ring 2 1",)
-    decompositions = {"t": ("gather b h s", "sum b h s e"), "st": ring}
+    decompositions = {"t": "gather", "st": "ring"}
     return make_rule(call, pattern, decompositions=decompositions, joint={"st": ("s", "t")}, equal=("st",))
 
 
@@ -38,8 +37,7 @@ def attention_backward_rule(call: Call) -> Rule:
     mask = _mask_pattern(call.args[4], "t")
     q, k, v, o = "b h s !d", "b h t !d", "b h t !e", "b h s !e"
     pattern = f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}"
-    ring = ("ring 4 2", "all_to_all 8 2") if call.args[8] else ("ring 4 2",)
-    return make_rule(call, pattern, decompositions={"st": ring}, joint={"st": ("s", "t")}, equal=("st",))
+    return make_rule(call, pattern, decompositions={"st": "ring"}, joint={"st": ("s", "t")}, equal=("st",))
 
 
 def attention_local(local: Local) -> Any:

@@ -188,7 +188,7 @@ def make_rule(
     pattern: str,
     *,
     reduction: str = "sum",
-    decompositions: Mapping[str, tuple[str, ...]] | None = None,
+    decompositions: Mapping[str, str] | None = None,
     joint: Mapping[str, tuple[str, ...]] | None = None,
     equal: Sequence[str] = (),
     **sizes: int,

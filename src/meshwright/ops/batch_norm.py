@@ -54,7 +54,7 @@ def batch_norm_rule(call: Call) -> Rule:
     image = f"!n c{space}"
     vectors = ", c" * (len(call.tensors) - 1)
     outputs = ", c" * (len(call.outputs) - 1)
-    decompositions = dict.fromkeys(["n", *names], ("gather 2 c",)) | {OWN: (f"{OWN} 1 2",)}
+    decompositions = dict.fromkeys(["n", *names], "gather") | {OWN: f"{OWN} 1 2"}
     pattern = f"{image}{vectors} -> {image}{outputs}"
     return make_rule(call, pattern, decompositions=decompositions, joint={OWN: ("n",)})
 
@@ -153,7 +153,7 @@ def batch_norm_backward_rule(call: Call) -> Rule:
     pattern = f"^{image}, {image}{vectors} -> {wanted(made, image, 'c')}"
     if not train:
         return make_rule(call, pattern)
-    decompositions = dict.fromkeys(["n", *names], ("sum 2 c",)) | {OWN: (OWN,)}
+    decompositions = dict.fromkeys(["n", *names], "sum") | {OWN: OWN}
     return make_rule(call, pattern, decompositions=decompositions, joint={OWN: ("n",)})
 
 

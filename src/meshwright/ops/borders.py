@@ -18,7 +18,7 @@ import torch
 from meshwright.ir.halo import Rows
 from meshwright.ops import collectives
 from meshwright.ops.base import Local, Value
-from meshwright.ops.halo import Side, Window, ranges
+from meshwright.ops.halo import Side, Window
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ class Borders:
         )
         before, after = window.padding, window.extent - window.stride - window.padding
         fits = rows == made * window.stride and 0 <= after <= before and 2 * before < window.extent and before > 0
-        found = cls(local, side, window, ranges(window, side.made), made, before, after)
+        found = cls(local, side, window, window.ranges(side.made), made, before, after)
         reach = max(before, after) <= rows and max(found.top, found.bottom) <= made
         return found if local.interior_first and alike and fits and reach else None
 

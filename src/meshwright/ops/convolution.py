@@ -92,14 +92,11 @@ def _sizes(groups: int) -> dict[str, int]:
     return {"g": groups} if groups != 1 else {}
 
 
-def _space(source: Tensor, output: Tensor, settings: _Settings, kernel: list[int], operands: tuple[int, int]) -> Space:
-    """Dims of the input and of the output; ``operands`` are those whose halo is exchanged, if it is of that side."""
+def _space(source: Tensor, output: Tensor, settings: _Settings, kernel: list[int]) -> Space:
+    """Dims of the input and of the output."""
     result = Space()
     for index, (name, window) in enumerate(zip(SPACE[len(kernel)], settings.windows(kernel), strict=True)):
-        sizes = source.shape[2 + index], output.shape[2 + index]
-        small = sizes[0] if settings.transposed else sizes[1]
-        operand = operands[1] if settings.transposed else operands[0]
-        result.add(name, sizes, None if window.alone else window.halo(operand, 2 + index, small))
+        result.add(name, (source.shape[2 + index], output.shape[2 + index]), not window.alone)
     return result
 
 
@@ -112,7 +109,7 @@ def convolution_rule(call: Call) -> Rule:
     source, weight = call.args[:2]
     kernel = list(weight.shape[2:])
     settings = _Settings.of(call.args[3:9], len(kernel))
-    space = _space(source, call.outputs[0], settings, kernel, (0, 2))
+    space = _space(source, call.outputs[0], settings, kernel)
     c, f, filters = _names(settings.groups, settings.transposed)
     filters = f"{filters} {_kernel_names(len(kernel))}"
     return space.rule(
@@ -125,7 +122,7 @@ def convolution_backward_rule(call: Call) -> Rule:
     grad, source, weight = call.args[:3]
     kernel = list(weight.shape[2:])
     settings = _Settings.of(call.args[4:10], len(kernel))
-    space = _space(source, grad, settings, kernel, (1 if call.args[10] == WEIGHT else 3, 0))
+    space = _space(source, grad, settings, kernel)
     c, f, filters = _names(settings.groups, settings.transposed)
     filters = f"{filters} {_kernel_names(len(kernel))}"
 

@@ -225,10 +225,8 @@ def _names(call: Call, up: int, down: int) -> tuple[str, str]:
 def experts_rule(call: Call) -> Rule:
     """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: what other experts, slots or features add is on other ranks."""
     up, down = _names(call, 3, 4)
-    slots = call.tensors[1].shape[1]
-    there_and_back = (f"all_to_all {slots} 0", f"all_to_all {slots} 0")
     return make_rule(
-        call, f"t !k, t a, ^t a, {up}, ^^{down} -> t o", decompositions={"te": there_and_back},
+        call, f"t !k, t a, ^t a, {up}, ^^{down} -> t o", decompositions={"te": "all_to_all"},
         joint={"te": ("t", "e")}, equal=("te",),
     )  # fmt: skip
 
@@ -236,12 +234,10 @@ def experts_rule(call: Call) -> Rule:
 def experts_backward_rule(call: Call) -> Rule:
     """Linear in the gradient; what is split in one result is a sum in the others."""
     up, down = _names(call, 4, 5)
-    slots = call.tensors[2].shape[1]
-    there_and_back = (f"all_to_all {slots} 0", f"all_to_all {slots} 1", f"all_to_all {slots} 1")
     return make_rule(
         call,
         f"^t o, t !k, t a, t a, {up}, {down} -> t !k, t a, {up}, {down}",
-        decompositions={"te": there_and_back},
+        decompositions={"te": "all_to_all"},
         joint={"te": ("t", "e")},
         equal=("te",),
     )

@@ -11,8 +11,8 @@ gives gradients of all these rows, which go back to the ranks whose rows they ar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.ir.halo import Halo, Rows
-from meshwright.ir.rule import Rule
+from meshwright.ir.halo import Rows, window_ranges
+from meshwright.ir.rule import HALO, PARTS, Rule
 from meshwright.ops.base import Call, Local, Value, make_rule
 
 Edges = tuple[int, ...]
@@ -27,25 +27,25 @@ class Space:
 
     left: list[str] = field(default_factory=list)
     right: list[str] = field(default_factory=list)
-    decompositions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    decompositions: dict[str, str] = field(default_factory=dict)
     joint: dict[str, tuple[str, ...]] = field(default_factory=dict)
     equal: list[str] = field(default_factory=list)
 
     def add(
-        self, name: str, sizes: tuple[int, int], halo: Halo | None, *, contiguous: bool = False, equal: bool = False
+        self, name: str, sizes: tuple[int, int], halo: bool, *, contiguous: bool = False, equal: bool = False
     ) -> None:
         """A dim that is split with a halo, or without one where nothing reads another part's rows; ``contiguous``: even
         then its parts must be runs of rows; ``equal``: where sizes differ, parts must be equal for that."""
         if sizes[0] == sizes[1]:
-            marked = halo is not None or contiguous
+            marked = halo or contiguous
             names = [f"~{name}" if marked else name] * 2
             if marked:
-                self.decompositions[name] = () if halo is None else (str(halo),)
+                self.decompositions[name] = HALO if halo else PARTS
         else:
             names = [f"~{name}", f"~{name}1"]
             self.joint[both(name)] = name, f"{name}1"
             self.equal += [both(name)] if equal else []
-            self.decompositions[both(name)] = () if halo is None else (str(halo),)
+            self.decompositions[both(name)] = HALO if halo else PARTS
         self.left.append(names[0])
         self.right.append(names[1])
 
@@ -78,9 +78,9 @@ class Window:
         """Whether a row is made of one row."""
         return (self.stride, self.extent, self.padding) == (1, 1, 0)
 
-    def halo(self, operand: int, dim: int, small: int) -> Halo:
-        """The halo for windows over a dim of an operand."""
-        return Halo(operand, dim, self.stride, self.extent, self.padding, small)
+    def ranges(self, small: Edges) -> tuple[Rows, ...]:
+        """By part of the small side, which has these edges, the rows of the large side that its windows read."""
+        return window_ranges(small, stride=self.stride, window=self.extent, padding=self.padding)
 
     def rows(self, small: int) -> int:
         """How many rows the windows of ``small`` rows cover."""
@@ -122,17 +122,12 @@ def fetch(
     local: Local, value: Value, side: Side, window: Window, large: Edges, small: Edges, fill: float = 0.0
 ) -> Value:
     """The rows of the large side that this rank's windows read."""
-    return local.halo(value, side.factor, side.dim, large, ranges(window, small), fill)
+    return local.halo(value, side.factor, side.dim, large, window.ranges(small), fill)
 
 
 def give_back(local: Local, value: Value, side: Side, window: Window, large: Edges, small: Edges) -> Value:
     """The adjoint: terms for the rows that this rank's windows read, added up where the rows are."""
-    return local.halo_sum(value, side.factor, side.dim, large, ranges(window, small))
-
-
-def ranges(window: Window, small: Edges) -> tuple[Rows, ...]:
-    """By part, the rows of the large side that its windows read."""
-    return window.halo(0, 0, small[-1]).ranges(small)
+    return local.halo_sum(value, side.factor, side.dim, large, window.ranges(small))
 
 
 def each(value: int | Sequence[int], space: int) -> list[int]:

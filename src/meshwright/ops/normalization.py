@@ -22,12 +22,11 @@ def wanted(mask: list[bool], image: str, vector: str) -> str:
 # --- layer norm ------------------------------------------------------------------------------------------------
 
 
-def _layer_names(source: Tensor, shape: list[int]) -> tuple[str, str, str, dict[str, tuple[str, ...]]]:
+def _layer_names(source: Tensor, shape: list[int]) -> tuple[str, str, str, dict[str, str]]:
     """(pattern of the tensor, of weight and bias, of the statistics, decompositions)."""
     lead = letters(source.dim() - len(shape), "_")
     tail = [f"!k{index}" for index in range(len(shape))]
-    rest = " ".join(lead) or "."
-    decompositions: dict[str, tuple[str, ...]] = {name[1:]: (f"sum 2 {rest}",) for name in tail}
+    decompositions = {name[1:]: "sum" for name in tail}
     return " ".join([*lead, *tail]), " ".join(tail), " ".join([*lead, *["1"] * len(tail)]), decompositions
 
 
@@ -120,7 +119,7 @@ def group_norm_rule(call: Call) -> Rule:
     merged where space is split."""
     space, names = spatial(call.args[0], "!")
     vectors = ", (g !k)" * (len(call.tensors) - 1)
-    decompositions = dict.fromkeys(names, ("sum n g", "sum n g"))
+    decompositions = dict.fromkeys(names, "sum")
     pattern = f"n (g !k){space}{vectors} -> n (g !k){space}, n g, n g"
     return make_rule(call, pattern, decompositions=decompositions, g=call.args[6])
 
@@ -158,7 +157,7 @@ def group_norm_backward_rule(call: Call) -> Rule:
     image = f"n (g !k){space}"
     weight = ", (g !k)" if call.args[4] is not None else ""
     outputs = wanted(call.args[9], image, "(g !k)")
-    decompositions = dict.fromkeys(names, ("sum 2 n g k",))
+    decompositions = dict.fromkeys(names, "sum")
     pattern = f"^{image}, {image}, n g, n g{weight} -> {outputs}"
     return make_rule(call, pattern, decompositions=decompositions, g=call.args[8])
 

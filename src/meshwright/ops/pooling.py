@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Target, Value, arguments, letters
-from meshwright.ops.halo import SPACE, Side, Space, Window, each, fetch, give_back, ranges, split_sides, windows
+from meshwright.ops.halo import SPACE, Side, Space, Window, each, fetch, give_back, split_sides, windows
 
 aten = torch.ops.aten
 
@@ -74,38 +74,37 @@ class _Pool:
         return [0 if index in split else one for index, one in enumerate(self.padding)]
 
 
-def _pool_space(call: Call, image: Tensor, made: Tensor, operand: int, contiguous: bool) -> Space:
+def _pool_space(call: Call, image: Tensor, made: Tensor, contiguous: bool) -> Space:
     settings, result, rank = _Pool.of(call.target, call.args, call.kwargs), Space(), space_rank(call.target)
     for index, (name, window) in enumerate(zip(SPACE[rank], settings.windows, strict=True)):
         dim = image.dim() - rank + index
         large, small = image.shape[dim], made.shape[dim]
-        halo = None if window.alone else window.halo(operand, dim, small)
-        result.add(name, (large, small), halo, contiguous=contiguous)
+        result.add(name, (large, small), not window.alone, contiguous=contiguous)
     return result
 
 
 def max_pool_rule(call: Call) -> Rule:
     """``n c ~y ~x -> n c ~y1 ~x1, n c ~y1 ~x1``: maxima, and where they are in the whole image."""
     image, made = call.args[0], call.outputs[0]
-    return spatial_rule(call, _pool_space(call, image, made, 0, True), "image", linear=False)
+    return spatial_rule(call, _pool_space(call, image, made, True), "image", linear=False)
 
 
 def max_pool_backward_rule(call: Call) -> Rule:
     """``^n c ~y1 ~x1, n c ~y ~x, n c ~y1 ~x1 -> n c ~y ~x``: gradients go where the maxima were."""
     made, image = call.args[:2]
-    return spatial_rule(call, _pool_space(call, image, made, 3, True), "made image made", linear=True)
+    return spatial_rule(call, _pool_space(call, image, made, True), "made image made", linear=True)
 
 
 def avg_pool_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n c ~y1 ~x1``."""
     image, made = call.args[0], call.outputs[0]
-    return spatial_rule(call, _pool_space(call, image, made, 0, False), "image", linear=True)
+    return spatial_rule(call, _pool_space(call, image, made, False), "image", linear=True)
 
 
 def avg_pool_backward_rule(call: Call) -> Rule:
     """``^n c ~y1 ~x1, n c ~y ~x -> n c ~y ~x``."""
     made, image = call.args[:2]
-    return spatial_rule(call, _pool_space(call, image, made, 2, False), "made image", linear=True)
+    return spatial_rule(call, _pool_space(call, image, made, False), "made image", linear=True)
 
 
 def max_pool_local(local: Local) -> Any:
@@ -161,7 +160,7 @@ class _Place:
             part, _ = local.coordinate(side.factor)
             low, high = side.image[part : part + 2]
             if every is not None:
-                low, high = ranges(every[side.index], side.made)[part]
+                low, high = every[side.index].ranges(side.made)[part]
             found.lows[side.index], found.rows[side.index] = low, high - low
             found.whole[side.index] = side.image[-1]
         return found
@@ -306,7 +305,7 @@ def _counts(
 def _adaptive_space(image: Tensor, made: Tensor, rank: int, contiguous: bool) -> Space:
     result = Space()
     for name, large, small in zip(SPACE[rank], image.shape[-rank:], made.shape[-rank:], strict=True):
-        result.add(name, (large, small), None, contiguous=contiguous, equal=True)
+        result.add(name, (large, small), False, contiguous=contiguous, equal=True)
     return result
 
 

@@ -85,8 +85,7 @@ def logsumexp_rule(call: Call) -> Rule:
     rest = [name for index, name in enumerate(left) if index != dims[0]]
     keep = call.outputs[0].dim() == rank
     right = ["1" if name == "!v" else name for name in left] if keep else rest
-    decompositions = {"v": (f"gather {' '.join(rest) or '.'}",)}
-    return make_rule(call, f"{' '.join(left)} -> {' '.join(right) or '.'}", decompositions=decompositions)
+    return make_rule(call, f"{' '.join(left)} -> {' '.join(right) or '.'}", decompositions={"v": "gather"})
 
 
 def logsumexp_local(local: Local) -> Any:
@@ -108,8 +107,7 @@ def argmax_rule(call: Call) -> Rule:
     rest = [name for index, name in enumerate(left) if index != dim]
     keep = call.outputs[0].dim() == rank
     right = ["1" if name == "!v" else name for name in left] if keep else rest
-    decompositions = {"v": (f"gather 2 {' '.join(rest) or '.'}",)}
-    return make_rule(call, f"{' '.join(left)} -> {' '.join(right) or '.'}", decompositions=decompositions)
+    return make_rule(call, f"{' '.join(left)} -> {' '.join(right) or '.'}", decompositions={"v": "gather"})
 
 
 def argmax_local(local: Local) -> Any:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from meshwright.ir.halo import Halo, Rows
+from meshwright.ir.halo import Rows
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, letters
-from meshwright.ops.halo import SPACE, Side, Space, both, split_sides
+from meshwright.ops.halo import SPACE, Side, Space, Window, both, split_sides
 from meshwright.ops.pooling import space_rank, spatial_rule
 
 aten = torch.ops.aten
@@ -36,9 +36,9 @@ def _flat(amounts: Sequence[Rows]) -> list[int]:
     return [one for pair in reversed(amounts) for one in pair]
 
 
-def _pad_window(operand: int, dim: int, amount: Rows, made: int) -> Halo:
+def _pad_window(amount: Rows) -> Window:
     """Every row that is made is one row, further on by what is put before it."""
-    return Halo(operand, dim, 1, 1, amount[0], made)
+    return Window(1, 1, amount[0])
 
 
 def constant_pad_rule(call: Call) -> Rule:
@@ -48,7 +48,7 @@ def constant_pad_rule(call: Call) -> Rule:
     for dim, amount in enumerate(_amounts(call.args[1], source.dim())):
         if any(amount):
             name = _FROM_THE_BACK[source.dim() - 1 - dim]
-            space.add(name, (source.shape[dim], made.shape[dim]), _pad_window(0, dim, amount, made.shape[dim]))
+            space.add(name, (source.shape[dim], made.shape[dim]), True)
         else:
             space.left.append(names[dim])
             space.right.append(names[dim])
@@ -66,7 +66,7 @@ def constant_pad_local(local: Local) -> Any:
         if factor is not None:
             image = local.bounds(factor, name)
             made = image if factor == name else local.bounds(factor, f"{name}1")
-            ranges = _pad_window(0, dim, amount, made[-1]).ranges(made)
+            ranges = _pad_window(amount).ranges(made)
             result = local.halo(result, factor, dim - rank, image, ranges, float(given["value"]))
             rest[dim] = (0, 0)
     if any(map(any, rest)) or result is given["self"]:
@@ -85,9 +85,8 @@ def image_pad_rule(backward: bool) -> Callable[[Call], Rule]:
         space, rank = Space(), space_rank(call.target)
         amounts = _amounts(arguments(call.target, call.args, call.kwargs)["padding"], rank)
         for index, name in enumerate(SPACE[rank]):
-            dim, sizes = image.dim() - rank + index, (image.shape[index - rank], made.shape[index - rank])
-            halo = _pad_window(2 if backward else 0, dim, amounts[index], sizes[1]) if any(amounts[index]) else None
-            space.add(name, sizes, halo)
+            sizes = image.shape[index - rank], made.shape[index - rank]
+            space.add(name, sizes, any(amounts[index]))
         return spatial_rule(call, space, "made image" if backward else "image", linear=True)
 
     rule.__doc__ = image_pad_rule.__doc__
@@ -109,7 +108,7 @@ class _Padded:
     @classmethod
     def of(cls, local: Local, side: Side, amount: Rows) -> "_Padded":
         part, length = local.coordinate(side.factor)[0], side.image[-1]
-        wanted = _pad_window(0, 0, amount, side.made[-1]).ranges(side.made)
+        wanted = _pad_window(amount).ranges(side.made)
         reflects = "reflection" in str(local.target)
         ranges = tuple(_needed(one, length, reflects) for one in wanted)
         (low, high), (first, last) = wanted[part], ranges[part]
@@ -206,9 +205,7 @@ def resize_rule(call: Call) -> Rule:
             space.whole(name, (large, small))
             continue
         reach = 0 if nearest else _reach(large, small, "cubic" in str(call.target))
-        dim = image.dim() - rank + index
-        halo = Halo(1 if backward else 0, dim, 1, 2 * reach + 1, reach, large) if reach else None
-        space.add(name, (large, small), halo)
+        space.add(name, (large, small), reach > 0)
     return spatial_rule(call, space, "made" if backward else "image", linear=True)
 
 

@@ -35,11 +35,10 @@ def unfold_rule(call: Call) -> Rule:
     back = call.target is aten.col2im.default
     kernel, every = _windows(arguments(call.target, call.args, call.kwargs))
     whole = call.outputs[0] if back else call.tensors[0]
-    image, rank = whole.shape[-2:], whole.dim()
+    image = whole.shape[-2:]
     space, counts = Space(), _counts(image, every)
-    for index, (name, window) in enumerate(zip(SPACE[2], every, strict=True)):
-        sizes = image[index], counts[index]
-        space.add(name, sizes, window.halo(1 if back else 0, rank - 2 + index, counts[index]))
+    for name, *sizes in zip(SPACE[2], image, counts, strict=True):
+        space.add(name, (sizes[0], sizes[1]), True)
     lead = "n " if call.tensors[0].dim() == (3 if back else 4) else ""
 
     def pattern(large: str, small: str) -> str:

@@ -173,7 +173,7 @@ class _Scales:
         self.graph, self.world_size, self.cluster = graph, world_size, cluster
         self.lower, self.optimizer, self.clips = lower, optimizer, clips
         self.offload = offload and cluster.device.kind != "cpu"  # whose memory is the host's
-        self._plain = Ask(explains=False, optimizer=optimizer)
+        self._plain = Ask(explains=False, optimizer=optimizer, lower=lower, fits_buckets=False)
         self._works: dict[tuple[object, ...], Work] = {}
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:

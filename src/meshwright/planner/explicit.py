@@ -53,8 +53,8 @@ class Ask:
     ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
     ``whole``: parameters that must not be cut. ``by_rule``: tensor parallel as Megatron-LM divides it by hand (columns,
     then rows; whole heads; the vocabulary where that pays), for comparisons. ``room_bytes``: of a rank, within which
-    buckets are as large as is best (default: what a device has), which programs show that ``lower`` makes; without it
-    buckets are of the usual size. ``known`` keeps solutions.
+    buckets are as large as is best (default: what a device has); ``fits_buckets``: or else they are of the usual size.
+    ``lower`` makes programs: what the planner chooses by cost, it chooses by theirs. ``known`` keeps solutions.
     """
 
     explains: bool = True
@@ -64,6 +64,7 @@ class Ask:
     by_rule: bool = False
     room_bytes: float | None = None
     lower: Lower | None = None
+    fits_buckets: bool = True
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
 
 
@@ -108,7 +109,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     if not layout.stage_sizes:
         return _Planner(graph, layout, layout.mesh(), cluster, base, ask).plan()
     shared = between_sizes(graph, layout, cluster) if base is None else frozenset()
-    ask = replace(ask, whole=ask.whole | shared, lower=None)  # each of the plans knows but a part of its stages
+    ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each of the plans knows but a part of its stages
     plans = []
     for index in range(layout.pp):
         own = layout.of_stage(index)
@@ -234,7 +235,7 @@ class _Planner:
             interiors=self._interiors(used),
             notes=self.base.notes if self.base is not None else self._explained(),
         )
-        if self.base is not None or self.cluster is None or self.ask.lower is None:
+        if self.base is not None or self.cluster is None or self.ask.lower is None or not self.ask.fits_buckets:
             return plan
         room = self.ask.room_bytes or self.cluster.device.memory_bytes
         return fit_buckets(self.ask.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
@@ -244,10 +245,12 @@ class _Planner:
         key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
                self.ask.memory_bytes, self.ask.whole, self.layout.batch_statistics)  # fmt: skip
         if key not in self.ask.known:
+            assert self.ask.lower is not None, "strategies are chosen by the cost of programs"
             self.ask.known[key] = assign(
                 self.graph,
                 self.mesh,
                 self.cluster or load_cluster("cpu-local"),
+                self.ask.lower,
                 microbatches=self.layout.microbatches,
                 own_statistics=self.layout.batch_statistics == "rank",
                 pins=pins,
@@ -327,9 +330,11 @@ class _Planner:
     def _interiors(self, strategies: dict[str, Strategy]) -> tuple[str, ...]:
         if self.base is not None:
             return self.base.interiors
+        if self.cluster is None or self.ask.lower is None:
+            return ()
         axes = {axis: size for axis, size in self.sizes.items() if axis != TIME}
         known = {name: {a: c for a, c in one.items() if a in axes} for name, one in strategies.items()}
-        return interiors(self.graph, self.mesh, axes, self.cluster, known)
+        return interiors(self.graph, self.mesh, axes, self.cluster, self.ask.lower, known)
 
     # --- data parallel -------------------------------------------------------------------------------------------
 
@@ -382,7 +387,7 @@ class _Planner:
             self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
 
     def _explained(self) -> tuple[Note, ...]:
-        unsplit = unsplit_notes(self.graph, self.cluster) if self.sizes else ()
+        unsplit = unsplit_notes(self.graph, self.mesh, self.cluster, self.ask.lower) if self.sizes else ()
         if self.solved is not None:
             pins = read_pins(Factors(self.graph, self.sizes, {one.name: {} for one in self.graph.operators}),
                              self.layout.pin, self.mesh.names)  # fmt: skip

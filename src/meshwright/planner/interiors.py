@@ -1,48 +1,51 @@
-"""Which convolutions compute their own rows first, while the halos travel: where that saves more than borders cost."""
+"""Which convolutions compute their own rows first, while the halos travel: where that takes less time."""
 
 from collections.abc import Mapping
 
-from meshwright.cost.decomposed import Decomposed
-from meshwright.cost.operators import operator_cost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.kind import kind_of
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Strategy, starred
+from meshwright.ir.program import Lower, OperatorProgram
 from meshwright.planner.intra_op.prices import Prices
-
-BORDER_KERNELS = 6
-"""A border before and one after: zeros beside the halo, the convolution, the sum."""
 
 
 def interiors(
-    graph: Graph, mesh: Mesh, sizes: Mapping[str, int], cluster: Cluster | None, strategies: Mapping[str, Strategy]
+    graph: Graph,
+    mesh: Mesh,
+    sizes: Mapping[str, int],
+    cluster: Cluster,
+    lower: Lower,
+    strategies: Mapping[str, Strategy],
 ) -> tuple[str, ...]:
     """The convolutions, and gradients of them, for which it pays."""
-    if cluster is None:
-        return ()
-    prices = Prices(graph, mesh, sizes, cluster)
+    prices = Prices(graph, mesh, sizes, cluster, lower)
     hides = cluster.device.kind != "cpu"  # there, the cores that compute move the rows, too
-    found = [one.name for one in graph.operators if pays(prices, one, strategies[one.name], hides)]
-    return tuple(dict.fromkeys(map(starred, found)))
+    names = [one.name for one in graph.operators if pays(prices, one, strategies[one.name], hides)]
+    return tuple(dict.fromkeys(map(starred, names)))
 
 
 def pays(prices: Prices, operator: Operator, strategy: Strategy, hides: bool) -> bool:
-    """Whether the copy of a part to lie beside its halo, and the time that the halo travels where that hides, are more
-    than small kernels for the borders."""
+    """Whether an operator takes less time if it computes its interior first: it copies no part to lie beside a halo,
+    and the halo travels meanwhile (where that ``hides``), but borders are small kernels of their own."""
     if operator.rule is None or not operator.target.startswith("aten.convolution"):
         return False
-    inside = Decomposed(prices.parts).of(operator, strategy)
-    backward = operator.target.startswith("aten.convolution_backward")
-    fetched = [one for one in inside.fetched if one.operand == int(backward)]
-    halos = [one.exchange for one in fetched] or (inside.exchanges if backward else [])
-    if not halos or not inside.copied_bytes or (inside.fetched and not fetched):  # the last: a transposed one
+    whole, first = (prices.lower.operator(operator, strategy, prices.sizes, interior) for interior in (False, True))
+    if not any(node.starts for node in whole.nodes) or first.nodes == whole.nodes:
         return False
-    cost = operator_cost(prices.parts, prices.rates, operator, strategy)
-    copied = inside.copied_bytes / len(halos)
-    part = min(1.0, 2 * halos[-1].bytes / copied)
-    dtype = prices.graph.tensors[operator.outputs[0]].dtype
-    borders_s = prices.rates.seconds(kind_of(operator), dtype, part * cost.flops, part * cost.bytes)
-    saved_s = prices.rates.stream("copy", 2 * copied).seconds
-    saved_s += min(prices.exchange_s(halos[-1]), cost.seconds) if hides else 0.0
-    return saved_s > borders_s + BORDER_KERNELS * prices.rates.kernel_s
+    return played_s(prices, first, operator, hides) < played_s(prices, whole, operator, hides)
+
+
+def played_s(prices: Prices, program: OperatorProgram, operator: Operator, hides: bool) -> float:
+    """The seconds from an operator's first node to its last. Halos of inputs that a gradient reads are there since the
+    forward pass."""
+    now, ready = 0.0, {}
+    for node in program.nodes:
+        if node.starts is not None:
+            fetched = operator.backward and node.name in program.fetches
+            ready[node.name] = now + (0.0 if fetched else prices.node_exchanges_s(node))
+            now = now if hides else ready[node.name]
+        elif node.waits:
+            now = max(now, ready[node.waits])
+        now += prices.costs.of([node]).seconds
+    return now

@@ -3,12 +3,13 @@
 from collections import defaultdict
 from collections.abc import Mapping, Set
 
-from meshwright.cost.kernels import Rates
-from meshwright.cost.operators import Parts, operator_cost
+from meshwright.cost.program import NodeCosts
 from meshwright.errors import RuleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
+from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Note, starred
+from meshwright.ir.program import Lower
 
 
 def module_notes(
@@ -44,17 +45,18 @@ def module_notes(
     return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
 
 
-def unsplit_notes(graph: Graph, cluster: Cluster | None) -> tuple[Note, ...]:
+def unsplit_notes(graph: Graph, mesh: Mesh, cluster: Cluster | None, lower: Lower | None) -> tuple[Note, ...]:
     """One line for every operator that no rule splits (those of repeated blocks together): why, and what it costs every
     rank, in seconds where the cluster is known."""
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    rates, parts = Rates(cluster.device) if cluster is not None else None, Parts(graph, {})
+    costs = NodeCosts(mesh, cluster) if cluster is not None else None
     for operator in graph.operators:
         if operator.rule is None:
             sums = found[starred(operator.name), operator.reason]
             sums[0] += 1
             sums[1] += operator.bytes
-            sums[2] += operator_cost(parts, rates, operator, {}).seconds if rates is not None else 0.0
+            if costs is not None and lower is not None:
+                sums[2] += costs.of(lower.operator(operator, {}, {}).nodes).seconds
     return tuple(
         Note(module=name, split="replicated", reason=f"{reason}; {_cost_text(*sums)}")
         for (name, reason), sums in found.items()

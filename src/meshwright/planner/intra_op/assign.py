@@ -12,6 +12,7 @@ from meshwright.ir.layout import DATA_AXES, MIXED, SPATIAL_AXES
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Partial, Placement, Placements, input_placements, is_linear, output_placements
 from meshwright.ir.plan import Strategy
+from meshwright.ir.program import Lower
 from meshwright.planner.intra_op.formulate import Formulated, anything, formulate
 from meshwright.planner.intra_op.moments import Moments
 from meshwright.planner.intra_op.options import classes_of, follow
@@ -36,6 +37,7 @@ def assign(
     graph: Graph,
     mesh: Mesh,
     cluster: Cluster,
+    lower: Lower,
     *,
     microbatches: int = 1,
     own_statistics: bool = False,
@@ -52,6 +54,7 @@ def assign(
     of space what pins say, and axes of other names anything. Pins come before these.
 
     Args:
+        lower: emits operators, so that they can be priced.
         microbatches: in how many parts, one after the other, the batch is worked through.
         own_statistics: whether batch norm takes them of each rank's samples.
         uses_axes: whether it pays or not, operators divide their batch over ``dp``, products their weights over
@@ -92,7 +95,7 @@ def assign(
                 met += 2 * (operator.classes.get(strategy.get(axis, "")) is not None)
         return met
 
-    prices = Prices(graph, mesh, sizes, cluster, microbatches)
+    prices = Prices(graph, mesh, sizes, cluster, lower, microbatches)
     limited = keeps if asked else anything
     marks = {name: tuple(sorted(one.items())) for name, one in asked.items()}
     stages = mesh.size("pp") if "pp" in mesh.names else 1

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.halo import WORD as HALO
 from meshwright.ir.placement import (
     Partial,
     Placement,
@@ -18,7 +17,7 @@ from meshwright.ir.placement import (
     output_placements,
 )
 from meshwright.ir.plan import Strategy
-from meshwright.ir.rule import OWN
+from meshwright.ir.rule import HALO, OWN
 from meshwright.planner.intra_op.decisions import Decision
 
 Choice = tuple[Strategy, ...]
@@ -124,7 +123,7 @@ class Options:
                     continue
                 others = prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
                 assert one.rule is not None
-                rows = others > 1 and any(text.startswith(HALO) for text in one.rule.decompositions.get(letter, ()))
+                rows = others > 1 and one.rule.decomposition(letter) == HALO
                 if not rows and misfit(one.rule, {**strategy, axis: letter}, self.sizes) is None:
                     strategy[axis] = letter
                 elif one in leads:

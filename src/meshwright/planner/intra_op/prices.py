@@ -5,33 +5,37 @@ from math import inf, prod
 
 from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
-from meshwright.cost.decomposed import Decomposed
-from meshwright.cost.kernels import Rates
-from meshwright.cost.node import Exchange
-from meshwright.cost.operators import Parts, operator_cost
 from meshwright.cost.optimizer import OptimizerCost
+from meshwright.cost.program import NodeCosts
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator, Tensor
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import Partial, Placements, Shard, local_shape
+from meshwright.ir.placement import Partial, Placements, Shard, input_placements, local_shape
 from meshwright.ir.plan import Strategy
+from meshwright.ir.program import Lower, Node, OperatorProgram
 from meshwright.ir.resharding import Mover
 from meshwright.planner.algorithms import links_of
 from meshwright.planner.buckets import BUCKET_BYTES
 
 
 class Prices:
-    """The cost model of ``cost.nodes`` for single operators and tensors. A step of ``microbatches`` pays each of them
-    so often, for a part of the batch; gradients are brought to their parameters once."""
+    """The seconds of single operators, as ``lower`` emits them, and of tensors that are brought to other placements. A
+    step of ``microbatches`` pays each of them so often, for a part of the batch; gradients are brought to their
+    parameters once."""
 
     def __init__(
-        self, graph: Graph, mesh: Mesh, sizes: Mapping[str, int], cluster: Cluster, microbatches: int = 1
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        sizes: Mapping[str, int],
+        cluster: Cluster,
+        lower: Lower,
+        microbatches: int = 1,
     ) -> None:
-        self.graph, self.sizes, self.microbatches = graph, dict(sizes), microbatches
-        at_once = max(1, min(mesh.world_size, cluster.num_devices))
-        self.rates = Rates(cluster.device.under(ranks=at_once, threads=1))
-        self.parts = Parts(graph, {**self.sizes, **({TIME: microbatches} if microbatches > 1 else {})})
+        self.graph, self.sizes, self.microbatches, self.lower = graph, dict(sizes), microbatches, lower
+        self.costs = NodeCosts(mesh, cluster)
+        self.rates = self.costs.rates
         self.network = Network(cluster)
         links = links_of(mesh, (axis for axis in sizes if axis in mesh.names), self.network)
         self.mover = Mover(self.sizes, links)
@@ -42,32 +46,37 @@ class Prices:
         self._batch = {name for name, one in graph.factor_classes.items() if one.role == "batch"}
 
     def operator_s(self, operator: Operator, strategy: Strategy) -> float:
-        """Its kernels, and what its decompositions communicate but for what they fetch (``fetched``)."""
-        times, within = self.times(operator), self._within(operator, strategy)
-        seconds = operator_cost(self.parts, self.rates, operator, within).seconds
-        inside = Decomposed(self.parts).of(operator, within)
-        seconds += self.rates.stream("copy", 2 * inside.copied_bytes).seconds
-        return times * (seconds + sum(self.exchange_s(one) for one in inside.exchanges))
+        """Its kernels, and what they communicate but for what they fetch (``fetched``)."""
+        program = self._program(operator, strategy)
+        if program not in self._known:
+            nodes = [node for node in program.nodes if node.name not in program.fetches]
+            self._known[program] = self.costs.of(program.nodes).seconds + sum(map(self.node_exchanges_s, nodes))
+        return self.times(operator) * self._known[program]
 
     def fetched(self, operator: Operator, strategy: Strategy, position: int) -> dict[object, float]:
         """The halos that an operator reads of an input, with their seconds. Who reads an equal one of the same tensor
         has it for nothing."""
-        inside = Decomposed(self.parts).of(operator, self._within(operator, strategy))
-        lies = tuple(sorted(self.parts.wanted(operator, strategy, position).items()))
-        times = self.times(operator)
-        return {
-            (lies, *one.key): times * self.exchange_s(one.exchange)
-            for one in inside.fetched if one.operand == position
-        }  # fmt: skip
+        program = self._program(operator, strategy)
+        found: dict[object, float] = {}
+        for node in program.nodes if program.fetches else ():
+            fetch = program.fetches.get(node.name)
+            if fetch is not None and fetch.position == position and operator.rule is not None:
+                wanted = input_placements(operator.rule, strategy, position, self.sizes)
+                lies = tuple(sorted((axis, one) for axis, one in wanted.items() if axis in self.sizes))
+                found[lies, *fetch.rows] = self.times(operator) * self.node_exchanges_s(node)
+        return found
 
-    def _within(self, operator: Operator, strategy: Strategy) -> Strategy:
-        """The strategy of one micro-batch."""
-        letter = self._time_letter(operator, strategy) if self.times(operator) > 1 else ""
-        return {**strategy, TIME: letter} if letter else strategy
+    def _program(self, operator: Operator, strategy: Strategy) -> OperatorProgram:
+        """The operator in one micro-batch."""
+        sizes, letter = self.sizes, self._time_letter(operator, strategy) if self.times(operator) > 1 else ""
+        if letter:
+            sizes, strategy = {**sizes, TIME: self.microbatches}, {**strategy, TIME: letter}
+        return self.lower.operator(operator, strategy, sizes)
 
-    def exchange_s(self, one: Exchange) -> float:
-        """A collective between the ranks of an axis."""
-        return self.network.collective_s(one.kind, one.bytes, self.groups[one.axis])  # type: ignore[arg-type]
+    def node_exchanges_s(self, node: Node) -> float:
+        """The collectives that a node starts, or that are inside of its kernel."""
+        every = (*([node.starts] if node.starts is not None else ()), *node.inside)
+        return sum(self.network.collective_s(one.kind, one.bytes, self.groups[one.axis]) for one in every)
 
     def times(self, operator: Operator) -> int:
         """How often a step runs it."""

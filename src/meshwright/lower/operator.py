@@ -1,0 +1,93 @@
+"""One operator under a strategy -> what it runs on a rank: its rule's ``local``, emitted alone and counted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshwright.capture.calls import read, target_of
+from meshwright.capture.fx_graph import Graph as CallGraph
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.mesh import AxisGroup, sizes_of
+from meshwright.ir.placement import input_placements, local_shape
+from meshwright.ir.plan import Strategy
+from meshwright.ir.program import Fetch, OperatorProgram
+from meshwright.lower.counts import Counter
+from meshwright.lower.describe import nodes_of
+from meshwright.lower.fuse import propagate
+from meshwright.lower.halo import Exchanged
+from meshwright.lower.local import LocalCall
+from meshwright.ops import collectives
+from meshwright.ops.base import OperatorRule, Target, emit_unchanged
+from meshwright.ops.table import operator_rule
+
+CPU = torch.device("cpu")
+
+
+def emit_operator(
+    graph: Graph, operator: Operator, strategy: Strategy, tensors: list[fx.Node], emit: Any, random_key: fx.Node,
+    groups: dict[str, AxisGroup], drawn: dict[str, dict[str, str]], exchanged: Exchanged, interior_first: bool,
+    rules: Mapping[Target, OperatorRule] | None, device: torch.device = CPU,
+) -> Any:  # fmt: skip
+    """Emit an operator's local rewrite on this rank's part of its inputs; what it returns."""
+    args, kwargs = read(operator.arguments, tensors)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": device}
+    target = target_of(operator.target)
+    local = LocalCall(
+        graph, groups, operator, strategy, (target, args, kwargs), emit, random_key, drawn, exchanged, interior_first
+    )
+    rule = operator_rule(target, rules)
+    return (rule.local if rule is not None and operator.rule is not None else emit_unchanged)(local)
+
+
+def lower_operator(
+    graph: Graph,
+    operator: Operator,
+    strategy: Strategy,
+    sizes: Mapping[str, int],
+    counter: Counter,
+    rules: Mapping[Target, OperatorRule] | None = None,
+    interior_first: bool = False,
+) -> OperatorProgram:
+    """The program of one operator on the first rank of axes that have ``sizes``, given its inputs as it wants them."""
+    groups = {axis: AxisGroup(axis, size, 0) for axis, size in sizes.items()}
+    at = sizes_of(groups)[1]
+    calls, tensors = CallGraph(), []
+    for position, name in enumerate(operator.inputs):
+        tensor = graph.tensors[name]
+        wanted = input_placements(operator.rule, strategy, position, sizes) if operator.rule else {}
+        node = calls.placeholder(f"input_{position}")
+        node.meta.update(
+            local_shape=local_shape(tensor.shape, wanted, dict(sizes), at), dtype=getattr(torch, tensor.dtype)
+        )
+        tensors.append(node)
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if target in collectives.STARTS:
+            kwargs.setdefault("label", operator.name)
+        node = calls.call_function(target, args, kwargs)
+        node.meta["operator"] = operator.name
+        return node
+
+    exchanged = Exchanged()
+    emit_operator(
+        graph, operator, strategy, tensors, emit, calls.placeholder("random_key"), groups, {}, exchanged,
+        interior_first, rules,
+    )  # fmt: skip
+    propagate(calls)
+    nodes = nodes_of(calls, counter, sizes)
+    positions = {node: position for position, node in enumerate(tensors)}
+    started = {waited: _read(key, positions) for key, waited in exchanged.strips.items()}
+    fetches = {waited.all_input_nodes[0].name: Fetch(*one) for waited, one in started.items() if one is not None}
+    return OperatorProgram(nodes, fetches)
+
+
+def _read(key: tuple[object, ...], positions: Mapping[fx.Node, int]) -> tuple[int, tuple[object, ...]] | None:
+    """The input whose rows an exchange with this key fetches, and which rows; None where they are of another value."""
+    value, *rest = key
+    if isinstance(value, tuple):
+        inner = _read(value, positions)
+        return (inner[0], (*inner[1], *rest)) if inner is not None else None
+    return (positions[value], tuple(rest)) if value in positions else None  # type: ignore[index]
