@@ -108,6 +108,12 @@ def fake_mode() -> FakeTensorMode:
     return mode
 
 
+def fake_scalar(mode: FakeTensorMode) -> FakeTensor:
+    """A float32 scalar: other fake tensors of the mode are made like it."""
+    with torch._C._DisableTorchDispatch():  # whatever mode records now does not see it
+        return FakeTensor(mode, torch.empty((), device=_META), torch.device("cpu"))
+
+
 def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``function(*args, **kwargs)`` of an operator. Where this process has made an equal call before (operator,
     arguments, and how tensors are laid out), it makes the like of what that returned: a tenth of the time of PyTorch's
@@ -185,9 +191,7 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 @cache
 def _attributes() -> Mapping[str, Any]:
     """Those of a fake tensor on the CPU that nobody has touched."""
-    with torch._C._DisableTorchDispatch():  # whatever mode records now does not see it
-        fake = FakeTensor(FakeTensorMode(), torch.empty((), device=_META), torch.device("cpu"))
-    return {**fake.__dict__, "fake_mode": None}
+    return {**fake_scalar(FakeTensorMode()).__dict__, "fake_mode": None}
 
 
 def _tree(make: Callable[[Any], Any], value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from meshwright.capture.outputs import fake_mode, outputs_of
+from meshwright.capture.outputs import fake_mode, fake_scalar, outputs_of
 from meshwright.ir.stages import FINISH
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
@@ -138,8 +138,8 @@ def propagate(graph: fx.Graph) -> None:
     constant) has ``local_shape`` and ``dtype`` in its ``meta``, or is a number."""
     values: dict[fx.Node, Any] = {}
     lookup: Callable[[fx.Node], Any] = values.__getitem__
-    with fake_mode():
-        like = torch.empty(())
+    with fake_mode() as mode:
+        like = fake_scalar(mode)
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 shape, dtype = node.meta.get("local_shape"), {"dtype": node.meta.get("dtype")}

@@ -7,6 +7,7 @@ import msgspec
 from meshwright.capture.garbage import nothing_collected
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup, members
+from meshwright.ir.placement import is_linear
 from meshwright.ir.plan import Plan, Strategy
 from meshwright.ir.program import OperatorProgram, Program
 from meshwright.ir.stages import cut
@@ -40,11 +41,12 @@ class PlanLowering:
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
     ) -> OperatorProgram:
         """An operator on the first rank of axes of these sizes. Calls that are alike are lowered once."""
-        used = {axis: size for axis, size in sizes.items() if axis in strategy}
-        key = (*self._call_of(operator), tuple(strategy.items()), tuple(used.items()), interior_first)
+        splits = {axis: choice for axis, choice in strategy.items() if choice and not is_linear(choice)}
+        used = {axis: size for axis, size in sizes.items() if axis in splits}
+        key = (*self._call_of(operator), tuple(splits.items()), tuple(used.items()), interior_first)
         if key not in self._operators:
             self._operators[key] = lower_operator(
-                self._graph, operator, strategy, used, self._counter, self._rules, interior_first
+                self._graph, operator, splits, used, self._counter, self._rules, interior_first
             )
         return self._operators[key]
 
