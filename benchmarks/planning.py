@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import meshwright as mw
 from benchmarks import report
 from benchmarks.report import new_run
+from meshwright.cost.program import step_work
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Comparison, Duration, Finding, Series, Settings
@@ -34,7 +35,7 @@ LAYERS = 32
 BATCH, SEQUENCE = 64, 2048
 CLUSTER = "h100-dgx-ndr400x8"
 MESHES = {"8x8": Mesh.of(dp=8, tp=8), "8x8x8": Mesh.of(dp=8, cp=8, tp=8)}
-CAPTURE_A_LAYER_S, SOLVE_S, ALL_S, ALL_THREE_AXES_S, GROWTH = 0.2, 3.0, 10.0, 30.0, 1.2
+CAPTURE_A_LAYER_S, SOLVE_S, ALL_S, ALL_THREE_AXES_S, LOWER_S, GROWTH = 0.2, 3.0, 10.0, 30.0, 2.0, 1.2
 
 
 def captured(layers: int) -> Graph:
@@ -87,6 +88,14 @@ def plans(graph: Graph, captures: Sequence[float], rounds: int) -> Iterator[Find
         yield judged(f"{LAYERS} layers on {name}: all within {limit:g} s", both, limit, name, gap)
 
 
+def lowering(graph: Graph, rounds: int) -> Duration:
+    """The program of a plan over 64 devices, and the work of its step."""
+    cluster = mw.Cluster.load(CLUSTER, 64)
+    plan = mw.plan(graph, cluster, layout=mw.Layout(dp=8, tp=8))
+    seconds = timed(lambda: step_work(PlanLowering(graph)(plan), plan, cluster), rounds)
+    return judged(f"{LAYERS} layers on 8x8: lower and price within {LOWER_S:g} s", seconds, LOWER_S, "8x8")
+
+
 def problem_of(graph: Graph, mesh: Mesh, cluster: mw.Cluster) -> Problem:
     """What the strategies of a graph are chosen from."""
     return assign(graph, mesh, cluster, PlanLowering(graph)).formulated.problem
@@ -122,7 +131,9 @@ def findings(rounds: int = ROUNDS) -> Iterator[Finding]:
     captures = timed(lambda: captured(LAYERS), rounds)
     each = [seconds / LAYERS for seconds in captures]
     yield judged(f"capture within {CAPTURE_A_LAYER_S:g} s a layer", each, CAPTURE_A_LAYER_S, "capture")
-    yield from plans(captured(LAYERS), captures, rounds)
+    graph = captured(LAYERS)
+    yield from plans(graph, captures, rounds)
+    yield lowering(graph, rounds)
     yield growth(rounds, (8, 128))
 
 
@@ -142,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, devices in (("capture", 1), ("8x8", 64), ("8x8x8", 512))
         }
         text = "Nothing is computed: tensors are on the meta device, and planning takes one core."
-        timed_text = "capture, the program's solve, or capture and planning together, as each target says"
+        timed_text = "capture, the solve, capture and planning together, or lowering and pricing, as each target says"
         report.write("planning", "Planning Llama-3-8B", COMMAND, timed_text, settings, results, text)
         print("written to benchmarks/results/planning.md and .json")
     return int(any(one.verdict == "fail" for one in results))

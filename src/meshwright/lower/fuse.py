@@ -194,14 +194,14 @@ def write_into_buckets(graph: fx.Graph) -> None:
 
     Needs :func:`propagate`. The pass looks at what is concatenated for a collective.
     """
-    for node in list(graph.nodes):
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in order:
         joined = node.op == "call_function" and node.target is aten.cat.default and len(node.users) == 1
         if joined and next(iter(node.users)).target is collectives.ALL_REDUCE:
-            _write_into(graph, node)
+            _write_into(graph, node, order)
 
 
-def _write_into(graph: fx.Graph, joined: fx.Node) -> None:
-    order = {node: index for index, node in enumerate(graph.nodes)}
+def _write_into(graph: fx.Graph, joined: fx.Node, order: Mapping[fx.Node, int]) -> None:
     parts = [_gradient(part) for part in joined.args[0]]  # type: ignore[union-attr]
     writers = [part for part in parts if part is not None]
     if not writers:
