@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.cli import run
 from meshwright.errors import RuleError
 from meshwright.models import classification_loss
-from meshwright.ops.base import OperatorRule, make_rule
+from meshwright.ops.base import Call, OperatorRule, make_rule
 
 
 @torch.library.custom_op("tests::doubled", mutates_args=())
@@ -74,8 +74,21 @@ def test_strict_names_module_and_source_line() -> None:
 
 def test_with_a_rule_strict_has_nothing_against_it() -> None:
     graph = mw.capture(Doubling(), classification_loss, batch(), rules=RULES)
-    plan = mw.plan(graph, layout=mw.Layout(dp=2), strict=True)
+    plan = mw.plan(graph, layout=mw.Layout(dp=2), strict=True, rules=RULES)
     assert "doubled" not in plan.explain()
+    assert mw.simulate(graph, None, plan, rules=RULES).step_s > 0
+
+
+def test_a_rule_that_capture_had_and_planning_has_not_is_asked_for() -> None:
+    graph = mw.capture(Doubling(), classification_loss, batch(), rules=RULES)
+    with pytest.raises(RuleError, match=r"(?s)doubled.*captured with a rule that is not given here.*give the rules="):
+        mw.plan(graph, layout=mw.Layout(dp=2))
+
+
+def test_a_decomposition_is_one_of_the_known_words() -> None:
+    call = Call(torch.ops.aten.exp.default, (torch.ones(4),), {}, (torch.ones(4),))
+    with pytest.raises(RuleError, match=r"(?s)decomposition of k: \('sum b',\).*use one word of sum, gather, ring"):
+        make_rule(call, "!k -> !k", decompositions={"k": ("sum b",)})  # type: ignore[dict-item]
 
 
 RUN = """

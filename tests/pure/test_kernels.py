@@ -14,6 +14,7 @@ from meshwright.ir.device import Device, Kernels
 from meshwright.ir.kernel import Kernel
 from meshwright.ir.kind import COMPUTE, KINDS
 from meshwright.lower.counts import Counter
+from meshwright.ops import collectives
 from meshwright.ops.base import Call
 
 aten = torch.ops.aten
@@ -78,6 +79,11 @@ def test_a_lowered_stream_takes_what_the_same_bytes_take(name: str) -> None:
         one = meta(size)
         for target, kind in ((aten.neg.default, "pointwise"), (aten.gelu.default, "activation")):
             assert counted(rates, target, (one,), one).seconds == rates.stream(kind, 8 * size).seconds
+
+
+def test_rows_that_are_added_in_place_are_all_that_is_read_and_written() -> None:
+    (kernel,) = kernels(collectives.ADD_ROWS, (meta(4, 64, 56, 224), meta(4, 64, 1, 224), -2, 0), meta(4, 64, 56, 224))
+    assert kernel.bytes == 3 * 4 * 4 * 64 * 224
 
 
 def attention(backward: bool, part: torch.Tensor, rest: torch.Tensor, dropout: float, causal: bool) -> Kernel:

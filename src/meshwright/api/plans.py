@@ -68,6 +68,7 @@ def plan(
     pipelines: bool = True,
     offload: bool = False,
     strict: bool = False,
+    rules: Rules | None = None,
     seconds: float | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Plan:
@@ -79,14 +80,15 @@ def plan(
     keeps and moves (``cost.optimizer``), ``clips``, where a layout is searched, whether gradients are clipped.
     ``pipelines=False`` divides operators alone, and makes no stages; ``offload=True`` may put optimizer state on the
     host, where nothing fits otherwise. An operator without a rule runs whole on every rank, and the plan says what that
-    costs; ``strict`` refuses it. A search tells ``progress`` what it weighs, and ends after about ``seconds`` with the
-    best layout so far, as a note of the plan then says (None: when all are weighed).
+    costs; ``strict`` refuses it. ``rules`` are those that ``capture`` was given. A search tells ``progress`` what it
+    weighs, and ends after about ``seconds`` with the best layout so far, as a note of the plan then says (None: when
+    all are weighed).
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory, or was
             found in time.
         ClusterError: the cluster is unknown.
-        RuleError: an operator has no rule, under ``strict``.
+        RuleError: an operator has no rule, under ``strict``; or its rule is not among ``rules``.
     """
     if strict:
         check_strict(graph)
@@ -94,13 +96,13 @@ def plan(
     if layout is None:
         world_size = devices or known.num_devices
         return plan_auto(
-            graph, world_size, known, PlanLowering(graph), memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
-            pipelines=pipelines, offload=offload, seconds=seconds, progress=progress,
+            graph, world_size, known, PlanLowering(graph, rules), memory_bytes=memory_bytes, optimizer=optimizer,
+            clips=clips, pipelines=pipelines, offload=offload, seconds=seconds, progress=progress,
         )  # fmt: skip
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(
         graph, layout, world_size=world_size, cluster=known,
-        ask=Ask(optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph)),
+        ask=Ask(optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph, rules)),
     )  # fmt: skip
 
 
@@ -114,6 +116,7 @@ def simulate(
     threads: int = 1,
     contention: bool = False,
     faults: Faults | None = None,
+    rules: Rules | None = None,
 ) -> Trace:
     """One training step of ``graph`` under ``plan`` on ``cluster`` (a name, a path or a Cluster; None: this machine),
     as every rank will spend it.
@@ -124,6 +127,7 @@ def simulate(
         threads: of each rank, on a CPU.
         contention: whether transfers that share a link share its rate; without it, closed forms say what they take.
         faults: slow ranks, noise, ranks that die.
+        rules: those that ``capture`` was given.
 
     Raises:
         PlanError: the plan is not of this graph, or its stages have different submeshes.
@@ -132,8 +136,8 @@ def simulate(
     plan.check(graph)
     known = known_cluster(cluster, torch.device("cpu"), plan.mesh.world_size)
     return foretell(
-        PlanLowering(graph), plan, known, optimizer=optimizer, clips=clips, threads=threads, contention=contention,
-        faults=faults,
+        PlanLowering(graph, rules), plan, known, optimizer=optimizer, clips=clips, threads=threads,
+        contention=contention, faults=faults,
     ).trace()  # fmt: skip
 
 

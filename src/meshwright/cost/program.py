@@ -14,6 +14,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Collective, Node, Program
+from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE
 
 HEAP_FACTOR = 1.15
 """On a CPU: what glibc's heap takes from the system for what lives in it, because free pieces between live ones are too
@@ -24,8 +25,6 @@ CHUNK_BYTES = 2**26
 """Parameters that are stepped together where optimizer state lies on the host (``runtime/offload.py``)."""
 CHECK_KERNELS = 3
 """Kernels that look whether the loss is finite."""
-ACTIONS = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "REDUCE_GRAD": "reduce"}
-"""By kind of action, the phase that it runs."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +120,7 @@ class _Stage:
     def work(self) -> StageWork:
         program = self.program
         before = self._before()
-        pieces = {kind: self._pieces(self._nodes(phase), phase) for kind, phase in ACTIONS.items()}
+        pieces = {kind.value: self._pieces(self._nodes(phase), phase) for kind, phase in PHASE_OF.items()}
         saved, workspace = self._memory()
         return StageWork(
             pieces=pieces,
@@ -183,7 +182,7 @@ class _Stage:
         return Communicate(what, one.kind, one.axis, one.bytes, blocking)
 
     def _before(self) -> tuple[Piece, ...]:
-        found = list(self._pieces(self._nodes("prologue"), "prologue"))
+        found = list(self._pieces(self._nodes(PROLOGUE), PROLOGUE))
         program = self.program
         zeroed = [*program.buckets.values(), *(one.bytes for one in program.accumulators if not one.bucket)]
         if zeroed:
@@ -192,7 +191,7 @@ class _Stage:
         return tuple(found)
 
     def _after(self) -> tuple[Piece, ...]:
-        found = list(self._pieces(self._nodes("finish"), "finish"))
+        found = list(self._pieces(self._nodes(FINISH), FINISH))
         stage, count = self.program.stage, self.pipeline
         if count > 1 and stage + count >= len(self.programs):  # once a rank, whatever its chunks
             for name, owners in self._owners().items():
@@ -237,12 +236,12 @@ class _Stage:
 
     def held(self) -> Held:
         program = self.program
-        once = set() if program.together else set(program.phase("prologue").outputs)
+        once = set() if program.together else set(program.phase(PROLOGUE).outputs)
         derived = {one.value for one in program.parameters}
-        for node in program.phase("prologue").nodes:
+        for node in program.phase(PROLOGUE).nodes:
             if not derived.isdisjoint(node.inputs):
                 derived.update(value.name for value in node.outputs)
-        kept = {value.storage: value.name for node in self._nodes("prologue") for value in node.outputs
+        kept = {value.storage: value.name for node in self._nodes(PROLOGUE) for value in node.outputs
                 if value.name in once}  # fmt: skip
         whole = {storage for storage, name in kept.items() if name in derived}
         return Held(
@@ -270,15 +269,15 @@ class _Stage:
 
     def _memory(self) -> tuple[int, int]:
         """Bytes that a micro-batch keeps from forward to backward, and the most that one action needs beside them."""
-        forward, backward = self._nodes("forward"), self._nodes("backward")
+        forward, backward = self._nodes(FORWARD), self._nodes(BACKWARD)
         if self.program.together:
             live: dict[str, int] = {}
-            rising = self._highest((*self._nodes("prologue"), *forward), live)
+            rising = self._highest((*self._nodes(PROLOGUE), *forward), live)
             saved = sum(live.values())
             return saved, max(0, rising - saved, self._highest(backward, live) - saved)
         live = {one.value: one.bytes for one in self.program.received_up}
         made = live.keys() | {value.storage for node in forward for value in node.outputs if value.owns}
-        late = {value.storage for name in ("backward", "input", "weight") for value in self.program.phase(name).inputs}
+        late = {value.storage for name in LATE for value in self.program.phase(name).inputs}
         kept = {storage: self.sizes[storage] for storage in made & late}
         saved = sum(kept.values())
         rising = self._highest(forward, live)

@@ -21,7 +21,6 @@ from meshwright.ir.kernel import Kernel
 from meshwright.ir.plan import Plan, Strategy
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo"]
-PHASES = ("prologue", "forward", "backward", "input", "weight", "reduce", "finish")
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -166,7 +165,7 @@ class Fetch(msgspec.Struct, frozen=True):
 
 class OperatorProgram(msgspec.Struct, frozen=True, eq=False):
     """One operator on one rank, given its inputs as it wants them: its nodes in their order, and, by the name of the
-    node that starts an exchange, the halos that it fetches of inputs."""
+    node that starts an exchange, the halos that it fetches of inputs. Programs are told apart by identity."""
 
     nodes: tuple[Node, ...]
     fetches: dict[str, Fetch]
@@ -181,4 +180,5 @@ class Lower(Protocol):
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
     ) -> OperatorProgram:
-        """An operator of the graph under a strategy over axes of these sizes, on the first rank of each."""
+        """An operator of the graph under a strategy over axes of these sizes, on the first rank of each. Calls that are
+        alike share one program, in which the names are those of the first."""

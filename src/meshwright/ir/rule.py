@@ -16,6 +16,8 @@ HALO = "halo"
 """The decomposition that exchanges rows with neighbours."""
 PARTS = "parts"
 """The decomposition that communicates nothing, but needs parts that are runs of rows."""
+DECOMPOSITIONS = ("sum", "gather", *ONE_AXIS, HALO, PARTS)
+"""How the parts of a factor come together."""
 
 _TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+")
 

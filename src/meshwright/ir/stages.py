@@ -20,10 +20,22 @@ from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kind import kind_of
 from meshwright.ir.layout import DATA_AXES, TIME
 from meshwright.ir.placement import Placements, Shard, output_placements
+from meshwright.ir.schedule import ActionKind
 
 STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
 """When a stage's work runs: what is there before the step; once a step; each micro-batch (two); once a step (two)."""
-PHASES = (PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH)
+INPUT, WEIGHT = "input", "weight"
+"""The two parts of a backward that a schedule splits: what is sent, and gradients of parameters."""
+PHASES = (PROLOGUE, FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, FINISH)
+LATE = (BACKWARD, INPUT, WEIGHT)
+"""Phases that read what ``forward`` has kept."""
+ALTERNATIVES = {BACKWARD: LATE, INPUT: (INPUT, BACKWARD), WEIGHT: (WEIGHT, BACKWARD)}
+"""Phases that hand no values to each other: a backward runs in one piece or in two."""
+PHASE_OF = {
+    ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: INPUT, ActionKind.W: WEIGHT,
+    ActionKind.REDUCE_GRAD: REDUCE,
+}  # fmt: skip
+"""By kind of action, the phase that it runs. ``prologue`` and ``finish`` run once a step."""
 _ADD, _CAST = "aten.add.Tensor", "aten._to_copy.default"
 
 

@@ -72,6 +72,8 @@ class Counter:
         if target in _PASSES:
             largest = max(map(num_bytes, (*call.tensors, *outputs)))
             return tuple(Kernel(kind, dtype, 0.0, times * largest, calls) for kind, times, calls in _PASSES[target])
+        if target is collectives.ADD_ROWS:  # in place: only these rows are read and written
+            return (Kernel("pointwise", dtype, 0.0, 3 * num_bytes(call.args[1])),)
         if target is aten.convolution_backward.default:
             return tuple(self._convolution_backward(call, dtype))
         kind = kind_of_target(str(target)) if isinstance(target, OpOverload) else "pointwise"

@@ -14,13 +14,12 @@ from meshwright.ir.graph import ITEM_BYTES, Graph
 from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import local_shape
 from meshwright.ir.plan import Plan
-from meshwright.ir.stages import BACKWARD, FORWARD, PROLOGUE
+from meshwright.ir.stages import BACKWARD, FORWARD, INPUT, LATE, PROLOGUE, WEIGHT
 from meshwright.lower.counts import Counter, inside, started
 from meshwright.lower.program import StageProgram, Transfer
 from meshwright.ops import collectives
 from meshwright.ops.base import Call
 
-_LATE = ("backward", "input", "weight")
 _INTO = ("out", "grad_input")
 
 
@@ -201,10 +200,10 @@ def _of_functions(lowered: StageProgram, counter: Counter, axes: Mapping[str, in
     for name, phase in lowered.phases.items():
         function = _Function(phase.graph, counter, axes, stored)
         kept = set(step)
-        if name not in _LATE:
+        if name not in LATE:
             kept |= {one.storage for one in function.given}
-        elif name == "input":
-            kept |= {stored.get(one, one) for one in lowered.phases["weight"].inputs}
+        elif name == INPUT:
+            kept |= {stored.get(one, one) for one in lowered.phases[WEIGHT].inputs}
         (found,) = function.phases([(name, len(function.calls))], kept)
         yield ir.Phase(name, tuple(function.given), found.nodes, function.returned)
         results = zip(phase.outputs, function.returned, strict=False)

@@ -164,9 +164,8 @@ class LocalCall:
     ) -> fx.Node:
         return self._halos(factor, dim, edges).extended(value, ranges, fill, self._exchanged)
 
-    @property
-    def interior_first(self) -> bool:
-        return self._interior
+    def interior_first(self, factor: str) -> bool:
+        return self._interior and len(self._axes(factor)) == 1
 
     def halo_begin(self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Any:
         emitter = self._halos(factor, dim, edges)

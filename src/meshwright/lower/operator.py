@@ -8,6 +8,7 @@ from torch import fx
 
 from meshwright.capture.calls import read, target_of
 from meshwright.capture.fx_graph import Graph as CallGraph
+from meshwright.errors import RuleError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import input_placements, local_shape
@@ -30,7 +31,11 @@ def emit_operator(
     groups: dict[str, AxisGroup], drawn: dict[str, dict[str, str]], exchanged: Exchanged, interior_first: bool,
     rules: Mapping[Target, OperatorRule] | None, device: torch.device = CPU,
 ) -> Any:  # fmt: skip
-    """Emit an operator's local rewrite on this rank's part of its inputs; what it returns."""
+    """Emit an operator's local rewrite on this rank's part of its inputs; what it returns.
+
+    Raises:
+        RuleError: the rule that the operator was captured with is not among ``rules``.
+    """
     args, kwargs = read(operator.arguments, tensors)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": device}
@@ -38,8 +43,15 @@ def emit_operator(
     local = LocalCall(
         graph, groups, operator, strategy, (target, args, kwargs), emit, random_key, drawn, exchanged, interior_first
     )
+    if operator.rule is None:
+        return emit_unchanged(local)
     rule = operator_rule(target, rules)
-    return (rule.local if rule is not None and operator.rule is not None else emit_unchanged)(local)
+    if rule is None:
+        raise RuleError(
+            f"{operator.target} was captured with a rule that is not given here", where=operator.name,
+            remedy="give the rules= that capture was given",
+        )  # fmt: skip
+    return rule.local(local)
 
 
 def lower_operator(
@@ -85,7 +97,8 @@ def lower_operator(
 
 
 def _read(key: tuple[object, ...], positions: Mapping[fx.Node, int]) -> tuple[int, tuple[object, ...]] | None:
-    """The input whose rows an exchange with this key fetches, and which rows; None where they are of another value."""
+    """The input whose rows an exchange with this key fetches, and which rows; None if they are
+    rows of a value that is made inside of the operator."""
     value, *rest = key
     if isinstance(value, tuple):
         inner = _read(value, positions)

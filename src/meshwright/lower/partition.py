@@ -1,6 +1,6 @@
 """One graph whose nodes belong to phases -> a function for every phase; backward computes again what is not kept."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from meshwright.capture.fx_graph import Graph
 from meshwright.ir.recomputation import Recomputation
-from meshwright.ir.stages import BACKWARD, FORWARD, PROLOGUE
+from meshwright.ir.stages import ALTERNATIVES, BACKWARD, FORWARD, INPUT, LATE, PHASES, PROLOGUE, WEIGHT
 from meshwright.lower.function import DISPATCHED, BoxedFunction, Kernels, boxed_function
 from meshwright.lower.fuse import accumulate_products, reuse_memory, write_into_buckets
 from meshwright.lower.prefetch import prefetch, sink_waits
@@ -18,13 +18,9 @@ from meshwright.ops.view import VIEWS
 
 aten = torch.ops.aten
 
-_PHASES = ("prologue", "forward", "backward", "input", "weight", "reduce", "finish")
 _NOTED = (FORWARD, BACKWARD)
-_LATE = ("backward", "input", "weight")
 _VIEWS = VIEWS | {aten.reshape.default, aten.contiguous.default}
 _AGAIN = _VIEWS | {aten._to_copy.default}
-_SAME = dict.fromkeys(("backward",), _LATE) | {"input": ("input", "backward"), "weight": ("weight", "backward")}
-"""Phases that do not hand values to each other: a backward runs in one piece or in two."""
 
 
 class Phase:
@@ -63,29 +59,29 @@ def partition(
     constants: dict[str, Tensor],
     again: Recomputation,
     sent_down: Iterable[str],
-    together: Sequence[str] = (),
+    together: bool = False,
     compiler: Compiler | None = None,
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
 ) -> dict[str, Phase]:
     """The function of every phase. Needs ``meta["phase"]`` of every node, and :func:`propagate`.
 
-    ``backward`` also comes in two parts: ``input`` makes ``sent_down``, ``weight`` the rest. The phases ``together``,
-    which run one after the other and once, are one function, that of the first; it calls ``note`` where forward and
-    backward begin. ``compiler`` joins operators, ``kernels`` run some of them.
+    ``backward`` also comes in two parts: ``input`` makes ``sent_down``, ``weight`` the rest. Phases ``together``, which
+    run one after the other and once, are one function, that of the first; it calls ``note`` where forward and backward
+    begin. ``compiler`` joins operators, ``kernels`` run some of them.
     """
     split = _Partition(graph, again, compiler, note)
-    members: dict[str, list[fx.Node]] = {phase: [] for phase in _PHASES}
+    members: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
     for node in graph.nodes:
         if node.op == "call_function":
             phase = node.meta["phase"]
-            members[together[0] if phase in together else phase].append(node)
-    members["input"], members["weight"] = _input_and_weight(members["backward"], set(sent_down))
+            members[PROLOGUE if together else phase].append(node)
+    members[INPUT], members[WEIGHT] = _input_and_weight(members[BACKWARD], set(sent_down))
     orders = {phase: split.order(phase, nodes) for phase, nodes in members.items()}
     taken = {phase: split.taken(order) for phase, order in orders.items()}
     result = {}
     for phase, nodes in members.items():
-        others = [taken[other] for other in _PHASES if other not in _SAME.get(phase, (phase,))]
+        others = [taken[other] for other in PHASES if other not in ALTERNATIVES.get(phase, (phase,))]
         outputs = [node for node in nodes if node.meta.get("returned") or any(node in one for one in others)]
         make = partial(split.graph_of, phase, orders[phase], taken[phase], outputs)
         names = (node.name for node in taken[phase]), (node.name for node in outputs)
@@ -135,12 +131,12 @@ class _Partition:
         done: set[fx.Node] = set()
         reductions = {node for node in nodes if node.target is collectives.REDUCE_TO_PARTS}
         under_way: list[fx.Node] = []
-        before = _accumulations(nodes) if phase in _LATE else {}
+        before = _accumulations(nodes) if phase in LATE else {}
 
         def place(node: fx.Node) -> None:
             if node in done or node.op != "call_function":
                 return
-            again = phase in _LATE and node.meta["phase"] == "forward" and self._computed_again(node)
+            again = phase in LATE and node.meta["phase"] == FORWARD and self._computed_again(node)
             if node not in inside and not again:
                 return
             done.add(node)

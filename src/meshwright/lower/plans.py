@@ -51,7 +51,7 @@ class PlanLowering:
         return self._operators[key]
 
     def _call_of(self, operator: Operator) -> tuple[object, ...]:
-        """What an operator's program follows from, but for its strategy."""
+        """All but the strategy that an operator's program depends on: equal for calls that are alike."""
         if operator.name not in self._calls:
             tensors = [self._graph.tensors[name] for name in (*operator.inputs, *operator.outputs)]
             rule = operator.rule

@@ -27,7 +27,6 @@ from meshwright.ir.stages import (
     BACKWARD,
     FINISH,
     FORWARD,
-    PHASES,
     PROLOGUE,
     STEP,
     Cut,
@@ -41,7 +40,7 @@ from meshwright.lower.function import DISPATCHED, Kernels
 from meshwright.lower.fuse import fuse, propagate, separate
 from meshwright.lower.gradients import Gradients
 from meshwright.lower.halo import Exchanged
-from meshwright.lower.operator import emit_operator
+from meshwright.lower.operator import CPU, emit_operator
 from meshwright.lower.partition import partition
 from meshwright.lower.prefetch import join_returned
 from meshwright.lower.program import Join, StageProgram, Transfer
@@ -49,7 +48,6 @@ from meshwright.lower.regions import Compiler
 from meshwright.ops.base import OperatorRule, Target
 
 aten = torch.ops.aten
-CPU = torch.device("cpu")
 
 
 def lower_stage(
@@ -384,7 +382,7 @@ class _StageLowering:
             {name: value.to(self.device) for name, value in constants.items()},
             Recomputation(stage.recompute, {one.name: one.module for one in graph.operators}),
             sent_down=[one.value for one in program.sent_down],
-            together=PHASES if alone and not stage.recompute and not stage.released else (),
+            together=alone and not stage.recompute and not stage.released,
             compiler=compiler,
             kernels=kernels,
             note=note,

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.errors import RuleError
 from meshwright.ir.halo import Rows
-from meshwright.ir.rule import Rule, parse_pattern
+from meshwright.ir.rule import DECOMPOSITIONS, OWN, Rule, parse_pattern
 
 aten = torch.ops.aten
 Target = Callable[..., Any]
@@ -116,9 +116,9 @@ class Local(Protocol):
         """Of a dim (counted from the back) in the parts of a factor, which have these ``edges``, the rows that
         ``ranges`` has for this rank's part, from whichever ranks they lie on; ``fill``, where they lie on none."""
 
-    @property
-    def interior_first(self) -> bool:
-        """Whether the plan computes what needs no halo first, while that travels."""
+    def interior_first(self, factor: str) -> bool:
+        """Whether the plan computes rows that need no halo of the factor first, while that travels; never where the
+        factor is split over several axes."""
 
     def halo_begin(self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Any:
         """Start the exchange of :meth:`halo`, for :meth:`halo_end`; None where no rows travel, or not all of one's own
@@ -196,9 +196,15 @@ def make_rule(
     """A rule whose sizes are read from the call's shapes (``sizes`` helps where a dim has several unknown factors).
 
     Raises:
-        RuleError: the pattern does not fit the call.
+        RuleError: the pattern does not fit the call, or a decomposition is unknown.
     """
     parsed = parse_pattern(pattern)
+    for factor, how in (decompositions or {}).items():
+        if how not in DECOMPOSITIONS and str(how).split()[:1] != [OWN]:
+            raise RuleError(
+                f"decomposition of {factor}: {how!r}", where=str(call.target),
+                remedy=f"use one word of {', '.join(DECOMPOSITIONS)}",
+            )  # fmt: skip
     known = dict(sizes)
     operands = [*zip(parsed.inputs, call.tensors, strict=False), *zip(parsed.outputs, call.outputs, strict=False)]
     if len(parsed.inputs) != len(call.tensors) or len(parsed.outputs) != len(call.outputs):

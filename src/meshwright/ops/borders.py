@@ -50,7 +50,7 @@ class Borders:
         fits = rows == made * window.stride and 0 <= after <= before and 2 * before < window.extent and before > 0
         found = cls(local, side, window, window.ranges(side.made), made, before, after)
         reach = max(before, after) <= rows and max(found.top, found.bottom) <= made
-        return found if local.interior_first and alike and fits and reach else None
+        return found if local.interior_first(side.factor) and alike and fits and reach else None
 
     @property
     def top(self) -> int:

@@ -96,7 +96,7 @@ def _space(source: Tensor, output: Tensor, settings: _Settings, kernel: list[int
     """Dims of the input and of the output."""
     result = Space()
     for index, (name, window) in enumerate(zip(SPACE[len(kernel)], settings.windows(kernel), strict=True)):
-        result.add(name, (source.shape[2 + index], output.shape[2 + index]), not window.alone)
+        result.add(name, (source.shape[2 + index], output.shape[2 + index]), halo=not window.alone)
     return result
 
 

@@ -32,7 +32,7 @@ class Space:
     equal: list[str] = field(default_factory=list)
 
     def add(
-        self, name: str, sizes: tuple[int, int], halo: bool, *, contiguous: bool = False, equal: bool = False
+        self, name: str, sizes: tuple[int, int], *, halo: bool, contiguous: bool = False, equal: bool = False
     ) -> None:
         """A dim that is split with a halo, or without one where nothing reads another part's rows; ``contiguous``: even
         then its parts must be runs of rows; ``equal``: where sizes differ, parts must be equal for that."""

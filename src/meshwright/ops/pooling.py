@@ -79,7 +79,7 @@ def _pool_space(call: Call, image: Tensor, made: Tensor, contiguous: bool) -> Sp
     for index, (name, window) in enumerate(zip(SPACE[rank], settings.windows, strict=True)):
         dim = image.dim() - rank + index
         large, small = image.shape[dim], made.shape[dim]
-        result.add(name, (large, small), not window.alone, contiguous=contiguous)
+        result.add(name, (large, small), halo=not window.alone, contiguous=contiguous)
     return result
 
 
@@ -305,7 +305,7 @@ def _counts(
 def _adaptive_space(image: Tensor, made: Tensor, rank: int, contiguous: bool) -> Space:
     result = Space()
     for name, large, small in zip(SPACE[rank], image.shape[-rank:], made.shape[-rank:], strict=True):
-        result.add(name, (large, small), False, contiguous=contiguous, equal=True)
+        result.add(name, (large, small), halo=False, contiguous=contiguous, equal=True)
     return result
 
 

@@ -48,7 +48,7 @@ def constant_pad_rule(call: Call) -> Rule:
     for dim, amount in enumerate(_amounts(call.args[1], source.dim())):
         if any(amount):
             name = _FROM_THE_BACK[source.dim() - 1 - dim]
-            space.add(name, (source.shape[dim], made.shape[dim]), True)
+            space.add(name, (source.shape[dim], made.shape[dim]), halo=True)
         else:
             space.left.append(names[dim])
             space.right.append(names[dim])
@@ -86,7 +86,7 @@ def image_pad_rule(backward: bool) -> Callable[[Call], Rule]:
         amounts = _amounts(arguments(call.target, call.args, call.kwargs)["padding"], rank)
         for index, name in enumerate(SPACE[rank]):
             sizes = image.shape[index - rank], made.shape[index - rank]
-            space.add(name, sizes, any(amounts[index]))
+            space.add(name, sizes, halo=any(amounts[index]))
         return spatial_rule(call, space, "made image" if backward else "image", linear=True)
 
     rule.__doc__ = image_pad_rule.__doc__
@@ -205,7 +205,7 @@ def resize_rule(call: Call) -> Rule:
             space.whole(name, (large, small))
             continue
         reach = 0 if nearest else _reach(large, small, "cubic" in str(call.target))
-        space.add(name, (large, small), reach > 0)
+        space.add(name, (large, small), halo=reach > 0)
     return spatial_rule(call, space, "made" if backward else "image", linear=True)
 
 

@@ -17,27 +17,27 @@ def safe_softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
     return weights.masked_fill((self == -torch.inf).all(dim, keepdim=True), 0.0)
 
 
-def _names(call: Call) -> tuple[str, str]:
-    """(pattern of the tensor, the letters beside ``v``)."""
+def _names(call: Call) -> str:
+    """The pattern of the tensor."""
     rank = call.outputs[0].dim()
     if not rank:
-        return ".", "."
+        return "."
     position = 1 if call.target in (aten._softmax.default, aten._log_softmax.default) else 2
     dim = normalize_dim(call.args[position], rank)
     names = letters(rank)
     names[dim] = "!v"
-    return " ".join(names), " ".join(name for index, name in enumerate(names) if index != dim) or "."
+    return " ".join(names)
 
 
 def softmax_rule(call: Call) -> Rule:
     """``b s !v -> b s !v``; split over ``v`` it gathers a maximum and a sum."""
-    names, rest = _names(call)
+    names = _names(call)
     return make_rule(call, f"{names} -> {names}", decompositions={"v": "gather"})
 
 
 def softmax_backward_rule(call: Call) -> Rule:
     """``b s !v, b s !v -> b s !v``; split over ``v`` it reduces one sum."""
-    names, rest = _names(call)
+    names = _names(call)
     return make_rule(call, f"^{names}, {names} -> {names}", decompositions={"v": "sum"})
 
 

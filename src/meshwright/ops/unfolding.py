@@ -37,8 +37,8 @@ def unfold_rule(call: Call) -> Rule:
     whole = call.outputs[0] if back else call.tensors[0]
     image = whole.shape[-2:]
     space, counts = Space(), _counts(image, every)
-    for name, *sizes in zip(SPACE[2], image, counts, strict=True):
-        space.add(name, (sizes[0], sizes[1]), True)
+    for name, large, small in zip(SPACE[2], image, counts, strict=True):
+        space.add(name, (large, small), halo=True)
     lead = "n " if call.tensors[0].dim() == (3 if back else 4) else ""
 
     def pattern(large: str, small: str) -> str:

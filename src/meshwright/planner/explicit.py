@@ -53,8 +53,9 @@ class Ask:
     ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
     ``whole``: parameters that must not be cut. ``by_rule``: tensor parallel as Megatron-LM divides it by hand (columns,
     then rows; whole heads; the vocabulary where that pays), for comparisons. ``room_bytes``: of a rank, within which
-    buckets are as large as is best (default: what a device has); ``fits_buckets``: or else they are of the usual size.
-    ``lower`` makes programs: what the planner chooses by cost, it chooses by theirs. ``known`` keeps solutions.
+    buckets are as large as is best (default: what a device has). ``fits_buckets``: whether their sizes are chosen; if
+    not, they have the usual size. ``lower`` makes the programs by whose cost the planner chooses: strategies under
+    ``tp``, mixed axes and pins, sizes of buckets, interiors. ``known`` keeps solutions.
     """
 
     explains: bool = True
@@ -245,7 +246,7 @@ class _Planner:
         key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
                self.ask.memory_bytes, self.ask.whole, self.layout.batch_statistics)  # fmt: skip
         if key not in self.ask.known:
-            assert self.ask.lower is not None, "strategies are chosen by the cost of programs"
+            assert self.ask.lower is not None, "strategies are chosen by the cost of programs: Ask(lower=...)"
             self.ask.known[key] = assign(
                 self.graph,
                 self.mesh,
@@ -334,7 +335,9 @@ class _Planner:
             return ()
         axes = {axis: size for axis, size in self.sizes.items() if axis != TIME}
         known = {name: {a: c for a, c in one.items() if a in axes} for name, one in strategies.items()}
-        return interiors(self.graph, self.mesh, axes, self.cluster, self.ask.lower, known)
+        return interiors(
+            self.graph, self.mesh, axes, self.cluster, self.ask.lower, known, self.layout.microbatches
+        )  # fmt: skip
 
     # --- data parallel -------------------------------------------------------------------------------------------
 

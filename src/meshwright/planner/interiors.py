@@ -17,9 +17,10 @@ def interiors(
     cluster: Cluster,
     lower: Lower,
     strategies: Mapping[str, Strategy],
+    microbatches: int = 1,
 ) -> tuple[str, ...]:
     """The convolutions, and gradients of them, for which it pays."""
-    prices = Prices(graph, mesh, sizes, cluster, lower)
+    prices = Prices(graph, mesh, sizes, cluster, lower, microbatches)
     hides = cluster.device.kind != "cpu"  # there, the cores that compute move the rows, too
     names = [one.name for one in graph.operators if pays(prices, one, strategies[one.name], hides)]
     return tuple(dict.fromkeys(map(starred, names)))
@@ -30,19 +31,20 @@ def pays(prices: Prices, operator: Operator, strategy: Strategy, hides: bool) ->
     and the halo travels meanwhile (where that ``hides``), but borders are small kernels of their own."""
     if operator.rule is None or not operator.target.startswith("aten.convolution"):
         return False
-    whole, first = (prices.lower.operator(operator, strategy, prices.sizes, interior) for interior in (False, True))
+    whole, first = (prices.program(operator, strategy, interior_first) for interior_first in (False, True))
     if not any(node.starts for node in whole.nodes) or first.nodes == whole.nodes:
         return False
     return played_s(prices, first, operator, hides) < played_s(prices, whole, operator, hides)
 
 
 def played_s(prices: Prices, program: OperatorProgram, operator: Operator, hides: bool) -> float:
-    """The seconds from an operator's first node to its last. Halos of inputs that a gradient reads are there since the
-    forward pass."""
+    """The seconds from an operator's first node to its last. Halos of the forward's input, which a gradient reads
+    again, are there since the forward pass."""
     now, ready = 0.0, {}
     for node in program.nodes:
         if node.starts is not None:
-            fetched = operator.backward and node.name in program.fetches
+            fetch = program.fetches.get(node.name)
+            fetched = operator.backward and fetch is not None and fetch.position > 0
             ready[node.name] = now + (0.0 if fetched else prices.node_exchanges_s(node))
             now = now if hides else ready[node.name]
         elif node.waits:

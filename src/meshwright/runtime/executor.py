@@ -15,6 +15,7 @@ from torch import Tensor
 from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, be_at, current
 from meshwright.comm.transport.base import Channel, Work
 from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.ir.stages import FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
 from meshwright.lower.partition import Phase
 from meshwright.lower.program import Accumulator, StageProgram
 
@@ -27,11 +28,6 @@ _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-_PHASES = {
-    ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "input", ActionKind.W: "weight",
-    ActionKind.REDUCE_GRAD: "reduce",
-}  # fmt: skip
-"""By kind of action, the function that it runs. ``prologue`` and ``finish`` run once a step."""
 Place = tuple[slice, ...]
 """A box of a tensor."""
 
@@ -75,13 +71,13 @@ class _Stage:
             name: torch.empty(count, dtype=dtype, device=device) for name, (count, dtype) in program.buckets.items()
         }
         self.totals = {one.value: self._memory(one, device) for one in program.accumulators}
-        late = {name for phase in ("backward", "input", "weight") for name in program.phases[phase].inputs}
-        ready = (*program.phases["forward"].outputs, *(one.value for one in program.received_up))
+        late = {name for phase in LATE for name in program.phases[phase].inputs}
+        ready = (*program.phases[FORWARD].outputs, *(one.value for one in program.received_up))
         self.sent = {one.value for one in program.sent_up}
         self.holder = {buffer: value for value, buffer in program.buffers.items()}
         self.read_late = {self.holder[name] for name in program.buffer_updates if self.holder.get(name) in late}
         self.kept = {name for name in ready if name in late} | self.read_late
-        self.of_step = {name for phase in ("reduce", "finish") for name in program.phases[phase].inputs}
+        self.of_step = {name for phase in (REDUCE, FINISH) for name in program.phases[phase].inputs}
         self.of_step.update(program.gradients.values(), program.scalars.values(), program.buffers_after.values())
 
     def _memory(self, one: Accumulator, device: torch.device) -> Tensor:
@@ -104,7 +100,7 @@ class Clock:
 
     def note(self, recorder: Recorder, begun_s: float) -> bool:
         """Note what was computed since ``begun_s``: the prologue, or all phases; whether it was all."""
-        done_s, phases = time.perf_counter(), self._begun or [("prologue", begun_s)]
+        done_s, phases = time.perf_counter(), self._begun or [(PROLOGUE, begun_s)]
         starts = [begun_s, *(start_s for _, start_s in phases[1:])]
         for (phase, _), start_s, end_s in zip(phases, starts, [*starts[1:], done_s], strict=True):
             recorder.span(COMPUTE, phase, start_s, end_s)
@@ -135,7 +131,7 @@ class Executor:
         self._actions = schedule.ranks[pipeline_rank].actions
         kinds = {action.kind for action in self._actions}
         self._splits = ActionKind.W in kinds
-        phases = ["prologue", *(phase for kind, phase in _PHASES.items() if kind in kinds), "finish"]
+        phases = [PROLOGUE, *(phase for kind, phase in PHASE_OF.items() if kind in kinds), FINISH]
         self.stages = {stage: _Stage(program, phases, device) for stage, program in programs.items()}
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
@@ -193,7 +189,7 @@ class Executor:
         be_at(None)
         finished = time.perf_counter()
         if not alone:
-            note.span(COMPUTE, "finish", self._begun, finished)
+            note.span(COMPUTE, FINISH, self._begun, finished)
         for work in self._leaving:
             work.wait()
         if not alone:
@@ -221,14 +217,14 @@ class Executor:
         step.update({value: buffers[name] for value, name in program.buffers.items()})
         step.update({value: inputs[name] for value, name in program.inputs.items()})
         step.update(stage.totals)
-        self._call(stage, "prologue")
+        self._call(stage, PROLOGUE)
         for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
             memory.zero_()
 
     def _finish(self, stage: _Stage, result: StepResult) -> None:
         program, step = stage.program, stage.step
         step.update(stage.joined)
-        self._call(stage, "finish")
+        self._call(stage, FINISH)
         for name, value in program.gradients.items():
             other = result.gradients.get(name)  # of another chunk, where weights are tied
             result.gradients[name] = step[value] if other is None else other + step[value]
@@ -274,8 +270,8 @@ class Executor:
     def _forward(self, stage: _Stage, action: Action) -> None:
         program, microbatch = stage.program, _microbatch(action)
         live = self._arrived(stage, action, ActionKind.RECV_F)
-        phase = program.phases["forward"]
-        returned = stage.functions["forward"](self._arguments(stage, microbatch, phase, live))
+        phase = program.phases[FORWARD]
+        returned = stage.functions[FORWARD](self._arguments(stage, microbatch, phase, live))
         live.update(zip(phase.outputs, returned, strict=True))
         self._collect(stage, live)
         for one in program.joins:
@@ -289,7 +285,7 @@ class Executor:
 
     def _backward(self, stage: _Stage, action: Action) -> None:
         """Backward as a whole, or in two parts: what was saved stays until the second."""
-        microbatch, name = _microbatch(action), _PHASES[action.kind]
+        microbatch, name = _microbatch(action), PHASE_OF[action.kind]
         if action.kind is not ActionKind.W:
             self._arrived(stage, action, ActionKind.RECV_B)
         key, phase = (action.stage, microbatch), stage.program.phases[name]
@@ -297,7 +293,7 @@ class Executor:
         arguments = self._arguments(stage, microbatch, phase, live)
         wanted = {one.value for one in stage.program.sent_down}
         if action.kind is ActionKind.I:
-            wanted.update(stage.program.phases["weight"].inputs)
+            wanted.update(stage.program.phases[WEIGHT].inputs)
         kept = {one: value for one, value in live.items() if one in wanted}
         del live  # what only the arguments hold is freed at its last use
         results = dict(zip(phase.outputs, stage.functions[name](arguments), strict=True))
@@ -323,7 +319,7 @@ class Executor:
         if action.kind is ActionKind.SEND_F:
             later = stage.kept
         else:
-            later = set(stage.program.phases["weight"].inputs) if self._splits else set()
+            later = set(stage.program.phases[WEIGHT].inputs) if self._splits else set()
         if kept := {name: value for name, value in live.items() if name in later}:
             self._live[key] = kept
 
@@ -365,7 +361,7 @@ class Executor:
 
     def _reduce(self, stage: _Stage, action: Action) -> None:
         stage.step.update(stage.buckets)
-        self._call(stage, "reduce")
+        self._call(stage, REDUCE)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Prices:
 
     def operator_s(self, operator: Operator, strategy: Strategy) -> float:
         """Its kernels, and what they communicate but for what they fetch (``fetched``)."""
-        program = self._program(operator, strategy)
+        program = self.program(operator, strategy)
         if program not in self._known:
             nodes = [node for node in program.nodes if node.name not in program.fetches]
             self._known[program] = self.costs.of(program.nodes).seconds + sum(map(self.node_exchanges_s, nodes))
@@ -56,7 +56,7 @@ class Prices:
     def fetched(self, operator: Operator, strategy: Strategy, position: int) -> dict[object, float]:
         """The halos that an operator reads of an input, with their seconds. Who reads an equal one of the same tensor
         has it for nothing."""
-        program = self._program(operator, strategy)
+        program = self.program(operator, strategy)
         found: dict[object, float] = {}
         for node in program.nodes if program.fetches else ():
             fetch = program.fetches.get(node.name)
@@ -66,12 +66,12 @@ class Prices:
                 found[lies, *fetch.rows] = self.times(operator) * self.node_exchanges_s(node)
         return found
 
-    def _program(self, operator: Operator, strategy: Strategy) -> OperatorProgram:
+    def program(self, operator: Operator, strategy: Strategy, interior_first: bool = False) -> OperatorProgram:
         """The operator in one micro-batch."""
         sizes, letter = self.sizes, self._time_letter(operator, strategy) if self.times(operator) > 1 else ""
         if letter:
             sizes, strategy = {**sizes, TIME: self.microbatches}, {**strategy, TIME: letter}
-        return self.lower.operator(operator, strategy, sizes)
+        return self.lower.operator(operator, strategy, sizes, interior_first)
 
     def node_exchanges_s(self, node: Node) -> float:
         """The collectives that a node starts, or that are inside of its kernel."""
