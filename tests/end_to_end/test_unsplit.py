@@ -76,13 +76,14 @@ def test_with_a_rule_strict_has_nothing_against_it() -> None:
     graph = mw.capture(Doubling(), classification_loss, batch(), rules=RULES)
     plan = mw.plan(graph, layout=mw.Layout(dp=2), strict=True, rules=RULES)
     assert "doubled" not in plan.explain()
-    assert mw.simulate(graph, None, plan, rules=RULES).step_s > 0
+    assert mw.simulate(graph, None, plan, rules=RULES).spans
 
 
 def test_a_rule_that_capture_had_and_planning_has_not_is_asked_for() -> None:
     graph = mw.capture(Doubling(), classification_loss, batch(), rules=RULES)
+    plan = mw.plan(graph, layout=mw.Layout(dp=2), rules=RULES)
     with pytest.raises(RuleError, match=r"(?s)doubled.*captured with a rule that is not given here.*give the rules="):
-        mw.plan(graph, layout=mw.Layout(dp=2))
+        mw.simulate(graph, None, plan)
 
 
 def test_a_decomposition_is_one_of_the_known_words() -> None:
