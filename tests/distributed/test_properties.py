@@ -130,7 +130,7 @@ class WeightsAverage(Net):
 
 
 class AverageAcrossStages(Net):
-    """The moving average of what an early layer's weight gives, made in the last layer; the loss reads it."""
+    """The last layer keeps a moving average of a value that is computed from an early layer's weight. The loss reads it."""
 
     average: Tensor
 
@@ -326,7 +326,7 @@ LAYOUTS: Mapping[str, mw.Layout] = {
 REFUSED = {("Normalized", name): "statistics are over the whole batch" for name in LAYOUTS if " m" in f" {name}"}
 """What cannot be, and what is said of it."""
 ROUNDED = {"CastOnce": 1e-7}
-"""Tolerances of what is rounded to float32, also gradients of each micro-batch."""
+"""Larger tolerances, for values that are rounded to float32 (as are the gradients of each micro-batch)."""
 
 
 def batches() -> list[Batch]:

@@ -156,8 +156,9 @@ class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """The halo that an operator reads of its input number ``position``: which ``rows`` of which dims, over which axes.
-    Operators that read the same rows of one tensor fetch them once."""
+    """Rows of neighbours that an operator fetches for one of its inputs. ``position`` is the number of the input;
+    ``rows`` says which rows of which dims they are, and over which mesh axes they come. Operators that read the same
+    rows of one tensor fetch them once."""
 
     position: int
     rows: tuple[object, ...]

@@ -11,7 +11,8 @@ from meshwright.errors import RuleError
 ONE_AXIS = ("ring", "all_to_all")
 """Decompositions whose ranks are those of one mesh axis."""
 OWN = "own"
-"""The factor of samples each part of which has statistics of its own, and its decomposition's first word."""
+"""The factor of batch norm's samples, where each part keeps its own statistics. Its decomposition begins with the same
+word."""
 HALO = "halo"
 """The decomposition that exchanges rows with neighbours."""
 PARTS = "parts"

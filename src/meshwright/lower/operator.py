@@ -97,8 +97,8 @@ def lower_operator(
 
 
 def _read(key: tuple[object, ...], positions: Mapping[fx.Node, int]) -> tuple[int, tuple[object, ...]] | None:
-    """The input whose rows an exchange with this key fetches, and which rows; None if they are
-    rows of a value that is made inside of the operator."""
+    """The number of the input whose rows an exchange with this key fetches, and which rows. None, if the operator makes
+    that value itself."""
     value, *rest = key
     if isinstance(value, tuple):
         inner = _read(value, positions)
