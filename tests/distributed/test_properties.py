@@ -130,7 +130,7 @@ class WeightsAverage(Net):
 
 
 class AverageAcrossStages(Net):
-    """The last layer keeps a moving average of a value that is computed from an early layer's weight. The loss reads it."""
+    """The last layer keeps a moving average of a value computed from an early layer's weight. The loss reads it."""
 
     average: Tensor
 
