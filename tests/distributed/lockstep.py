@@ -316,17 +316,16 @@ def run_step(
     mesh = {axis.name: axis.size for axis in plan.mesh.axes if axis.size > 1}
     ranks, wires = list(_coordinates(mesh)), Wires()
     programs = [lower_stage(capture.graph, plan, 0, _groups(mesh, at), rules=capture.rules) for at in ranks]
-    first = programs[0]
+    first = programs[0].program
     storage = plan.stage.storage
     placed = {name: storage.get(name, {}) | first.input_placements.get(name, {}) for name in values}
 
     def run(index: int) -> dict[str, Any]:
-        program = programs[index]
-        names = {**program.parameters, **program.buffers, **program.inputs}
+        program, phase = programs[index].program, programs[index].functions["prologue"]
+        names = {one.value: one.name for one in (*program.parameters, *program.buffers, *program.inputs) if one.value}
         mine: dict[str, Any] = {program.random_key: random_key}
         for node, name in names.items():
             mine[node] = cut(values[name], placed[name], mesh, ranks[index]).clone()
-        phase = program.phases["prologue"]
         given, constants = [mine[name] for name in phase.inputs], capture.traced.constants
         results = execute(phase.graph, given, _groups(mesh, ranks[index]), wires, constants)
         return {**mine, **dict(zip(phase.outputs, results, strict=True))}
@@ -345,7 +344,7 @@ def run_step(
         gradients[name] = whole(node, values[name].shape, placed[name])
     buffers = {name: values[name] for name in capture.graph.buffers}
     buffers |= {name: whole(node, values[name].shape, {}) for name, node in first.buffers_after.items()}
-    graphs = [program.phases["prologue"].graph for program in programs]
+    graphs = [lowered.functions["prologue"].graph for lowered in programs]
     return StepResult(scalars.pop("loss"), scalars, gradients, buffers), graphs
 
 

@@ -132,7 +132,7 @@ def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.Comparison:
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.in_one_process(serial, optimizer)
     found, trainer = oracle.in_parallel(parallel, plan, optimizer)  # type: ignore[arg-type]
-    targets = [node.target for node in trainer._last.programs[0].phases["prologue"].graph.nodes]
+    targets = [node.target for node in trainer._last.stages[0].functions["prologue"].graph.nodes]
     assert collectives.ADD_ROWS in targets
     assert collectives.HALO_RETURN in targets
     return oracle.compared(before, expected, found, trainer)

@@ -226,5 +226,5 @@ def all_reduces(layers: int) -> list[str]:
     captured = builder.capture(model, language_model_loss, {"tokens": TOKENS, "targets": TOKENS})
     chosen = plan(captured.graph, layout=Layout(tp=2))
     lowered = lower_stage(captured.graph, chosen, 0, {"tp": AxisGroup("tp", 2, 0)}, rules=captured.rules)
-    nodes = [node for node in lowered.phases["prologue"].graph.nodes if node.target is collectives.ALL_REDUCE]
+    nodes = [node for node in lowered.functions["prologue"].graph.nodes if node.target is collectives.ALL_REDUCE]
     return [str(node.meta["operator"]).partition(":")[0] for node in nodes]

@@ -16,7 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Plan
-from meshwright.lower.program import StageProgram
+from meshwright.lower.partition import LoweredStage
 from meshwright.lower.stage import lower_stage
 from meshwright.models import MLP, classification_loss
 from meshwright.ops.collectives import GATHER_PARTS, REDUCE_TO_PARTS, WAIT
@@ -47,7 +47,7 @@ def planned(zero: Any, **options: Any) -> Plan:
     return plan
 
 
-def program(plan: Plan) -> StageProgram:
+def program(plan: Plan) -> LoweredStage:
     return lower_stage(captured().graph, plan, 0, GROUPS)
 
 
@@ -76,13 +76,13 @@ FORWARD = "gGgxGgxGgxGx"
 
 def test_stages_1_and_2_gather_once_and_reduce_as_backward_goes() -> None:
     for zero in (1, 2):
-        text = told(program(planned(zero)).phases["prologue"].graph)
+        text = told(program(planned(zero)).functions["prologue"].graph)
         assert text == FORWARD + "xxr" + "xxRr" + "xxRr" + "xRr" + "R"
 
 
 def test_stage_3_gathers_for_forward_and_again_for_backward() -> None:
     """The first layer's weight is not needed for any gradient."""
-    phases = program(planned(3)).phases
+    phases = program(planned(3)).functions
     assert told(phases["forward"].graph) == FORWARD
     assert told(phases["backward"].graph) == "gGgxxr" + "GgxxRr" + "GxxRr" + "xRr"
     waits = [node for node in phases["finish"].graph.nodes if node.target is WAIT]
@@ -91,7 +91,7 @@ def test_stage_3_gathers_for_forward_and_again_for_backward() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_stage_3_keeps_no_parameter_between_forward_and_backward(microbatches: int) -> None:
-    forward = program(planned(3, microbatches=microbatches)).phases["forward"].graph
+    forward = program(planned(3, microbatches=microbatches)).functions["forward"].graph
     made = next(node for node in forward.nodes if node.op == "output").args[0]
     for node in made:
         while node.op == "call_function" and node.target not in (GATHER_PARTS, WAIT):
@@ -115,7 +115,7 @@ def most_alive(graph: fx.Graph) -> int:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_stage_3_holds_two_gathered_buckets_at_most(microbatches: int) -> None:
-    phases = program(planned(3, microbatches=microbatches)).phases
+    phases = program(planned(3, microbatches=microbatches)).functions
     assert {name: most_alive(phases[name].graph) for name in ("forward", "backward")} == {"forward": 2, "backward": 2}
 
 
@@ -123,7 +123,7 @@ def test_what_is_gathered_or_reduced_again_and_again_takes_turns_in_the_same_mem
     """What stays for the step, or for the optimizer, does not: it would stay between steps, too."""
     for zero, gathers, reductions in ((1, False, False), (2, False, True), (3, True, True)):
         found = {GATHER_PARTS: set[bool](), REDUCE_TO_PARTS: set[bool]()}
-        for phase in program(planned(zero, microbatches=2)).phases.values():
+        for phase in program(planned(zero, microbatches=2)).functions.values():
             for node in phase.graph.nodes:
                 if node.target in found:
                     found[node.target].add(bool(node.kwargs.get("again")))
@@ -133,11 +133,11 @@ def test_what_is_gathered_or_reduced_again_and_again_takes_turns_in_the_same_mem
 def test_several_microbatches_share_what_stages_1_and_2_gather() -> None:
     for zero, each, once in ((1, "xxxxxxx", "rrrr"), (2, "xxr" + "xxRr" + "xxRr" + "xRr" + "R", "")):
         found = program(planned(zero, microbatches=2))
-        assert told(found.phases["prologue"].graph) == "gGgGgGgG"
-        assert told(found.phases["forward"].graph) == "x" * LAYERS
-        assert told(found.phases["backward"].graph) == each
-        assert told(found.phases["reduce"].graph) == once
-        whole = {one.parameter: one.shape for one in found.accumulators}
+        assert told(found.functions["prologue"].graph) == "gGgGgGgG"
+        assert told(found.functions["forward"].graph) == "x" * LAYERS
+        assert told(found.functions["backward"].graph) == each
+        assert told(found.functions["reduce"].graph) == once
+        whole = {one.parameter: one.value.shape for one in found.program.accumulators}
         assert whole["layers.0.weight"] == ((8, 6) if zero == 1 else (4, 6)), "stage 2 sums up parts"
 
 

@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.capture.builder import Capture, capture
 from meshwright.ir.graph import Graph
 from meshwright.ir.schedule import ActionKind
-from meshwright.lower.program import StageProgram
+from meshwright.lower.partition import LoweredStage
 from meshwright.lower.stage import lower_stage
 from meshwright.models import UNet, segmentation_loss
 from meshwright.runtime.executor import Executor, Route, StepResult
@@ -54,7 +54,7 @@ def plan_of(model: str, **options: Any) -> mw.Plan:
     return mw.plan(subject_of(model)[1].graph, devices=NUM_STAGES, layout=layout)
 
 
-def program_of(model: str, plan: mw.Plan, stage: int) -> StageProgram:
+def program_of(model: str, plan: mw.Plan, stage: int) -> LoweredStage:
     captured = subject_of(model)[1]
     return lower_stage(captured.graph, plan, stage, {}, constants=captured.traced.constants)
 
@@ -93,22 +93,17 @@ def hash_of(label: str) -> int:
 
 def run_alone(model: str, plan: mw.Plan, stage: int, schedule: str) -> tuple[StepResult, list[Tensor]]:
     """One stage's part of a schedule, with made-up values from its neighbours; and what it sent, by transfer."""
-    program = program_of(model, plan, stage)
+    lowered = program_of(model, plan, stage)
     subject = subject_of(model)[0]
     routes: dict[tuple[int, ActionKind], list[Route]] = {}
     ends: list[Neighbour] = []
-    for kind, transfers in (
-        (ActionKind.SEND_F, program.sent_up),
-        (ActionKind.SEND_B, program.sent_down),
-        (ActionKind.RECV_F, program.received_up),
-        (ActionKind.RECV_B, program.received_down),
-    ):
+    for kind, transfers in lowered.program.transfers.items():
         for one in transfers:
             ends.append(Neighbour(len(ends)))
-            route = Route(((len(ends) - 1, tuple(slice(0, size) for size in one.shape)),))
+            route = Route(((len(ends) - 1, tuple(slice(0, size) for size in one.value.shape)),))
             routes.setdefault((stage, kind), []).append(route)
     actions = add_reduction(add_communication(build(schedule, NUM_STAGES, MICROBATCHES)))
-    executor = Executor({stage: program}, actions, stage, routes, dict(enumerate(ends)), CPU)
+    executor = Executor({stage: lowered}, actions, stage, routes, dict(enumerate(ends)), CPU)
     result = executor.run(
         {name: value.detach() for name, value in subject.model.named_parameters()},
         dict(subject.model.named_buffers()),
@@ -136,7 +131,7 @@ def test_backward_in_two_parts_is_the_backward_bit_by_bit(model: str, stage: int
 def test_what_is_sent_waits_for_no_gradient_of_a_parameter(model: str) -> None:
     plan = plan_of(model)
     for stage in range(1, NUM_STAGES):
-        phases = program_of(model, plan, stage).phases
+        phases = program_of(model, plan, stage).functions
         added = {
             name: [
                 node for node in phases[name].graph.nodes if str(node.target).startswith(("aten.add_", "aten.addmm_"))
@@ -145,7 +140,7 @@ def test_what_is_sent_waits_for_no_gradient_of_a_parameter(model: str) -> None:
         }
         assert added["input"] == []
         assert len(added["weight"]) == len(added["backward"]) > 0
-    first = program_of(model, plan, 0).phases
+    first = program_of(model, plan, 0).functions
     assert not [node for node in first["input"].graph.nodes if node.op == "call_function"], "the first sends nothing"
 
 
@@ -166,10 +161,10 @@ def test_recomputation_draws_the_same_dropout_masks(recompute: str, stage: int) 
 def kept_of(model: str, recompute: str, stage: int) -> dict[str, int]:
     """What a stage's forward hands to its backward: operators, and how many bytes of each."""
     program = program_of(model, plan_of(model, recompute=recompute), stage)
-    outputs = {node.name: node for node in program.phases["forward"].graph.nodes}
+    outputs = {node.name: node for node in program.functions["forward"].graph.nodes}
     sizes: dict[str, int] = {}
-    for name in program.phases["forward"].outputs:
-        if name in program.phases["backward"].inputs:
+    for name in program.functions["forward"].outputs:
+        if name in program.functions["backward"].inputs:
             node = outputs[name]
             operator = str(node.meta["operator"])
             sizes[operator] = sizes.get(operator, 0) + node.meta["val"].nbytes

@@ -36,7 +36,7 @@ def exchanged(captured: builder.Capture, layout: mw.Layout) -> Counter[str]:
     plan = mw.plan(captured.graph, layout=layout)
     axes = [axis for axis in plan.mesh.axes if axis.size > 1]
     lowered = lower_stage(captured.graph, plan, 0, {axis.name: AxisGroup(axis.name, axis.size, 0) for axis in axes})
-    nodes: list[Any] = [node for node in lowered.phases["prologue"].graph.nodes if node.target in KINDS]
+    nodes: list[Any] = [node for node in lowered.functions["prologue"].graph.nodes if node.target in KINDS]
     return Counter(KINDS[node.target] for node in nodes if str(node.meta["operator"]).startswith("blocks."))
 
 

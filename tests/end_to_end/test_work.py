@@ -23,9 +23,9 @@ from meshwright.ir.halo import most_rows
 from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.lower.partition import LoweredStage
 from meshwright.lower.plans import PlanLowering
-from meshwright.lower.program import StageProgram
 from meshwright.lower.stage import lower_stage
 from meshwright.models import (
     GPT,
@@ -101,7 +101,7 @@ def groups_of(plan: Plan) -> dict[str, AxisGroup]:
     return {name: AxisGroup(name, size, 0) for name, size in sizes.items() if size > 1}
 
 
-def programs_of(model: str, plan: Plan) -> list[StageProgram]:
+def programs_of(model: str, plan: Plan) -> list[LoweredStage]:
     one = captured(model)
     groups = {name: group for name, group in groups_of(plan).items() if name != "pp"}
     return [lower_stage(one.graph, plan, stage, groups, rules=one.rules) for stage in range(len(plan.stages))]
@@ -146,7 +146,7 @@ WHOLE = [
 @pytest.mark.parametrize(("model", "layout"), WHOLE, ids=str)
 def test_a_step_in_one_piece_has_the_collectives_that_are_lowered(model: str, layout: dict[str, Any]) -> None:
     plan = planned(model, **layout)
-    ran = started(programs_of(model, plan)[0].phases["prologue"].graph)
+    ran = started(programs_of(model, plan)[0].functions["prologue"].graph)
     (stage,) = step_work(lowered(model, plan), plan, CPU).stages
     foretold = sum((counted(pieces) for pieces in (stage.before, *stage.pieces.values())), Counter())
     assert foretold == ran
@@ -184,7 +184,7 @@ def test_a_step_in_phases_has_the_collectives_that_are_lowered(model: str, layou
     plan = planned(model, **layout)
     work = step_work(lowered(model, plan), plan, CPU)
     for program, stage in zip(programs_of(model, plan), work.stages, strict=True):
-        ran = {name: started(phase.graph) for name, phase in program.phases.items()}
+        ran = {name: started(phase.graph) for name, phase in program.functions.items()}
         own = Counter({key: count for key, count in counted(stage.after).items() if key[1] != "pp"})
         told = sum((counted(stage.pieces[kind]) for kind in ("F", "B", "REDUCE_GRAD")), own + counted(stage.before))
         assert told == sum((ran[name] for name in ("prologue", "forward", "backward", "reduce", "finish")), Counter())
@@ -193,16 +193,19 @@ def test_a_step_in_phases_has_the_collectives_that_are_lowered(model: str, layou
             assert parts == ran["input"] + ran["weight"] == counted(stage.pieces["B"])
 
 
-def kept_bytes(program: StageProgram) -> int:
+def kept_bytes(lowered: LoweredStage) -> int:
     """What the executor keeps of a micro-batch until its backward, by storage."""
-    late = {name for phase in ("backward", "input", "weight") for name in program.phases[phase].inputs}
-    names = {*program.phases["forward"].outputs, *(one.value for one in program.received_up)} & late
-    nodes = {node.name: node for phase in ("forward", "backward") for node in program.phases[phase].graph.nodes}
+    program, functions = lowered.program, lowered.functions
+    late = {name for phase in ("backward", "input", "weight") for name in functions[phase].inputs}
+    received = (one.value.name for one in program.crossing(ActionKind.RECV_F))
+    names = {*functions["forward"].outputs, *received} & late
+    nodes = {node.name: node for phase in ("forward", "backward") for node in functions[phase].graph.nodes}
     storages = {name: nodes[name].meta["val"].untyped_storage() for name in names}
-    whole_step = {*program.parameters, *program.buffers, *program.inputs, *program.slices}
+    held = (*program.parameters, *program.buffers, *program.inputs)
+    whole_step = {*(one.value for one in held), *program.slices}
     given = {
         node.meta["val"].untyped_storage()._cdata
-        for phase in program.phases.values()
+        for phase in functions.values()
         for node in phase.graph.nodes
         if node.op == "placeholder" and node.name in whole_step
     }
@@ -213,8 +216,8 @@ def kept_bytes(program: StageProgram) -> int:
 def test_what_is_saved_is_what_the_executor_keeps(model: str, layout: dict[str, Any]) -> None:
     plan = planned(model, **layout)
     work = step_work(lowered(model, plan), plan, CPU)
-    for program, stage in zip(programs_of(model, plan), work.stages, strict=True):
-        assert stage.saved_bytes == kept_bytes(program), program.stage
+    for each, stage in zip(programs_of(model, plan), work.stages, strict=True):
+        assert stage.saved_bytes == kept_bytes(each), each.program.stage
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

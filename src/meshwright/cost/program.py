@@ -13,7 +13,8 @@ from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, W
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
-from meshwright.ir.program import Collective, Node, Program
+from meshwright.ir.program import Accumulator, Collective, Node, Program, Transfer
+from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE
 
 HEAP_FACTOR = 1.15
@@ -126,8 +127,8 @@ class _Stage:
             pieces=pieces,
             before=before,
             after=self._after(),
-            sent_up_bytes=sum(one.bytes for one in program.sent_up),
-            sent_down_bytes=sum(one.bytes for one in program.sent_down),
+            sent_up_bytes=_num_bytes(program.crossing(ActionKind.SEND_F)),
+            sent_down_bytes=_num_bytes(program.crossing(ActionKind.SEND_B)),
             saved_bytes=saved,
             held_bytes=self.held().total_bytes,
             workspace_bytes=workspace,
@@ -184,7 +185,8 @@ class _Stage:
     def _before(self) -> tuple[Piece, ...]:
         found = list(self._pieces(self._nodes(PROLOGUE), PROLOGUE))
         program = self.program
-        zeroed = [*program.buckets.values(), *(one.bytes for one in program.accumulators if not one.bucket)]
+        memory = (*program.buckets, *(one.value for one in program.accumulators if one.value.owns))
+        zeroed = [one.num_bytes for one in memory]
         if zeroed:
             cost = self.costs.rates.stream("pointwise", sum(zeroed), len(zeroed))
             found.append(Compute("zeroing gradients", cost.seconds, 0.0, cost.bytes))
@@ -248,7 +250,7 @@ class _Stage:
             parameters_bytes=sum(one.bytes for one in program.parameters),
             gathered_bytes=sum(self.sizes[one] for one in whole),
             prologue_bytes=sum(self.sizes[one] for one in kept.keys() - whole),
-            gradients_bytes=sum(one.bytes for one in program.accumulators),
+            gradients_bytes=_num_bytes(program.accumulators),
             optimizer_bytes=self._optimizer_bytes(),
             buffers_bytes=sum(one.bytes for one in program.buffers),
             # A rank has them once, whatever its chunks.
@@ -275,13 +277,13 @@ class _Stage:
             rising = self._highest((*self._nodes(PROLOGUE), *forward), live)
             saved = sum(live.values())
             return saved, max(0, rising - saved, self._highest(backward, live) - saved)
-        live = {one.value: one.bytes for one in self.program.received_up}
+        live = {one.value.name: one.value.num_bytes for one in self.program.crossing(ActionKind.RECV_F)}
         made = live.keys() | {value.storage for node in forward for value in node.outputs if value.owns}
         late = {value.storage for name in LATE for value in self.program.phase(name).inputs}
         kept = {storage: self.sizes[storage] for storage in made & late}
         saved = sum(kept.values())
         rising = self._highest(forward, live)
-        kept |= {one.value: one.bytes for one in self.program.received_down}
+        kept |= {one.value.name: one.value.num_bytes for one in self.program.crossing(ActionKind.RECV_B)}
         return saved, max(0, rising - saved, self._highest(backward, kept) - saved)
 
     def _highest(self, nodes: Iterable[Node], live: dict[str, int]) -> int:
@@ -305,3 +307,7 @@ class _Stage:
             return sum(scratch_bytes(one, self.blocking) for one in node.kernels)
         sizes = sorted(self.value_bytes[name] for name in node.inputs)
         return sum(sizes[-2:]) if "convolution_weight" in kinds else sizes[-1]
+
+
+def _num_bytes(found: Iterable[Transfer | Accumulator]) -> int:
+    return sum(one.value.num_bytes for one in found)

@@ -8,6 +8,9 @@
 
 A step of one stage and one micro-batch has ``prologue``, ``forward`` and ``backward``, which run as one function unless
 something is computed or gathered again.
+
+The executor reads a program too: what flows between phases, stages and micro-batches stands here only. It calls a
+function for each phase, of which the phase's nodes are the description.
 """
 
 from collections.abc import Mapping
@@ -18,7 +21,9 @@ import msgspec
 
 from meshwright.ir.graph import ITEM_BYTES, Operator
 from meshwright.ir.kernel import Kernel
+from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan, Strategy
+from meshwright.ir.schedule import ActionKind
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo"]
 
@@ -104,25 +109,51 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that crosses a border to the stage beside, of each micro-batch."""
+    """A tensor of the graph that crosses a border to the stage beside, of each micro-batch: this rank's part of it, and
+    the shape of all parts together."""
 
     tensor: str
-    value: str
-    bytes: int
+    value: Value
+    whole: tuple[int, ...]
 
 
-class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a parameter's gradient is summed up over micro-batches: in memory of its own, or in that of ``bucket``."""
+class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where a parameter's gradient is summed up over micro-batches: in memory of its own, or in that of a bucket (the
+    storage of ``value``) from element ``offset`` on."""
 
     parameter: str
+    value: Value
+    offset: int = 0
+
+
+class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A micro-batch's part of the value ``source`` of the whole step, cut along ``dim``, which is made of ``blocks``
+    equal blocks: each of them is cut."""
+
+    source: str
+    dim: int
+    blocks: int
+
+
+class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A value of each micro-batch, how those of all are joined (``sum``, ``max``, ``min`` or ``last``), and the value
+    of the step that results."""
+
     value: str
-    bytes: int
-    bucket: str = ""
+    join: str
+    joined: str
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One stage on one rank. ``together``: its phases are one function. ``buckets`` are bytes by value; ``scalars``
-    (loss and metrics, where this stage makes them), ``gradients`` and ``buffer_updates`` are values by name."""
+    """One stage on one rank. ``together``: its phases are one function. ``transfers`` are by the action that sends or
+    receives them.
+
+    ``buckets`` are memory in which gradients are summed up together; ``slices`` are by the name of the part.
+    ``scalars`` (loss and metrics, where this stage makes them), ``gradients`` and ``buffers_after`` (buffers that a
+    step updates once) name the values that a step gives; ``buffer_updates`` those that every micro-batch leaves in a
+    buffer for the next. ``input_placements`` say how this rank gets the batch; ``random_key`` is the value that seeds
+    the micro-batch's random numbers.
+    """
 
     stage: int = 0
     num_stages: int = 1
@@ -131,15 +162,21 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     parameters: tuple[Held, ...] = ()
     buffers: tuple[Held, ...] = ()
     inputs: tuple[Held, ...] = ()
-    received_up: tuple[Transfer, ...] = ()
-    received_down: tuple[Transfer, ...] = ()
-    sent_up: tuple[Transfer, ...] = ()
-    sent_down: tuple[Transfer, ...] = ()
+    input_placements: dict[str, Placements] = {}
+    random_key: str = ""
+    slices: dict[str, Slice] = {}
+    transfers: dict[ActionKind, tuple[Transfer, ...]] = {}
     accumulators: tuple[Accumulator, ...] = ()
-    buckets: dict[str, int] = {}
+    buckets: tuple[Value, ...] = ()
+    joins: tuple[Join, ...] = ()
     scalars: dict[str, str] = {}
     gradients: dict[str, str] = {}
     buffer_updates: dict[str, str] = {}
+    buffers_after: dict[str, str] = {}
+
+    def crossing(self, action: ActionKind) -> tuple[Transfer, ...]:
+        """What a kind of action sends or receives."""
+        return self.transfers.get(action, ())
 
     def phase(self, name: str) -> Phase:
         """The phase of this name; empty, where the program has none."""
@@ -149,8 +186,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one rank runs in a step: the programs of the stages that it holds."""
 
-    VERSION: ClassVar[int] = 1
-    version: int = 1
+    VERSION: ClassVar[int] = 2
+    version: int = 2
     rank: int
     programs: tuple[Program, ...]
 

@@ -2,21 +2,17 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from operator import getitem
 from typing import Any
 
+import msgspec
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from meshwright.ir import program as ir
-from meshwright.ir.graph import ITEM_BYTES, Graph
-from meshwright.ir.mesh import AxisGroup, sizes_of
-from meshwright.ir.placement import local_shape
-from meshwright.ir.plan import Plan
 from meshwright.ir.stages import BACKWARD, FORWARD, INPUT, LATE, PROLOGUE, WEIGHT
 from meshwright.lower.counts import Counter, inside, started
-from meshwright.lower.program import StageProgram, Transfer
+from meshwright.lower.partition import LoweredStage
 from meshwright.ops import collectives
 from meshwright.ops.base import Call
 
@@ -151,35 +147,13 @@ def nodes_of(calls: fx.Graph, counter: Counter, axes: Mapping[str, int]) -> tupl
     return tuple(ir.Node(**call) for call in _Function(calls, counter, axes, {}).calls)
 
 
-def describe(
-    lowered: StageProgram, graph: Graph, plan: Plan, groups: Mapping[str, AxisGroup], counter: Counter
-) -> ir.Program:
-    """The program of a lowered stage of a rank (``groups``); ``counter`` may serve many."""
-    axes = {group.name: group.size for group in groups.values()}
-    first = _Function(lowered.phases[PROLOGUE].graph, counter, axes, {})
-    together = any(one.meta["phase"] != PROLOGUE for one in first.sources)
-    phases = _of_one_function(first) if together else _of_functions(lowered, counter, axes)
-    return ir.Program(
-        stage=lowered.stage,
-        num_stages=len(plan.stages),
-        together=together,
-        phases=tuple(phases),
-        parameters=tuple(_parameter(graph, plan, groups, *one) for one in lowered.parameters.items()),
-        buffers=tuple(_whole(graph, *one) for one in lowered.buffers.items()),
-        inputs=_inputs(graph, lowered.inputs),
-        received_up=_transfers(lowered.received_up),
-        received_down=_transfers(lowered.received_down),
-        sent_up=_transfers(lowered.sent_up),
-        sent_down=_transfers(lowered.sent_down),
-        accumulators=tuple(
-            ir.Accumulator(one.parameter, one.value, prod(one.shape) * one.dtype.itemsize, one.bucket)
-            for one in lowered.accumulators
-        ),
-        buckets={name: count * dtype.itemsize for name, (count, dtype) in lowered.buckets.items()},
-        scalars=dict(lowered.scalars),
-        gradients=dict(lowered.gradients),
-        buffer_updates=lowered.buffer_updates | lowered.buffers_after,
-    )
+def describe(lowered: LoweredStage, axes: Mapping[str, int], counter: Counter) -> ir.Program:
+    """The program of a lowered stage, with phases. ``axes`` are the sizes of the mesh; ``counter`` may serve many."""
+    if lowered.program.together:
+        phases = _of_one_function(_Function(lowered.functions[PROLOGUE].graph, counter, axes, {}))
+    else:
+        phases = _of_functions(lowered, counter, axes)
+    return msgspec.structs.replace(lowered.program, phases=tuple(phases))
 
 
 def _of_one_function(function: _Function) -> Iterator[ir.Phase]:
@@ -191,43 +165,25 @@ def _of_one_function(function: _Function) -> Iterator[ir.Phase]:
     return function.phases(cuts, {one.storage for one in function.given})
 
 
-def _of_functions(lowered: StageProgram, counter: Counter, axes: Mapping[str, int]) -> Iterator[ir.Phase]:
+def _of_functions(lowered: LoweredStage, counter: Counter, axes: Mapping[str, int]) -> Iterator[ir.Phase]:
     """Phases that the executor calls one by one."""
-    stored = {one.value: one.bucket for one in lowered.accumulators if one.bucket}
-    stored |= {name: one.source for name, one in lowered.slices.items()}
-    step = {*lowered.parameters, *lowered.buffers, *lowered.inputs, *lowered.buckets, *stored.values()}
-    step |= {one.value for one in lowered.accumulators}
-    for name, phase in lowered.phases.items():
-        function = _Function(phase.graph, counter, axes, stored)
+    program, functions = lowered.program, lowered.functions
+    memory = [*(one.value for one in program.accumulators), *program.buckets]
+    stored = {one.name: one.storage for one in memory if not one.owns}
+    stored |= {name: one.source for name, one in program.slices.items()}
+    held = (*program.parameters, *program.buffers, *program.inputs)
+    step = {*(one.value for one in held), *(one.name for one in memory), *stored.values()}
+    for name, taken in functions.items():
+        function = _Function(taken.graph, counter, axes, stored)
         kept = set(step)
         if name not in LATE:
             kept |= {one.storage for one in function.given}
         elif name == INPUT:
-            kept |= {stored.get(one, one) for one in lowered.phases[WEIGHT].inputs}
+            kept |= {stored.get(one, one) for one in functions[WEIGHT].inputs}
         (found,) = function.phases([(name, len(function.calls))], kept)
         yield ir.Phase(name, tuple(function.given), found.nodes, function.returned)
-        results = zip(phase.outputs, function.returned, strict=False)
+        results = zip(taken.outputs, function.returned, strict=False)
         stored |= {one: function.values[value].storage for one, value in results}
         if name == PROLOGUE:
             step |= {function.values[one].storage for one in function.returned}
-            stored |= {part: stored.get(one.source, one.source) for part, one in lowered.slices.items()}
-
-
-def _parameter(graph: Graph, plan: Plan, groups: Mapping[str, AxisGroup], value: str, name: str) -> ir.Held:
-    tensor, (sizes, at) = graph.tensors[name], sizes_of(groups)
-    placements = {axis: one for axis, one in plan.storage(name).items() if axis in groups}
-    return ir.Held(name, value, prod(local_shape(tensor.shape, placements, sizes, at)) * ITEM_BYTES[tensor.dtype])
-
-
-def _whole(graph: Graph, value: str, name: str) -> ir.Held:
-    return ir.Held(name, value, graph.tensors[name].num_bytes)
-
-
-def _inputs(graph: Graph, given: Mapping[str, str]) -> tuple[ir.Held, ...]:
-    """Every tensor of the batch, which all ranks get."""
-    values = {name: value for value, name in given.items()}
-    return tuple(_whole(graph, values.get(name, ""), name) for name in graph.inputs)
-
-
-def _transfers(found: Iterable[Transfer]) -> tuple[ir.Transfer, ...]:
-    return tuple(ir.Transfer(one.tensor, one.value, prod(one.shape) * one.dtype.itemsize) for one in found)
+            stored |= {part: stored.get(one.source, one.source) for part, one in program.slices.items()}

@@ -15,13 +15,13 @@ from torch import fx
 from meshwright.capture.fx_graph import Graph
 from meshwright.errors import PlanError
 from meshwright.ir import graph as ir
+from meshwright.ir import program
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Partial, Placements, Shard, local_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.stages import FINISH, PROLOGUE, STEP
 from meshwright.lower.buckets import Gathers, Value
-from meshwright.lower.program import Slice
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.ops import collectives
 
@@ -47,7 +47,7 @@ class Emission:
         self.graph = Graph()
         self.values: dict[str, Value] = {}
         self.wants: dict[str, list[tuple[str, Placements]]] = {}
-        self.slices: dict[str, Slice] = {}
+        self.slices: dict[str, program.Slice] = {}
         self.roots: list[fx.Node] = []
         self.meta: dict[str, Any] = {}
         self.phase = STEP
@@ -109,6 +109,12 @@ class Emission:
     def local_shape(self, shape: tuple[int, ...], placements: Placements) -> tuple[int, ...]:
         """The shape of this rank's part of a tensor of the global ``shape``."""
         return local_shape(shape, placements, self.sizes, self.at)
+
+    @staticmethod
+    def memory(node: fx.Node, storage: str = "") -> program.Value:
+        """The memory of a value that the executor provides: of its own, or in that of another."""
+        dtype = str(node.meta["dtype"]).removeprefix("torch.")
+        return program.Value(node.name, node.meta["local_shape"], dtype, storage or node.name)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor of the graph."""
@@ -222,7 +228,7 @@ class Emission:
                     node = self.emit(aten.alias.default, node)
             shape = self.local_shape(self.ir.tensors[name].shape, {**rest, TIME: divided})
             part = self.given("part", STEP, shape, self.dtype(name))
-            self.slices[part.name] = Slice(node.name, divided.dim, blocks)
+            self.slices[part.name] = program.Slice(node.name, divided.dim, blocks)
             if node.meta.get("phase") == PROLOGUE:
                 self.returned(node)
             self._sliced[key] = part

@@ -16,10 +16,10 @@ from torch import fx
 from meshwright.ir.layout import TIME
 from meshwright.ir.placement import Partial, Placements
 from meshwright.ir.plan import Bucket
+from meshwright.ir.program import Accumulator, Value
 from meshwright.ir.stages import BACKWARD, FINISH, REDUCE, STEP, Cut
 from meshwright.lower import buckets
 from meshwright.lower.emission import Emission
-from meshwright.lower.program import Accumulator, StageProgram
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -35,11 +35,14 @@ class _Total:
 
 
 class Gradients:
-    """Emits what becomes of gradients. ``results`` are their nodes by parameter, once :meth:`finish` is done; those of
-    ``apart`` lie in memory that nothing else shares."""
+    """Emits what becomes of gradients. Once :meth:`finish` is done, ``results`` are their nodes by parameter, and
+    ``accumulators`` and ``buckets`` the memory that they are summed up in. Gradients of the parameters ``apart`` lie in
+    memory that nothing else shares."""
 
-    def __init__(self, emission: Emission, divided: Cut, stage: int, program: StageProgram, device: torch.device):
-        self._to, self._program, self._device = emission, program, device
+    def __init__(self, emission: Emission, divided: Cut, stage: int, device: torch.device):
+        self._to, self._device = emission, device
+        self.accumulators: list[Accumulator] = []
+        self.buckets: list[Value] = []
         self._terms = {name: terms[stage] for name, terms in divided.terms.items() if terms.get(stage)}
         self._in_parts = emission.plan.stages[stage].gradients
         self._buckets = [
@@ -155,8 +158,7 @@ class Gradients:
 
     def _keep(self, total: _Total, bucket: str = "", offset: int = 0) -> None:
         """Let the executor give it memory."""
-        made = Accumulator(total.parameter, total.node.name, total.shape, total.node.meta["dtype"], bucket, offset)
-        self._program.accumulators.append(made)
+        self.accumulators.append(Accumulator(total.parameter, self._to.memory(total.node, bucket), offset))
 
     def _reduce(self, total: _Total, placements: Placements) -> None:
         node, want = total.node, self._stored(total.parameter)
@@ -198,7 +200,7 @@ class Gradients:
         """Sum up a bucket in one piece of memory, which is reduced once a step."""
         count, dtype, offset = sum(prod(total.shape) for total in totals), totals[0].node.meta["dtype"], 0
         flat = self._to.given("bucket", STEP, (count,), dtype)
-        self._program.buckets[flat.name] = (count, dtype)
+        self.buckets.append(self._to.memory(flat))
         for total in totals:
             self._keep(total, flat.name, offset)
             offset += prod(total.shape)

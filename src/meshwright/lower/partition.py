@@ -1,13 +1,16 @@
 """One graph whose nodes belong to phases -> a function for every phase; backward computes again what is not kept."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor, fx
 
 from meshwright.capture.fx_graph import Graph
+from meshwright.ir.program import Program
 from meshwright.ir.recomputation import Recomputation
+from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import ALTERNATIVES, BACKWARD, FORWARD, INPUT, LATE, PHASES, PROLOGUE, WEIGHT
 from meshwright.lower.function import DISPATCHED, BoxedFunction, Kernels, boxed_function
 from meshwright.lower.fuse import accumulate_products, reuse_memory, write_into_buckets
@@ -23,7 +26,7 @@ _VIEWS = VIEWS | {aten.reshape.default, aten.contiguous.default}
 _AGAIN = _VIEWS | {aten._to_copy.default}
 
 
-class Phase:
+class PhaseFunction:
     """A function with the names of the values that it takes (in one list, which it empties) and returns. It is made
     when first asked for: a schedule runs backward in one piece or in two, and none in an evaluation."""
 
@@ -54,29 +57,37 @@ class Phase:
         return made
 
 
+@dataclass(frozen=True)
+class LoweredStage:
+    """A stage's program, and by phase the function that runs it. The program's own phases are left to
+    :func:`meshwright.lower.describe.describe`, for running does not need them."""
+
+    program: Program
+    functions: Mapping[str, PhaseFunction]
+
+
 def partition(
     graph: fx.Graph,
+    program: Program,
     constants: dict[str, Tensor],
     again: Recomputation,
-    sent_down: Iterable[str],
-    together: bool = False,
     compiler: Compiler | None = None,
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
-) -> dict[str, Phase]:
+) -> LoweredStage:
     """The function of every phase. Needs ``meta["phase"]`` of every node, and :func:`propagate`.
 
-    ``backward`` also comes in two parts: ``input`` makes ``sent_down``, ``weight`` the rest. Phases ``together``, which
-    run one after the other and once, are one function, that of the first; it calls ``note`` where forward and backward
-    begin. ``compiler`` joins operators, ``kernels`` run some of them.
+    ``backward`` also comes in two parts: ``input`` makes what is sent down, ``weight`` the rest. Phases that run
+    ``together``, one after the other and once, are one function, that of the first; it calls ``note`` where forward and
+    backward begin. ``compiler`` joins operators, ``kernels`` run some of them.
     """
     split = _Partition(graph, again, compiler, note)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
     for node in graph.nodes:
         if node.op == "call_function":
             phase = node.meta["phase"]
-            members[PROLOGUE if together else phase].append(node)
-    members[INPUT], members[WEIGHT] = _input_and_weight(members[BACKWARD], set(sent_down))
+            members[PROLOGUE if program.together else phase].append(node)
+    members[INPUT], members[WEIGHT] = _input_and_weight(members[BACKWARD], program)
     orders = {phase: split.order(phase, nodes) for phase, nodes in members.items()}
     taken = {phase: split.taken(order) for phase, order in orders.items()}
     result = {}
@@ -85,12 +96,13 @@ def partition(
         outputs = [node for node in nodes if node.meta.get("returned") or any(node in one for one in others)]
         make = partial(split.graph_of, phase, orders[phase], taken[phase], outputs)
         names = (node.name for node in taken[phase]), (node.name for node in outputs)
-        result[phase] = Phase(*names, make, partial(boxed_function, constants=constants, kernels=kernels))
-    return result
+        result[phase] = PhaseFunction(*names, make, partial(boxed_function, constants=constants, kernels=kernels))
+    return LoweredStage(program, result)
 
 
-def _input_and_weight(backward: list[fx.Node], sent_down: set[str]) -> tuple[list[fx.Node], list[fx.Node]]:
+def _input_and_weight(backward: list[fx.Node], program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
     """Backward in two: what the gradients that are sent depend on, and what only parameters need."""
+    sent_down = {one.value.name for one in program.crossing(ActionKind.SEND_B)}
     needed: set[fx.Node] = set()
     inside = set(backward)
     pending = [node for node in backward if node.name in sent_down]

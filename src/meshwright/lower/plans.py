@@ -34,7 +34,7 @@ class PlanLowering:
         for stage in range(divided.num_stages):
             groups = groups_of(plan, stage, rank)
             lowered = lower_stage(self._graph, plan, stage, groups, rules=self._rules, divided=divided)
-            found.append(describe(lowered, self._graph, plan, groups, self._counter))
+            found.append(describe(lowered, {group.name: group.size for group in groups.values()}, self._counter))
         return tuple(found)
 
     def operator(

@@ -22,7 +22,9 @@ from meshwright.ir.layout import DATA_AXES, TIME
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Partial, Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Plan
+from meshwright.ir.program import Held, Join, Program, Transfer, Value
 from meshwright.ir.recomputation import Recomputation
+from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import (
     BACKWARD,
     FINISH,
@@ -41,13 +43,17 @@ from meshwright.lower.fuse import fuse, propagate, separate
 from meshwright.lower.gradients import Gradients
 from meshwright.lower.halo import Exchanged
 from meshwright.lower.operator import CPU, emit_operator
-from meshwright.lower.partition import partition
+from meshwright.lower.partition import LoweredStage, partition
 from meshwright.lower.prefetch import join_returned
-from meshwright.lower.program import Join, StageProgram, Transfer
 from meshwright.lower.regions import Compiler
 from meshwright.ops.base import OperatorRule, Target
 
 aten = torch.ops.aten
+
+_PHASE_OF = {
+    ActionKind.RECV_F: FORWARD, ActionKind.SEND_F: FORWARD, ActionKind.RECV_B: BACKWARD, ActionKind.SEND_B: BACKWARD,
+}  # fmt: skip
+"""The phase that a transfer belongs to."""
 
 
 def lower_stage(
@@ -63,7 +69,7 @@ def lower_stage(
     compiler: Compiler | None = None,
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
-) -> StageProgram:
+) -> LoweredStage:
     """The program of stage number ``stage`` for the rank that ``groups`` describes (axes of the stage's mesh with more
     than one rank).
 
@@ -98,10 +104,12 @@ class _StageLowering:
             name: {axis: choice for axis, choice in strategy.items() if axis in groups}
             for name, strategy in plan.strategies(graph).items()
         }
-        self.program = StageProgram(stage)
-        self.program.slices = self.emission.slices
+        self.transfers: dict[ActionKind, tuple[Transfer, ...]] = {}
+        self.joins: list[Join] = []
+        self.input_placements: dict[str, Placements] = {}
+        self.buffer_updates: dict[str, str] = {}
         self.makers = graph.producers()
-        self.gradients = Gradients(self.emission, divided, stage, self.program, device)
+        self.gradients = Gradients(self.emission, divided, stage, device)
         self.drawn: dict[str, dict[str, str]] = {}
         self.exchanged = Exchanged()
         self.nodes: dict[str, fx.Node] = {}
@@ -111,7 +119,7 @@ class _StageLowering:
     def program_of(
         self, constants: Mapping[str, Tensor], compiler: Compiler | None, kernels: Kernels,
         note: Callable[[str], None] | None,
-    ) -> StageProgram:  # fmt: skip
+    ) -> LoweredStage:  # fmt: skip
         emission, graph = self.emission, self.emission.graph
         self._inputs()
         self._receive()
@@ -128,8 +136,13 @@ class _StageLowering:
         joined = join_returned(graph, [*self.scalars.values(), *self.buffers.values()], self.device)
         fuse(graph)
         propagate(graph)
-        self._name_results(joined)
-        return self._partitioned(constants, compiler, kernels, note)
+        stage = self.plan.stages[self.stage]
+        # A schedule without other stages or micro-batches runs all phases once, one after the other.
+        alone = self.divided.num_stages == 1 and not emission.microbatched
+        program = self._program(self._named_results(joined), alone and not stage.recompute and not stage.released)
+        values = {name: value.to(self.device) for name, value in constants.items()}
+        again = Recomputation(stage.recompute, {one.name: one.module for one in self.ir.operators})
+        return partition(graph, program, values, again, compiler, kernels, note)
 
     # --- what is there before ----------------------------------------------------------------------------------------
 
@@ -139,7 +152,7 @@ class _StageLowering:
             placements = emission.known(self.plan.storage(name))
             if name in graph.inputs:
                 placements = given_batch(graph, name, self.sizes) | self._rows_of_input(name)
-                self.program.input_placements[name] = self._as_given(placements)
+                self.input_placements[name] = self._as_given(placements)
             self.nodes[name] = emission.graph.placeholder(f"value_{index}")
             self._put(name, self.nodes[name], placements)
         for name, tensor in graph.tensors.items():
@@ -182,12 +195,9 @@ class _StageLowering:
         return input_placements(rule, self.strategies[operator.name], position, self.sizes) if rule else {}
 
     def _receive(self) -> None:
-        for names, phase, transfers in zip(
-            self.divided.received(self.stage),
-            (FORWARD, BACKWARD),
-            (self.program.received_up, self.program.received_down),
-            strict=True,
-        ):
+        received = zip((ActionKind.RECV_F, ActionKind.RECV_B), self.divided.received(self.stage), strict=True)
+        for action, names in received:
+            phase, transfers = _PHASE_OF[action], []
             for name in names:
                 placements = self._border(name)
                 shape = self.emission.local_shape(self.ir.tensors[name].shape, placements)
@@ -195,6 +205,7 @@ class _StageLowering:
                     node = self.emission.given("received", phase, shape, self.emission.dtype(name))
                     self.emission.make(name, node, placements)
                 transfers.append(self._transfer(name, node))
+            self.transfers[action] = tuple(transfers)
 
     def _border(self, name: str) -> Placements:
         maker = self.makers[name]
@@ -204,8 +215,8 @@ class _StageLowering:
         placements, shape = self._border(name), self.ir.tensors[name].shape
         over_time: Placements = {axis: one for axis, one in placements.items() if axis == TIME}
         whole = self.emission.local_shape(shape, over_time)
-        dtype = self.emission.dtype(name)
-        return Transfer(name, node.name, self.emission.local_shape(shape, placements), whole, dtype)
+        local = self.emission.local_shape(shape, placements)
+        return Transfer(name, Value(node.name, local, self.ir.tensors[name].dtype, node.name), whole)
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
@@ -280,16 +291,11 @@ class _StageLowering:
 
     def _send(self) -> None:
         self.emission.meta = {"operator": "sends"}
-        for names, phase, transfers in zip(
-            self.divided.sent(self.stage),
-            (FORWARD, BACKWARD),
-            (self.program.sent_up, self.program.sent_down),
-            strict=True,
-        ):
-            with self.emission.during(phase):
-                for name in names:
-                    node = self.emission.returned(self.emission.want(name, self._border(name)))
-                    transfers.append(self._transfer(name, node))
+        sent = zip((ActionKind.SEND_F, ActionKind.SEND_B), self.divided.sent(self.stage), strict=True)
+        for action, names in sent:
+            with self.emission.during(_PHASE_OF[action]):
+                nodes = [self.emission.returned(self.emission.want(name, self._border(name))) for name in names]
+            self.transfers[action] = tuple(map(self._transfer, names, nodes))
 
     # --- results -----------------------------------------------------------------------------------------------------
 
@@ -309,7 +315,7 @@ class _StageLowering:
                     node = self.emission.want(name, {})
                     if node.op == "placeholder":  # another buffer, as this micro-batch has it
                         node = self.emission.emit(aten.clone.default, node)
-                self.program.buffer_updates[buffer] = self.emission.returned(node).name
+                self.buffer_updates[buffer] = self.emission.returned(node).name
             else:
                 self.buffers[buffer] = self._at_the_end(name, f"buffer {buffer}")
 
@@ -336,7 +342,7 @@ class _StageLowering:
         shape = self.ir.tensors[name].shape
         joined = emission.given("joined", STEP, emission.local_shape(shape, placements), emission.dtype(name))
         join = divided.op if isinstance(divided, Partial) else "last"
-        self.program.joins.append(Join(value.node.name, join, joined.name))
+        self.joins.append(Join(value.node.name, join, joined.name))
         with emission.during(FINISH):
             return emission.reshard(joined, shape, placements, {}, label)
 
@@ -345,46 +351,50 @@ class _StageLowering:
         ends = (*self.scalars.values(), *self.gradients.results.values(), *self.buffers.values())
         return [*self.emission.roots, *map(self.emission.returned, dict.fromkeys(ends))]
 
-    def _name_results(self, joined: Mapping[fx.Node, fx.Node]) -> None:
-        """By name, what a step gives. Gradients and buffers get memory of their own, which may be written to."""
-        program, gradients = self.program, self.gradients
+    def _named_results(self, joined: Mapping[fx.Node, fx.Node]) -> dict[str, Any]:
+        """What a step gives, by the fields of a program. Gradients and buffers get memory of their own, which may be
+        written to."""
+        gradients = self.gradients
         scalars = {label: joined.get(node, node) for label, node in self.scalars.items()}
         buffers = {name: joined.get(node, node) for name, node in self.buffers.items()}
         named = {("gradient", name): node for name, node in gradients.results.items() if name not in gradients.apart}
         named |= {("buffer", name): node for name, node in buffers.items()}
         others = [*scalars.values(), *(gradients.results[name] for name in gradients.apart)]
         own = separate(self.emission.graph, named, others)
-        program.scalars = {label: node.name for label, node in scalars.items()}
-        program.gradients = {name: own.get(("gradient", name), node).name for name, node in gradients.results.items()}
-        program.buffers_after = {name: own["buffer", name].name for name in buffers}
+        return {
+            "scalars": {label: node.name for label, node in scalars.items()},
+            "gradients": {name: own.get(("gradient", name), node).name for name, node in gradients.results.items()},
+            "buffers_after": {name: own["buffer", name].name for name in buffers},
+        }
 
-    # --- the functions -----------------------------------------------------------------------------------------------
+    # --- the program -------------------------------------------------------------------------------------------------
 
-    def _partitioned(
-        self, constants: Mapping[str, Tensor], compiler: Compiler | None, kernels: Kernels,
-        note: Callable[[str], None] | None,
-    ) -> StageProgram:  # fmt: skip
-        program, graph, owners = self.program, self.ir, self.divided.owners
-        for names, values in ((graph.buffers, program.buffers), (graph.inputs, program.inputs)):
-            for name in names:
-                node = self.nodes[name]
-                if node.users or any(part.source == node.name for part in program.slices.values()):
-                    values[node.name] = name
-        for name in graph.parameters:
-            if self.stage in owners[name]:
-                program.parameters[self.nodes[name].name] = name
-        program.random_key = self.random_key.name
-        stage = self.plan.stages[self.stage]
-        # A schedule without other stages or micro-batches runs all phases once, one after the other.
-        alone = self.divided.num_stages == 1 and not self.emission.microbatched
-        program.phases = partition(
-            self.emission.graph,
-            {name: value.to(self.device) for name, value in constants.items()},
-            Recomputation(stage.recompute, {one.name: one.module for one in graph.operators}),
-            sent_down=[one.value for one in program.sent_down],
-            together=alone and not stage.recompute and not stage.released,
-            compiler=compiler,
-            kernels=kernels,
-            note=note,
+    def _program(self, results: dict[str, Any], together: bool) -> Program:
+        graph, owners = self.ir, self.divided.owners
+        return Program(
+            stage=self.stage,
+            num_stages=self.divided.num_stages,
+            together=together,
+            parameters=tuple(self._held(name) for name in graph.parameters if self.stage in owners[name]),
+            buffers=tuple(held for name in graph.buffers if (held := self._held_whole(name)).value),
+            inputs=tuple(map(self._held_whole, graph.inputs)),
+            input_placements=self.input_placements,
+            random_key=self.random_key.name,
+            slices=self.emission.slices,
+            accumulators=tuple(self.gradients.accumulators),
+            buckets=tuple(self.gradients.buckets),
+            joins=tuple(self.joins),
+            buffer_updates=self.buffer_updates,
+            transfers=self.transfers,
+            **results,
         )
-        return program
+
+    def _held(self, name: str) -> Held:
+        memory = self.emission.memory(self.nodes[name])
+        return Held(name, memory.name, memory.num_bytes)
+
+    def _held_whole(self, name: str) -> Held:
+        """A buffer or an input; without a value where the stage does not read it."""
+        node = self.nodes[name]
+        read = node.users or any(part.source == node.name for part in self.emission.slices.values())
+        return Held(name, node.name if read else "", self.ir.tensors[name].num_bytes)

@@ -1,7 +1,14 @@
 """A rank's programs as text: phases, nodes with their results and costs, collectives, what is freed."""
 
 from meshwright.ir.program import Collective, Node, Program, RankPrograms, Value
+from meshwright.ir.schedule import ActionKind
 
+_TRANSFERS = {
+    ActionKind.RECV_F: "receives from the stage before",
+    ActionKind.SEND_F: "sends to the stage after",
+    ActionKind.RECV_B: "receives from the stage after",
+    ActionKind.SEND_B: "sends to the stage before",
+}
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
@@ -17,18 +24,17 @@ def _program(one: Program, rank: int) -> list[str]:
         for what, held in (("parameters", one.parameters), ("buffers", one.buffers), ("inputs", one.inputs)) if held
     ]  # fmt: skip
     names = {each.value: each.name for held in (one.parameters, one.buffers, one.inputs) for each in held if each.value}
-    for what, transfers in (
-        ("receives from the stage before", one.received_up), ("sends to the stage after", one.sent_up),
-        ("receives from the stage after", one.received_down), ("sends to the stage before", one.sent_down),
-    ):  # fmt: skip
-        lines += [f"  {what}: {each.value} ({each.tensor}), {_size(each.bytes)}" for each in transfers]
-    lines += [f"  sums up: gradient of {each.parameter}, {_size(each.bytes)}" for each in one.accumulators]
+    for action, what in _TRANSFERS.items():
+        values = [(each.tensor, each.value) for each in one.crossing(action)]
+        lines += [f"  {what}: {value.name} ({tensor}), {_size(value.num_bytes)}" for tensor, value in values]
+    lines += [f"  sums up: gradient of {each.parameter}, {_size(each.value.num_bytes)}" for each in one.accumulators]
     for phase in one.phases:
         if phase.nodes:
             flops = sum(node.flops for node in phase.nodes)
             lines.append(f"{phase.name}: {len(phase.nodes)} nodes, {_count(flops)}FLOP")
             lines += [_node(node, names) for node in phase.nodes]
-    ends = {"loss and metrics": one.scalars, "gradients": one.gradients, "buffers": one.buffer_updates}
+    buffers = one.buffer_updates | one.buffers_after
+    ends = {"loss and metrics": one.scalars, "gradients": one.gradients, "buffers": buffers}
     lines += [
         f"gives {what}: {', '.join(f'{k} = {v}' for k, v in named.items())}" for what, named in ends.items() if named
     ]

@@ -18,10 +18,10 @@ from meshwright.comm.transport.base import Channel, Work
 from meshwright.errors import LayoutError
 from meshwright.ir.emulation import Doing, EmulatedStage
 from meshwright.ir.mesh import AxisGroup, Mesh
+from meshwright.ir.program import Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.trace import Trace
-from meshwright.lower.partition import Phase
-from meshwright.lower.program import StageProgram, Transfer
+from meshwright.lower.partition import LoweredStage, PhaseFunction
 from meshwright.runtime.executor import Executor, Route
 
 CPU = torch.device("cpu")
@@ -150,21 +150,19 @@ def _executor(
 ) -> Executor:
     """The executor of one pipeline rank."""
     homes = {action.stage: home for home, actions in enumerate(schedule.ranks) for action in actions}
-    programs = {stage: _program(stages[stage], stage, schedule.num_stages, device) for stage in mine}
+    lowered = {stage: _lowered(stages[stage], stage, schedule.num_stages, device) for stage in mine}
     routes: dict[tuple[int, ActionKind], list[Route]] = {}
-    for stage, program in programs.items():
-        for kind, step, transfers in (
-            (ActionKind.SEND_F, 1, program.sent_up), (ActionKind.RECV_B, 1, program.received_down),
-            (ActionKind.SEND_B, -1, program.sent_down), (ActionKind.RECV_F, -1, program.received_up),
-        ):  # fmt: skip
-            if transfers and homes[stage + step] != rank:
-                routes[stage, kind] = [Route(((homes[stage + step], (slice(0, 1),)),))]
+    for stage, one in lowered.items():
+        for kind, transfers in one.program.transfers.items():
+            beside = stage + (1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1)
+            if transfers and homes[beside] != rank:
+                routes[stage, kind] = [Route(((homes[beside], (slice(0, 1),)),))]
     found = channels({peer for some in routes.values() for route in some for peer in route.peers})
     links = {peer: _Link(channel) for peer, channel in found.items()}
-    return Executor(programs, schedule, rank, routes, links, CPU)
+    return Executor(lowered, schedule, rank, routes, links, CPU)
 
 
-def _program(stage: EmulatedStage, number: int, num_stages: int, device: _Device) -> StageProgram:
+def _lowered(stage: EmulatedStage, number: int, num_stages: int, device: _Device) -> LoweredStage:
     """Values as in a real program: what is received, what is saved for backward, what is sent."""
     first, last = number == 0, number == num_stages - 1
     up, down = [f"up{number - 1}"] * (not first), [f"down{number}"] * (not last)
@@ -173,32 +171,29 @@ def _program(stage: EmulatedStage, number: int, num_stages: int, device: _Device
     seconds = {saved: 0.0, rest: 0.0} | dict.fromkeys(sent_up, stage.sent_up_s)
     seconds |= dict.fromkeys(sent_down, stage.sent_down_s)
 
-    def phase(kind: ActionKind | None, inputs: list[str], outputs: list[str]) -> Phase:
+    def phase(kind: ActionKind | None, inputs: list[str], outputs: list[str]) -> PhaseFunction:
         doings = stage.actions.get(kind.value, ()) if kind is not None else ()
         made = [seconds[name] for name in outputs]
         waiting = _waiting(doings, number, made, device)
-        return Phase(inputs, outputs, fx.Graph, lambda graph: waiting)
+        return PhaseFunction(inputs, outputs, fx.Graph, lambda graph: waiting)
 
-    return StageProgram(
-        stage=number,
-        phases={
-            "prologue": phase(None, [], []),
-            "forward": phase(ActionKind.F, up, [saved, *sent_up]),
-            "backward": phase(ActionKind.B, [saved, *down], sent_down),
-            "input": phase(ActionKind.I, [saved, *down], [rest, *sent_down]),
-            "weight": phase(ActionKind.W, [rest], []),
-            "reduce": phase(ActionKind.REDUCE_GRAD, [], []),
-            "finish": phase(None, [], []),
-        },
-        received_up=_transfers(up),
-        received_down=_transfers(down),
-        sent_up=_transfers(sent_up),
-        sent_down=_transfers(sent_down),
-    )
-
-
-def _transfers(names: list[str]) -> list[Transfer]:
-    return [Transfer(name, name, (1,), (1,), torch.float64) for name in names]
+    crossing = {
+        ActionKind.RECV_F: up, ActionKind.RECV_B: down, ActionKind.SEND_F: sent_up, ActionKind.SEND_B: sent_down,
+    }  # fmt: skip
+    transfers = {
+        kind: tuple(Transfer(name, Value(name, (1,), "float64", name), (1,)) for name in names)
+        for kind, names in crossing.items()
+    }
+    functions = {
+        "prologue": phase(None, [], []),
+        "forward": phase(ActionKind.F, up, [saved, *sent_up]),
+        "backward": phase(ActionKind.B, [saved, *down], sent_down),
+        "input": phase(ActionKind.I, [saved, *down], [rest, *sent_down]),
+        "weight": phase(ActionKind.W, [rest], []),
+        "reduce": phase(ActionKind.REDUCE_GRAD, [], []),
+        "finish": phase(None, [], []),
+    }
+    return LoweredStage(Program(stage=number, num_stages=num_stages, transfers=transfers), functions)
 
 
 def _waiting(

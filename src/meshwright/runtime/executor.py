@@ -14,10 +14,10 @@ from torch import Tensor
 
 from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, be_at, current
 from meshwright.comm.transport.base import Channel, Work
+from meshwright.ir.program import Accumulator, Value
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.stages import FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
-from meshwright.lower.partition import Phase
-from meshwright.lower.program import Accumulator, StageProgram
+from meshwright.lower.partition import LoweredStage, PhaseFunction
 
 Values = dict[str, Any]
 _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -60,30 +60,35 @@ class StepResult:
 class _Stage:
     """A stage's program with the values of the step that is under way."""
 
-    def __init__(self, program: StageProgram, phases: Iterable[str], device: torch.device) -> None:
-        self.program = program
-        self.functions = {name: program.phases[name].function for name in phases}
-        for phase in program.phases.values():
+    def __init__(self, lowered: LoweredStage, phases: Iterable[str], device: torch.device) -> None:
+        self.program, self.phases = lowered.program, lowered.functions
+        program = self.program
+        self.functions = {name: self.phases[name].function for name in phases}
+        for phase in self.phases.values():
             phase.forget()
         self.step: Values = {}
         self.joined: dict[str, Tensor] = {}
-        self.buckets: dict[str, Tensor] = {
-            name: torch.empty(count, dtype=dtype, device=device) for name, (count, dtype) in program.buckets.items()
-        }
-        self.totals = {one.value: self._memory(one, device) for one in program.accumulators}
-        late = {name for phase in LATE for name in program.phases[phase].inputs}
-        ready = (*program.phases[FORWARD].outputs, *(one.value for one in program.received_up))
-        self.sent = {one.value for one in program.sent_up}
-        self.holder = {buffer: value for value, buffer in program.buffers.items()}
+        self.buckets = {one.name: empty(one, device) for one in program.buckets}
+        self.totals = {one.value.name: self._memory(one, device) for one in program.accumulators}
+        late = {name for phase in LATE for name in self.phases[phase].inputs}
+        ready = (*self.phases[FORWARD].outputs, *(one.value.name for one in program.crossing(ActionKind.RECV_F)))
+        self.sent = {one.value.name for one in program.crossing(ActionKind.SEND_F)}
+        self.holder = {one.name: one.value for one in program.buffers}
         self.read_late = {self.holder[name] for name in program.buffer_updates if self.holder.get(name) in late}
         self.kept = {name for name in ready if name in late} | self.read_late
-        self.of_step = {name for phase in (REDUCE, FINISH) for name in program.phases[phase].inputs}
+        self.of_step = {name for phase in (REDUCE, FINISH) for name in self.phases[phase].inputs}
         self.of_step.update(program.gradients.values(), program.scalars.values(), program.buffers_after.values())
 
     def _memory(self, one: Accumulator, device: torch.device) -> Tensor:
-        if one.bucket:
-            return self.buckets[one.bucket][one.offset :][: torch.Size(one.shape).numel()].view(one.shape)
-        return torch.empty(one.shape, dtype=one.dtype, device=device)
+        value = one.value
+        if value.owns:
+            return empty(value, device)
+        return self.buckets[value.storage][one.offset :][: torch.Size(value.shape).numel()].view(value.shape)
+
+
+def empty(value: Value, device: torch.device) -> Tensor:
+    """Memory for a value."""
+    return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
 
 
 class Clock:
@@ -111,7 +116,7 @@ class Clock:
 
 class Executor:
     """Runs one schedule again and again. ``routes`` are by stage and kind of action, one for each transfer; they lead
-    through ``channels``, by rank. What the schedule does not run of ``programs`` is forgotten. Functions of several
+    through ``channels``, by rank. What the schedule does not run of ``stages`` is forgotten. Functions of several
     phases tell ``clock`` the time.
 
     ``live_activations`` is the most (stage, micro-batch) pairs that values were kept of at once, in the last run.
@@ -119,7 +124,7 @@ class Executor:
 
     def __init__(
         self,
-        programs: Mapping[int, StageProgram],
+        stages: Mapping[int, LoweredStage],
         schedule: Schedule,
         pipeline_rank: int,
         routes: Mapping[tuple[int, ActionKind], list[Route]],
@@ -132,7 +137,7 @@ class Executor:
         kinds = {action.kind for action in self._actions}
         self._splits = ActionKind.W in kinds
         phases = [PROLOGUE, *(phase for kind, phase in PHASE_OF.items() if kind in kinds), FINISH]
-        self.stages = {stage: _Stage(program, phases, device) for stage, program in programs.items()}
+        self.stages = {stage: _Stage(lowered, phases, device) for stage, lowered in stages.items()}
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
         self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[_Arrival]]]] = {}
@@ -213,9 +218,9 @@ class Executor:
         inputs: Mapping[str, Tensor],
     ) -> None:
         program, step = stage.program, stage.step
-        step.update({value: parameters[name] for value, name in program.parameters.items()})
-        step.update({value: buffers[name] for value, name in program.buffers.items()})
-        step.update({value: inputs[name] for value, name in program.inputs.items()})
+        step.update({one.value: parameters[one.name] for one in program.parameters})
+        step.update({one.value: buffers[one.name] for one in program.buffers})
+        step.update({one.value: inputs[one.name] for one in program.inputs if one.value})
         step.update(stage.totals)
         self._call(stage, PROLOGUE)
         for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
@@ -236,7 +241,7 @@ class Executor:
 
     def _call(self, stage: _Stage, name: str) -> None:
         """Run a function of the whole step, and keep what it returns."""
-        phase = stage.program.phases[name]
+        phase = stage.phases[name]
         returned = stage.functions[name](self._arguments(stage, 0, phase, {}))
         stage.step.update(zip(phase.outputs, returned, strict=True))
 
@@ -251,7 +256,7 @@ class Executor:
         split = whole.unflatten(one.dim, (one.blocks, -1)).narrow(one.dim + 1, microbatch * size, size)
         return split.flatten(one.dim, one.dim + 1)
 
-    def _arguments(self, stage: _Stage, microbatch: int, phase: Phase, given: Values) -> list[Any]:
+    def _arguments(self, stage: _Stage, microbatch: int, phase: PhaseFunction, given: Values) -> list[Any]:
         values: list[Any] = []
         for name in phase.inputs:
             if name in given:
@@ -270,7 +275,7 @@ class Executor:
     def _forward(self, stage: _Stage, action: Action) -> None:
         program, microbatch = stage.program, _microbatch(action)
         live = self._arrived(stage, action, ActionKind.RECV_F)
-        phase = program.phases[FORWARD]
+        phase = stage.phases[FORWARD]
         returned = stage.functions[FORWARD](self._arguments(stage, microbatch, phase, live))
         live.update(zip(phase.outputs, returned, strict=True))
         self._collect(stage, live)
@@ -288,12 +293,12 @@ class Executor:
         microbatch, name = _microbatch(action), PHASE_OF[action.kind]
         if action.kind is not ActionKind.W:
             self._arrived(stage, action, ActionKind.RECV_B)
-        key, phase = (action.stage, microbatch), stage.program.phases[name]
+        key, phase = (action.stage, microbatch), stage.phases[name]
         live = self._live.pop(key, {})
         arguments = self._arguments(stage, microbatch, phase, live)
-        wanted = {one.value for one in stage.program.sent_down}
+        wanted = {one.value.name for one in stage.program.crossing(ActionKind.SEND_B)}
         if action.kind is ActionKind.I:
-            wanted.update(stage.program.phases[WEIGHT].inputs)
+            wanted.update(stage.phases[WEIGHT].inputs)
         kept = {one: value for one, value in live.items() if one in wanted}
         del live  # what only the arguments hold is freed at its last use
         results = dict(zip(phase.outputs, stage.functions[name](arguments), strict=True))
@@ -310,26 +315,26 @@ class Executor:
     # --- sending and receiving ---------------------------------------------------------------------------------------
 
     def _send(self, stage: _Stage, action: Action) -> None:
-        transfers = stage.program.sent_up if action.kind is ActionKind.SEND_F else stage.program.sent_down
+        transfers = stage.program.crossing(action.kind)
         key = (action.stage, _microbatch(action))
         live = self._live.pop(key, {})
         for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             for peer, place in route.messages:
-                self._leaving.append(self._channels[peer].send(live[one.value][place].contiguous()))
+                self._leaving.append(self._channels[peer].send(live[one.value.name][place].contiguous()))
         if action.kind is ActionKind.SEND_F:
             later = stage.kept
         else:
-            later = set(stage.program.phases[WEIGHT].inputs) if self._splits else set()
+            later = set(stage.phases[WEIGHT].inputs) if self._splits else set()
         if kept := {name: value for name, value in live.items() if name in later}:
             self._live[key] = kept
 
     def _receive(self, stage: _Stage, action: Action) -> None:
-        transfers = stage.program.received_up if action.kind is ActionKind.RECV_F else stage.program.received_down
+        transfers = stage.program.crossing(action.kind)
         found = []
         for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
-            whole = torch.empty(one.shape, dtype=one.dtype, device=self.device)
+            whole = empty(one.value, self.device)
             arrivals = [self._post(peer, whole, place, action) for peer, place in route.messages]
-            found.append((one.value, whole, route, arrivals))
+            found.append((one.value.name, whole, route, arrivals))
         self._coming[action.stage, _microbatch(action), action.kind] = found
 
     def _arrived(self, stage: _Stage, action: Action, kind: ActionKind) -> Values:

@@ -12,9 +12,9 @@ from meshwright.comm.record import WAIT, current
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
+from meshwright.ir.program import Transfer
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import batch_border, cut
-from meshwright.lower.program import Transfer
 from meshwright.lower.regions import Compiler
 from meshwright.lower.stage import lower_stage
 from meshwright.runtime.executor import Clock, Executor, Place, Route, StepResult
@@ -64,17 +64,16 @@ class Step:
         stage_groups = {axis: group for axis, group in groups.items() if axis != "pp"}
         self._plan, self._graph = plan, graph
         clock = Clock()
-        self.programs = {
+        self.stages = {
             stage: lower_stage(
                 graph, plan, stage, stage_groups, device=device, rules=captured.rules, divided=divided,
                 constants=captured.traced.constants, compiler=compiler, kernels=KERNELS, note=clock.begin,
             )
             for stage in range(index, divided.num_stages, self._count)
         }  # fmt: skip
-        programs = self.programs
         self.input_placements: dict[str, Placements] = {}
-        for program in programs.values():
-            self.input_placements |= program.input_placements
+        for lowered in self.stages.values():
+            self.input_placements |= lowered.program.input_placements
         ranks = plan.mesh.group_ranks("pp", rank) if self._pipeline is not None else (rank,)
         self._shared = {
             name: tuple(sorted({stage % self._count for stage in stages}))
@@ -85,18 +84,13 @@ class Step:
         self._index, self._rank, self._ranks = index, rank, ranks
         routes = {
             (stage, kind): [self._route(stage, kind, one) for one in transfers]
-            for stage, program in programs.items()
-            for kind, transfers in (
-                (ActionKind.SEND_F, program.sent_up),
-                (ActionKind.SEND_B, program.sent_down),
-                (ActionKind.RECV_F, program.received_up),
-                (ActionKind.RECV_B, program.received_down),
-            )
+            for stage, lowered in self.stages.items()
+            for kind, transfers in lowered.program.transfers.items()
         }
         peers = {ranks[one] for owners in self._shared.values() for one in owners if one != index}
         self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)))
         schedule = schedule_of(plan, backward=bool(graph.gradients))
-        self.executor = Executor(programs, schedule, index, routes, self._channels, device, clock)
+        self.executor = Executor(self.stages, schedule, index, routes, self._channels, device, clock)
 
     def run(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], keys: Keys
@@ -125,7 +119,7 @@ class Step:
         each = self._plan.mesh.world_size // self._count
         mine, first, here = self._rank % each, near % self._count * each, stage % self._count * each
         if not self._plan.uneven:
-            whole = tuple(slice(0, size) for size in one.shape)
+            whole = tuple(slice(0, size) for size in one.value.shape)
             return Route(((first + mine, whole),))
         ends = [(batch_border(self._graph, one.tensor, self._plan.sizes(each)), each) for each in (stage, near)]
         sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
