@@ -33,7 +33,7 @@ from meshwright.ir.placement import (
 )
 from meshwright.ir.plan import Plan
 from meshwright.ir.rule import OWN, Rule
-from meshwright.lower.local import LocalCall
+from meshwright.lower.local import Emitter, LocalCall
 from meshwright.lower.stage import lower_stage
 from meshwright.ops import collectives, ring
 from meshwright.ops.base import Call, OperatorRule, Unsplit
@@ -528,10 +528,7 @@ def rank_graph(
     )  # fmt: skip
     chosen = {axis: choice for axis, choice in strategy.items() if axis in groups}
     assert all(is_linear(choice) or choice in subject.rule.sizes for choice in chosen.values())
-    emit = graph.call_function
-    local = LocalCall(
-        empty, groups, operator, chosen, (call.target, tuple(args), kwargs),
-        lambda target, *args, **kwargs: emit(target, args, kwargs), key, interior=subject.interior,
-    )  # fmt: skip
+    emitter = Emitter(empty, groups, lambda target, *args, **kwargs: graph.call_function(target, args, kwargs), key)
+    local = LocalCall(emitter, operator, chosen, (call.target, tuple(args), kwargs), subject.interior)
     graph.output(subject.operator.local(local))
     return graph, groups

@@ -10,6 +10,7 @@ A dim over several axes is first gathered over the inner ones.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -84,7 +85,7 @@ class HaloEmitter:
             padding = [0, 0] * (-self._dim - 1) + [before, after]
             return self._emit(aten.constant_pad_nd.default, pieces[0], padding, fill) if any(padding) else pieces[0]
         if key not in known.strips:
-            known.strips[key] = self._emit(collectives.WAIT, self._exchange(value, mine, fill))
+            known.strips[key] = self._emit(collectives.WAIT, self._start(collectives.HALO_EXCHANGE, value, mine, fill))
         strips = known.strips[key]
         if before and after and pieces:
             pieces = [self._slice(strips, 0, before), *pieces, self._slice(strips, before, before + after)]
@@ -100,7 +101,12 @@ class HaloEmitter:
         if self._inner or not whole or not self._meets(mine):
             return None
         before, after = (high - low for low, high in outside(here, self._own))
-        return Begun(self._exchange(value, mine, fill) if key not in known.strips else None, key, before, after)
+        return Begun(
+            self._start(collectives.HALO_EXCHANGE, value, mine, fill) if key not in known.strips else None,
+            key,
+            before,
+            after,
+        )
 
     def ended(self, begun: Begun, known: Exchanged) -> tuple[fx.Node | None, fx.Node | None]:
         """The rows before and after, waited for."""
@@ -113,10 +119,7 @@ class HaloEmitter:
     def returned(self, strips: Sequence[fx.Node], ranges: Sequence[Rows]) -> fx.Node:
         """``strips``, which one has of others, on their way, as those that others have of one's own, which come."""
         joined = self._emit(aten.cat.default, list(strips), self._dim) if len(strips) > 1 else strips[0]
-        lows, highs = map(list, zip(*self._mine(ranges), strict=True))
-        return self._emit(
-            collectives.HALO_RETURN, joined, self._dim, lows, highs, self._edges, self._group.name, self._group.index
-        )
+        return self._start(collectives.HALO_RETURN, joined, self._mine(ranges))
 
     def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
         """This rank's part of a sum whose terms each have the rows of a range."""
@@ -124,12 +127,7 @@ class HaloEmitter:
         here = mine[self._group.index]
         kept = overlap(here, self._own)
         if self._meets(mine):
-            lows, highs = map(list, zip(*mine, strict=True))
-            started = self._emit(
-                collectives.HALO_REDUCE, value, self._dim, lows, highs, self._edges, self._group.name,
-                self._group.index,
-            )  # fmt: skip
-            value = self._emit(collectives.WAIT, started)
+            value = self._emit(collectives.WAIT, self._start(collectives.HALO_REDUCE, value, mine))
         else:
             if kept != here:
                 value = self._slice(value, kept[0] - here[0], kept[1] - here[0])
@@ -146,12 +144,10 @@ class HaloEmitter:
     def _key(self, value: fx.Node, mine: tuple[Rows, ...], fill: float, known: Exchanged) -> tuple[object, ...]:
         return (known.extended.get(value, value), self._dim, mine, fill, self._group.name, self._place)
 
-    def _exchange(self, value: fx.Node, mine: tuple[Rows, ...], fill: float) -> fx.Node:
+    def _start(self, target: Any, value: fx.Node, mine: tuple[Rows, ...], *fill: float) -> fx.Node:
         lows, highs = map(list, zip(*mine, strict=True))
-        return self._emit(
-            collectives.HALO_EXCHANGE, value, self._dim, lows, highs, self._edges, fill, self._group.name,
-            self._group.index,
-        )  # fmt: skip
+        group = self._group
+        return self._emit(target, value, self._dim, lows, highs, self._edges, *fill, group.name, group.index)
 
     def _mine(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
         """The ranges of the ranks of the outermost group, which have one place inside of their parts."""

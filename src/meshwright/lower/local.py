@@ -2,6 +2,8 @@
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -14,10 +16,24 @@ from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import bounds, input_placements, is_linear, local_shape, output_placements
 from meshwright.ir.plan import Strategy
+from meshwright.ir.rule import Rule
 from meshwright.lower.halo import Exchanged, HaloEmitter
 from meshwright.ops import collectives
 from meshwright.ops.base import Target
 from meshwright.ops.library import mix
+
+
+@dataclass
+class Emitter:
+    """What the operators of one rank's graph share. ``emit`` adds a call, and ``random_key`` is the micro-batch's.
+    ``drawn`` tells how operators that draw under a name are split; ``exchanged`` holds the halos that there are."""
+
+    graph: Graph
+    groups: dict[str, AxisGroup]
+    emit: Callable[..., fx.Node]
+    random_key: fx.Node
+    drawn: dict[str, dict[str, str]] = field(default_factory=dict)
+    exchanged: Exchanged = field(default_factory=Exchanged)
 
 
 class LocalCall:
@@ -25,37 +41,32 @@ class LocalCall:
 
     def __init__(
         self,
-        graph: Graph,
-        groups: dict[str, AxisGroup],
+        shared: Emitter,
         operator: Operator,
         strategy: Strategy,
         call: tuple[Target, tuple[Any, ...], dict[str, Any]],
-        emit: Callable[..., fx.Node],
-        random_key: fx.Node,
-        drawn: dict[str, dict[str, str]] | None = None,
-        exchanged: Exchanged | None = None,
         interior: bool = False,
     ) -> None:
-        """Shared by the calls of one graph: ``drawn``, how those that draw under a name are split, and ``exchanged``,
-        the halos that there are. ``interior``: it computes its interior while halos travel."""
+        """``interior``: it computes its interior while halos travel."""
         self.target, self.args, self.kwargs = call
-        self.name = operator.name
-        self._graph, self._groups, self._operator, self._letters = graph, groups, operator, operator.letters
-        self._strategy, self._emit, self._random_key = strategy, emit, random_key
-        self._sizes, self._at = sizes_of(groups)
-        self._drawn = drawn if drawn is not None else {}
-        self._exchanged = exchanged if exchanged is not None else Exchanged()
-        self._interior = interior
+        self.name, self.call = operator.name, shared.emit
+        self._shared, self._graph, self._groups = shared, shared.graph, shared.groups
+        self._operator, self._letters, self._strategy = operator, operator.letters, strategy
+        self._sizes, self._at = sizes_of(shared.groups)
+        self._exchanged, self._interior = shared.exchanged, interior
+
+    @property
+    def _rule(self) -> Rule:
+        assert self._operator.rule is not None
+        return self._operator.rule
 
     def shape(self, output: int = 0) -> list[int]:
         name = self._operator.outputs[output]
-        assert self._operator.rule is not None
-        placements = output_placements(self._operator.rule, self._strategy, output, self._sizes)
+        placements = output_placements(self._rule, self._strategy, output, self._sizes)
         return list(local_shape(self._graph.tensors[name].shape, placements, self._sizes, self._at))
 
     def input_shape(self, position: int) -> list[int]:
-        assert self._operator.rule is not None
-        placements = input_placements(self._operator.rule, self._strategy, position, self._sizes)
+        placements = input_placements(self._rule, self._strategy, position, self._sizes)
         tensor = self._graph.tensors[self._operator.inputs[position]]
         return list(local_shape(tensor.shape, placements, self._sizes, self._at))
 
@@ -80,19 +91,13 @@ class LocalCall:
         return index, count
 
     def size(self, factor: str) -> int:
-        rule = self._operator.rule
-        assert rule is not None
-        total = 1
-        for letter in self._letters[factor]:
-            total *= rule.sizes[letter]
-        return total // self.times(factor)
+        return prod(self._rule.sizes[letter] for letter in self._letters[factor]) // self.times(factor)
 
     def length(self, factor: str) -> int:
-        assert self._operator.rule is not None
         total = 1
         for letter in self._letters[factor]:
             axes = [axis for axis in self._groups if self._strategy.get(axis) == letter]
-            units = self._operator.rule.sizes[letter]
+            units = self._rule.sizes[letter]
             for axis in axes:
                 edges = bounds(units, [self._sizes[axis]])
                 units = edges[self._at[axis] + 1] - edges[self._at[axis]]
@@ -102,8 +107,7 @@ class LocalCall:
     def bounds(self, factor: str, of: str = "") -> tuple[int, ...]:
         name = of or factor
         outermost, total = self._letters[name][0], self.size(name)
-        assert self._operator.rule is not None
-        units = self._operator.rule.sizes[outermost]
+        units = self._rule.sizes[outermost]
         units //= self.times(name) if self._strategy.get(TIME) == outermost else 1
         edges = bounds(units, [self._sizes[axis] for axis in self._axes(factor)])
         unit = total // units if units else 0
@@ -127,14 +131,14 @@ class LocalCall:
         ]
         if name:
             split = {axis: factor for factor in self._letters for axis in self._axes(factor)}
-            if self._drawn.setdefault(name, split) != split:
+            if (forward := self._shared.drawn.setdefault(name, split)) != split:
                 raise PlanError(
-                    f"it draws the numbers of its forward, which is split over {self._drawn[name] or 'nothing'}, "
+                    f"it draws the numbers of its forward, which is split over {forward or 'nothing'}, "
                     f"but it is split over {split or 'nothing'}",
                     where=self.name,
                     remedy="split an operator with dropout and its gradient alike",
                 )
-        return self._random_key, mix(zlib.crc32((name or self.name).encode()), *coordinates)
+        return self._shared.random_key, mix(zlib.crc32((name or self.name).encode()), *coordinates)
 
     def group(self, factor: str) -> tuple[str, int]:
         (axis,) = self._axes(factor)
@@ -186,7 +190,4 @@ class LocalCall:
         return self._halos(factor, dim, edges).reduced(value, ranges)
 
     def _halos(self, factor: str, dim: int, edges: Sequence[int]) -> HaloEmitter:
-        return HaloEmitter(self._emit, [self._groups[axis] for axis in self._axes(factor)], dim, edges)
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self._emit(target, *args, **kwargs)
+        return HaloEmitter(self.call, [self._groups[axis] for axis in self._axes(factor)], dim, edges)

@@ -17,8 +17,7 @@ from meshwright.ir.program import Fetch, OperatorProgram
 from meshwright.lower.counts import Counter
 from meshwright.lower.describe import nodes_of
 from meshwright.lower.fuse import propagate
-from meshwright.lower.halo import Exchanged
-from meshwright.lower.local import LocalCall
+from meshwright.lower.local import Emitter, LocalCall
 from meshwright.ops import collectives
 from meshwright.ops.base import OperatorRule, Target, emit_unchanged
 from meshwright.ops.table import operator_rule
@@ -27,8 +26,7 @@ CPU = torch.device("cpu")
 
 
 def emit_operator(
-    graph: Graph, operator: Operator, strategy: Strategy, tensors: list[fx.Node], emit: Any, random_key: fx.Node,
-    groups: dict[str, AxisGroup], drawn: dict[str, dict[str, str]], exchanged: Exchanged, interior_first: bool,
+    emitter: Emitter, operator: Operator, strategy: Strategy, tensors: list[fx.Node], interior_first: bool,
     rules: Mapping[Target, OperatorRule] | None, device: torch.device = CPU,
 ) -> Any:  # fmt: skip
     """Emit an operator's local rewrite on this rank's part of its inputs; what it returns.
@@ -40,9 +38,7 @@ def emit_operator(
     if "device" in kwargs:
         kwargs = {**kwargs, "device": device}
     target = target_of(operator.target)
-    local = LocalCall(
-        graph, groups, operator, strategy, (target, args, kwargs), emit, random_key, drawn, exchanged, interior_first
-    )
+    local = LocalCall(emitter, operator, strategy, (target, args, kwargs), interior_first)
     if operator.rule is None:
         return emit_unchanged(local)
     rule = operator_rule(target, rules)
@@ -83,15 +79,12 @@ def lower_operator(
         node.meta["operator"] = operator.name
         return node
 
-    exchanged = Exchanged()
-    emit_operator(
-        graph, operator, strategy, tensors, emit, calls.placeholder("random_key"), groups, {}, exchanged,
-        interior_first, rules,
-    )  # fmt: skip
+    emitter = Emitter(graph, groups, emit, calls.placeholder("random_key"))
+    emit_operator(emitter, operator, strategy, tensors, interior_first, rules)
     propagate(calls)
     nodes = nodes_of(calls, counter, sizes)
     positions = {node: position for position, node in enumerate(tensors)}
-    started = {waited: _read(key, positions) for key, waited in exchanged.strips.items()}
+    started = {waited: _read(key, positions) for key, waited in emitter.exchanged.strips.items()}
     fetches = {waited.all_input_nodes[0].name: Fetch(*one) for waited, one in started.items() if one is not None}
     return OperatorProgram(nodes, fetches)
 

@@ -41,7 +41,7 @@ from meshwright.lower.emission import Emission
 from meshwright.lower.function import DISPATCHED, Kernels
 from meshwright.lower.fuse import fuse, propagate, separate
 from meshwright.lower.gradients import Gradients
-from meshwright.lower.halo import Exchanged
+from meshwright.lower.local import Emitter
 from meshwright.lower.operator import CPU, emit_operator
 from meshwright.lower.partition import LoweredStage, partition
 from meshwright.lower.prefetch import join_returned
@@ -110,8 +110,6 @@ class _StageLowering:
         self.buffer_updates: dict[str, str] = {}
         self.makers = graph.producers()
         self.gradients = Gradients(self.emission, divided, stage, device)
-        self.drawn: dict[str, dict[str, str]] = {}
-        self.exchanged = Exchanged()
         self.nodes: dict[str, fx.Node] = {}
         self.scalars: dict[str, fx.Node] = {}
         self.buffers: dict[str, fx.Node] = {}
@@ -158,7 +156,8 @@ class _StageLowering:
         for name, tensor in graph.tensors.items():
             if tensor.kind == "constant":
                 self._put(name, emission.graph.create_node("get_attr", name.removeprefix("constant.")), {})
-        self.random_key = emission.graph.placeholder("random_key")
+        random_key = emission.graph.placeholder("random_key")
+        self.emitter = Emitter(graph, emission.groups, emission.emit, random_key)
 
     def _put(self, name: str, node: fx.Node, placements: Placements) -> None:
         node.meta["phase"] = self.emission.phase
@@ -263,10 +262,8 @@ class _StageLowering:
         tensors = [
             emission.want(name, self._wanted(operator, position)) for position, name in enumerate(operator.inputs)
         ]
-        result = emit_operator(
-            self.ir, operator, strategy, tensors, emission.emit, self.random_key, emission.groups, self.drawn,
-            self.exchanged, self.plan.computes_interior_first(operator.name), self.rules, self.device,
-        )  # fmt: skip
+        interior_first = self.plan.computes_interior_first(operator.name)
+        result = emit_operator(self.emitter, operator, strategy, tensors, interior_first, self.rules, self.device)
         self._made(operator, result, readers)
 
     def _made(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:
@@ -379,7 +376,7 @@ class _StageLowering:
             buffers=tuple(held for name in graph.buffers if (held := self._held_whole(name)).value),
             inputs=tuple(map(self._held_whole, graph.inputs)),
             input_placements=self.input_placements,
-            random_key=self.random_key.name,
+            random_key=self.emitter.random_key.name,
             slices=self.emission.slices,
             accumulators=tuple(self.gradients.accumulators),
             buckets=tuple(self.gradients.buckets),
