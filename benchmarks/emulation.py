@@ -27,7 +27,7 @@ from meshwright.runtime.ranks import run_ranks
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from meshwright.simulate.emulated import emulated_stages
-from meshwright.simulate.engine import simulate
+from meshwright.simulate.engine import play
 
 RANKS, MICROBATCHES, STEPS, TOLERANCE = 8, 32, 5, 0.05
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
@@ -96,7 +96,7 @@ def findings() -> list[Finding]:
     for name, chunks in SCHEDULES:
         schedule = add_reduction(add_communication(build(name, RANKS, MICROBATCHES, chunks)))
         work = work_of(RANKS * chunks)
-        simulated = simulate(schedule, work, MESH, CLUSTER, ranks=[2 * rank for rank in range(RANKS)])
+        simulated = play(schedule, work, MESH, CLUSTER).trace([2 * rank for rank in range(RANKS)])
         simulated = msgspec.structs.replace(
             simulated, spans=tuple(msgspec.structs.replace(span, rank=span.rank // 2) for span in simulated.spans)
         )

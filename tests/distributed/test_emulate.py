@@ -18,7 +18,7 @@ from meshwright.runtime.emulate import emulate
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from meshwright.simulate.emulated import emulated_stages
-from meshwright.simulate.engine import simulate
+from meshwright.simulate.engine import play
 from tests.distributed.pool import Ranks
 
 DEVICE = Device(
@@ -58,7 +58,7 @@ def test_the_schedule_is_run_and_nothing_ends_before_its_time(
     schedule = add_reduction(add_communication(build(name, num_ranks, 4, chunks)))
     step, mesh = work(num_ranks * chunks), Mesh.of(pp=num_ranks, dp=2)
     first, *others = ranks(num_ranks, emulated, schedule, emulated_stages(step, mesh, CLUSTER))
-    wanted = simulate(schedule, step, mesh, CLUSTER, ranks=range(0, 2 * num_ranks, 2))
+    wanted = play(schedule, step, mesh, CLUSTER).trace(range(0, 2 * num_ranks, 2))
     assert [trace.ranks for trace in first] == [tuple(range(num_ranks))] * 2
     for rank, other in enumerate(others, 1):
         assert [trace.ranks for trace in other] == [(rank,)] * 2

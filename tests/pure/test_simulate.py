@@ -16,7 +16,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from meshwright.schedules.timing import Costs, run
-from meshwright.simulate.engine import play, simulate
+from meshwright.simulate.engine import play
 from meshwright.simulate.faults import Faults
 
 DEVICE = Device(
@@ -88,7 +88,7 @@ def test_every_action_runs_when_the_simplest_version_says(
     }
     names = ("forward", "backward", "backward_input", "backward_weight")
     whole = Costs(**{name: float(cost * chunks) for name, cost in zip(names, costs, strict=True)})  # of all chunks
-    trace = simulate(full(schedule), work(num_ranks * chunks, pieces=pieces), Mesh.of(pp=num_ranks), FREE)
+    trace = play(full(schedule), work(num_ranks * chunks, pieces=pieces), Mesh.of(pp=num_ranks), FREE).trace()
     for rank, times in enumerate(run(schedule, whole)):
         found = [
             (span.what, span.start_s, span.end_s) for span in trace.of_rank(rank).spans if span.stream == "compute"
@@ -115,7 +115,9 @@ def test_chunks_divide_the_bubble(num_ranks: int, rounds: int, chunks: int) -> N
 def test_messages_take_their_time_between_the_stages() -> None:
     """One micro-batch on two stages: F, message, F, B, message, B."""
     slow = cluster(2, alpha_s=0.5, beta_s_per_byte=2.5e-4)
-    trace = simulate(full(build("gpipe", 2, 1)), work(2, sent_up_bytes=2000, sent_down_bytes=6000), Mesh.of(pp=2), slow)
+    trace = play(
+        full(build("gpipe", 2, 1)), work(2, sent_up_bytes=2000, sent_down_bytes=6000), Mesh.of(pp=2), slow
+    ).trace()
     assert [(span.rank, span.stream, span.what, span.start_s, span.end_s, span.bytes) for span in trace.spans] == [
         (0, "compute", "0F0", 0, 1, 4),
         (0, "communication", "0SEND_F0", 1, 2, 2000),
@@ -129,7 +131,7 @@ def test_messages_take_their_time_between_the_stages() -> None:
 
 
 def test_a_schedule_that_only_computes_gets_its_messages() -> None:
-    one, other = (simulate(schedule, work(3), Mesh.of(pp=3), FREE) for schedule in _with_and_without_messages())
+    one, other = (play(schedule, work(3), Mesh.of(pp=3), FREE).trace() for schedule in _with_and_without_messages())
     assert one == other
 
 
@@ -164,7 +166,7 @@ def test_a_collective_hides_behind_computing_until_it_is_waited_for() -> None:
     for hidden_s in (1.0, 50.0):
         after = (Compute("other", hidden_s), Wait("g"), Compute("optimizer", 1.0))
         step = work(1, reduce=(Communicate("g", "all_reduce", "dp", 10**4, blocking=False),), after=after)
-        trace = simulate(full(build("none", 1, 1)), step, mesh, network, ranks=[1])
+        trace = play(full(build("none", 1, 1)), step, mesh, network).trace([1])
         assert trace.duration_s == pytest.approx(3.0 + max(seconds, hidden_s) + 1.0)
         assert trace.busy_s(1, "communication") == pytest.approx(seconds)
         assert trace.busy_s(1, "wait") == pytest.approx(max(0.0, seconds - hidden_s))
@@ -176,18 +178,18 @@ def test_without_overlap_a_collective_takes_its_time_when_it_is_waited_for() -> 
     after = (Compute("other", 50.0), Wait("g"))
     step = work(1, reduce=(Communicate("g", "all_reduce", "dp", 10**4, blocking=False),), after=after)
     schedule = full(build("none", 1, 1))
-    trace = simulate(schedule, step, mesh, network, overlap=False, faults=Faults(slow={1: 2.0}))
+    trace = play(schedule, step, mesh, network, overlap=False, faults=Faults(slow={1: 2.0})).trace()
     assert [trace.busy_s(rank, "wait") for rank in (0, 1)] == pytest.approx([seconds, seconds])
     assert trace.of_rank(0).duration_s == pytest.approx(53.0 + seconds)
     assert trace.of_rank(1).duration_s == pytest.approx(106.0 + seconds)
     with pytest.raises(LayoutError, match="ask for contention with overlap, or for neither"):
-        simulate(schedule, step, mesh, network, overlap=False, contention=True)
+        play(schedule, step, mesh, network, overlap=False, contention=True).trace()
 
 
 def test_without_overlap_a_send_keeps_its_rank() -> None:
     """Two micro-batches on two stages, messages of 1 s: 0F0 S 0F1 S, and 1F0 1F1 1B0 S 1B1 S."""
     slow = cluster(2, alpha_s=1.0)
-    trace = simulate(full(build("gpipe", 2, 2)), work(2), Mesh.of(pp=2), slow, overlap=False)
+    trace = play(full(build("gpipe", 2, 2)), work(2), Mesh.of(pp=2), slow, overlap=False).trace()
     ends = {span.what: span.end_s for span in trace.spans if span.stream == "compute"}
     assert ends == {"0F0": 1, "0F1": 3, "1F0": 3, "1F1": 5, "1B0": 7, "1B1": 10, "0B0": 10, "0B1": 13}
     waits = [(span.what, span.start_s, span.end_s) for span in trace.of_rank(0).spans if span.stream == "wait"]
@@ -197,14 +199,14 @@ def test_without_overlap_a_send_keeps_its_rank() -> None:
 def test_a_collective_starts_when_the_last_has_come() -> None:
     step = work(1, reduce=(Communicate("g", "all_reduce", "dp", 8),))
     mesh, network = Mesh.of(dp=4, tp=2), cluster(8, beta_s_per_byte=1e-3)
-    trace = simulate(full(build("none", 1, 1)), step, mesh, network, faults=Faults(slow={3: 2.0}))
+    trace = play(full(build("none", 1, 1)), step, mesh, network, faults=Faults(slow={3: 2.0})).trace()
     found = {span.rank: span.start_s for span in trace.spans if span.stream == "communication"}
     assert found == {rank: 6.0 if rank % 2 else 3.0 for rank in range(8)}
 
 
 def test_an_axis_of_one_rank_costs_nothing() -> None:
     pieces = (Communicate("g", "all_reduce", "dp", 10, blocking=False),)
-    trace = simulate(full(build("none", 1, 1)), work(1, reduce=pieces, after=(Wait("g"),)), Mesh.of(tp=2), BOXES)
+    trace = play(full(build("none", 1, 1)), work(1, reduce=pieces, after=(Wait("g"),)), Mesh.of(tp=2), BOXES).trace()
     assert trace.streams == ("compute",)
 
 
@@ -224,7 +226,7 @@ def test_gpipe_keeps_all_microbatches_and_1f1b_at_most_as_many_as_stages(num_ran
 def test_at_the_end_only_what_is_held_is_left(pipeline: tuple[str, int, int, int]) -> None:
     _, num_ranks, _, chunks = pipeline
     step = work(num_ranks * chunks, held_bytes=7, saved_bytes=5, workspace_bytes=3)
-    trace = simulate(full(build(*pipeline)), step, Mesh.of(pp=num_ranks), FREE)
+    trace = play(full(build(*pipeline)), step, Mesh.of(pp=num_ranks), FREE).trace()
     for rank in range(num_ranks):
         samples = trace.of_rank(rank).memory
         assert samples[0].bytes == samples[-1].bytes == 7 * chunks
@@ -284,22 +286,22 @@ def test_a_straggler_divides_its_neighbours_from_the_rest() -> None:
 def test_what_does_not_belong_together_is_refused() -> None:
     schedule = full(build("1f1b", 2, 4))
     with pytest.raises(LayoutError, match="pp is 1, and the schedule has 2 ranks"):
-        simulate(schedule, work(2), Mesh.of(dp=2), FREE)
+        play(schedule, work(2), Mesh.of(dp=2), FREE).trace()
     with pytest.raises(ScheduleError, match="it has 2 stages, the work has 3"):
-        simulate(schedule, work(3), Mesh.of(pp=2), FREE)
+        play(schedule, work(3), Mesh.of(pp=2), FREE).trace()
     with pytest.raises(ScheduleError, match="the work of stage 0 has no pieces for F"):
-        simulate(schedule, work(2, pieces={}), Mesh.of(pp=2), FREE)
+        play(schedule, work(2, pieces={}), Mesh.of(pp=2), FREE).trace()
     with pytest.raises(ClusterError, match="it has 64 devices, the mesh 128 ranks"):
-        simulate(schedule, work(2), Mesh.of(pp=2, dp=64), FREE)
+        play(schedule, work(2), Mesh.of(pp=2, dp=64), FREE).trace()
     with pytest.raises(LayoutError, match="faults: there is no rank 9"):
-        simulate(schedule, work(2), Mesh.of(pp=2), FREE, faults=Faults(slow={9: 2.0}))
+        play(schedule, work(2), Mesh.of(pp=2), FREE, faults=Faults(slow={9: 2.0})).trace()
     with pytest.raises(LayoutError, match="there is no rank 2"):
-        simulate(schedule, work(2), Mesh.of(pp=2), FREE, ranks=[2])
+        play(schedule, work(2), Mesh.of(pp=2), FREE).trace([2])
 
 
 def test_a_wait_for_what_never_started_is_refused() -> None:
     with pytest.raises(ScheduleError, match="`after` waits for `g`, which was not started"):
-        simulate(full(build("none", 1, 1)), work(1, after=(Wait("g"),)), Mesh.of(dp=2), FREE)
+        play(full(build("none", 1, 1)), work(1, after=(Wait("g"),)), Mesh.of(dp=2), FREE).trace()
 
 
 def test_ranks_that_wait_for_ever_are_refused() -> None:
@@ -309,7 +311,7 @@ def test_ranks_that_wait_for_ever_are_refused() -> None:
         name="stuck",
     )
     with pytest.raises(ScheduleError, match="rank 0: it waits for ever: `0B1` for `0RECV_B1`"):
-        simulate(stuck, work(2), Mesh.of(pp=2), FREE)
+        play(stuck, work(2), Mesh.of(pp=2), FREE).trace()
 
 
 def test_collectives_that_do_not_match_are_refused() -> None:
@@ -320,4 +322,4 @@ def test_collectives_that_do_not_match_are_refused() -> None:
     with pytest.raises(
         ScheduleError, match=r"`norm` is all_reduce of 8 bytes, and meets `loss`, all_reduce of 4 bytes"
     ):
-        simulate(full(build("gpipe", 2, 1)), Work((first, last)), Mesh.of(pp=2), FREE)
+        play(full(build("gpipe", 2, 1)), Work((first, last)), Mesh.of(pp=2), FREE).trace()

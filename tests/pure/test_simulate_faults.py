@@ -11,7 +11,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir.mesh import Mesh
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
-from meshwright.simulate.engine import play, simulate
+from meshwright.simulate.engine import play
 from meshwright.simulate.faults import Checkpoints, Faults, RunTime, best_interval_s, draw_failures, run_time
 from tests.pure.test_simulate import FREE
 
@@ -34,7 +34,7 @@ def test_a_slow_rank_keeps_all_that_wait_for_it() -> None:
 
 def test_jitter_is_drawn_from_the_seed() -> None:
     one, same, other = (
-        simulate(SCHEDULE, STEP, MESH, FREE, faults=Faults(jitter=0.1, seed=seed)) for seed in (1, 1, 2)
+        play(SCHEDULE, STEP, MESH, FREE, faults=Faults(jitter=0.1, seed=seed)).trace() for seed in (1, 1, 2)
     )
     assert one == same != other
     assert one.of_rank(0).spans != one.of_rank(1).spans

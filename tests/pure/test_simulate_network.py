@@ -17,7 +17,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
-from meshwright.simulate.engine import play, simulate
+from meshwright.simulate.engine import play
 from meshwright.simulate.network import Fabric, Flow, Links
 
 DEVICE = Device(
@@ -141,7 +141,7 @@ def test_without_anything_to_share_contention_changes_nothing() -> None:
     step = Work((StageWork(pieces=pieces, sent_up_bytes=1000, sent_down_bytes=2000),) * 4)
     schedule = add_communication(build("1f1b", 4, 6))
     alone, shared = (
-        simulate(schedule, step, Mesh.of(pp=4), boxes(1).resized(4), contention=contention)
+        play(schedule, step, Mesh.of(pp=4), boxes(1).resized(4), contention=contention).trace()
         for contention in (False, True)
     )
     found, wanted = (

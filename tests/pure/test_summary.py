@@ -11,7 +11,7 @@ from meshwright.ir.summary import RankTimes, summarize
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
-from meshwright.simulate.engine import simulate
+from meshwright.simulate.engine import play
 from tests.pure.test_simulate import FREE, cluster
 
 
@@ -72,7 +72,7 @@ def test_counting_second_by_second_gives_the_same(spans: list[tuple[str, tuple[i
 def test_a_simulated_pipeline_has_the_bubble_of_the_closed_form(num_ranks: int, more: int) -> None:
     m = num_ranks + more
     step = Work((StageWork(pieces={"F": (Compute("f", 1.0),), "B": (Compute("b", 2.0),)}),) * num_ranks)
-    trace = simulate(add_communication(build("1f1b", num_ranks, m)), step, Mesh.of(pp=num_ranks), FREE)
+    trace = play(add_communication(build("1f1b", num_ranks, m)), step, Mesh.of(pp=num_ranks), FREE).trace()
     for found in summarize(trace):
         assert found.bubble_s / found.compute_s == pytest.approx((num_ranks - 1) / m)
         assert found.exposed_s == found.hidden_s == 0.0
@@ -87,7 +87,7 @@ def test_simulated_communication_is_hidden_or_exposed() -> None:
     )
     slow = cluster(2, beta_s_per_byte=1e-3)
     seconds = Network(slow).collective_s("all_reduce", 4000, Group(2))
-    for found in summarize(simulate(add_reduction(build("none", 1, 1)), Work((stage,)), Mesh.of(dp=2), slow)):
+    for found in summarize(play(add_reduction(build("none", 1, 1)), Work((stage,)), Mesh.of(dp=2), slow).trace()):
         assert seconds > 2.0
         assert (found.compute_s, found.exposed_s) == pytest.approx((4.0, seconds - 1.0))
         assert (found.hidden_s, found.bubble_s) == pytest.approx((1.0, 0.0))

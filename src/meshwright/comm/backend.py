@@ -15,18 +15,19 @@ from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import carrier, collectives, process_group
 from meshwright.comm.member import Member, culprit, member, naming
 from meshwright.comm.record import blocking, current, place
-from meshwright.comm.transport.base import OWN_ERROR, Work
+from meshwright.comm.transport.base import OWN_ERROR, UnderWay, Work, first_line
 from meshwright.comm.transport.mpi import Mpi
+from meshwright.comm.transport.native import Native
 from meshwright.errors import LostRankError
 from meshwright.ir.placement import flat_shape
 from meshwright.schedules.collectives.choice import MPI, NATIVE
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _WORK = "_meshwright_work"
 """The attribute of a tensor in flight that holds what to wait for, and what is noted of it."""
 TOGETHER_BYTES = 128 * 2**10
 """Parts up to this size are copied into one message with others: between CPUs, to send one alone takes about as long as
 to copy so much there and back."""
+_Ints = list[int]
 
 
 class _Ranks(NamedTuple):
@@ -37,10 +38,14 @@ class _Ranks(NamedTuple):
     mine: Member
     begun: float
 
-    def carrier(self, algorithm: str) -> Collectives | Mpi:
-        """Who runs an algorithm that is not torch.distributed's own."""
-        ours = self.mine.collectives
-        return carrier(self.group, algorithm) if ours is None or algorithm == MPI else ours
+    def carrier(
+        self, text: str, operation: str, num_bytes: int, label: str
+    ) -> tuple[Collectives | Native | Mpi, tuple[str, str]]:
+        """Who runs an operation over a vector of so many bytes, where a plan says ``text``; and by which algorithm, and
+        how errors call it."""
+        name, ours = self.mine.algorithm(text, operation, num_bytes), self.mine.collectives
+        by = carrier(self.group, name) if ours is None or name in (NATIVE, MPI) else ours
+        return by, (name, self.mine.told(label, place()))
 
     def in_flight(self, value: Tensor, work: Work | None, what: str, label: str = "", num_bytes: int = -1) -> Tensor:
         """``num_bytes``: of the whole vector, where that is not ``value``."""
@@ -74,12 +79,8 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str, label: 
     if not value.is_contiguous():
         value = value.contiguous()
     ranks = _ranks(group)
-    name = ranks.mine.algorithm(algorithm, "all_reduce", value.nbytes)
-    if name != NATIVE:
-        work = ranks.carrier(name).all_reduce(value, op, name, ranks.mine.told(label, place()))
-    else:
-        work = dist.all_reduce(value, _OPS[op], ranks.group, async_op=True)
-    return ranks.in_flight(value, work, "all_reduce", label)
+    by, how = ranks.carrier(algorithm, "all_reduce", value.nbytes, label)
+    return ranks.in_flight(value, by.all_reduce(value, op, *how), "all_reduce", label)
 
 
 def all_gather_start(value: Tensor, group: str, size: int, algorithm: str, label: str = "") -> Tensor:
@@ -87,13 +88,8 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str, label
     ranks = _ranks(group)
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
-    name = ranks.mine.algorithm(algorithm, "all_gather", result.nbytes)
-    if name != NATIVE:
-        work = ranks.carrier(name).all_gather(value, result, name, ranks.mine.told(label, place()))
-    else:
-        flat = result.view(size * value.numel())
-        work = dist.all_gather_single(flat, value.view(-1), ranks.group, async_op=True)
-    return ranks.in_flight(result, work, "all_gather", label)
+    by, how = ranks.carrier(algorithm, "all_gather", result.nbytes, label)
+    return ranks.in_flight(result, by.all_gather(value, result, *how), "all_gather", label)
 
 
 def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorithm: str, label: str = "") -> Tensor:
@@ -101,12 +97,8 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     ranks = _ranks(group)
     value = value.contiguous()
     result = value.new_empty(value.shape[1:])
-    name = ranks.mine.algorithm(algorithm, "reduce_scatter", value.nbytes)
-    work: Work | None
-    if name != NATIVE:
-        work = ranks.carrier(name).reduce_scatter(value, result, op, name, ranks.mine.told(label, place()))
-    else:
-        work = dist.reduce_scatter_single(result.view(-1), value.view(-1), _OPS[op], ranks.group, async_op=True)
+    by, how = ranks.carrier(algorithm, "reduce_scatter", value.nbytes, label)
+    work = by.reduce_scatter(value, result, op, *how)
     return ranks.in_flight(result, work, "reduce_scatter", label, value.nbytes)
 
 
@@ -123,7 +115,7 @@ def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "")
         work = collectives(ranks.group).all_to_all(value.view(-1), result.view(-1), counts, name, told)
     else:
         work = dist.all_to_all_single(result, value, group=ranks.group, async_op=True)
-    return ranks.in_flight(result, _Then([work], lambda: None, value), "all_to_all", label)
+    return ranks.in_flight(result, UnderWay(None, value, works=(work,)), "all_to_all", label)
 
 
 def gather_parts_start(
@@ -134,9 +126,9 @@ def gather_parts_start(
     flat = [part.reshape(-1) for part in parts]
     counts = [part.numel() for part in flat]
     result = _empty(flat[0], size * sum(counts), ranks, again)
-    places = [one.view(size, -1) for one in result.split([size * count for count in counts])]
-    name = ranks.mine.algorithm(algorithm, "all_gather", result.nbytes)
-    together, alone = _together(counts, flat[0].element_size(), name)
+    places = [rows.view(size, -1) for rows in result.split([size * count for count in counts])]
+    by, how = ranks.carrier(algorithm, "all_gather", result.nbytes, label)
+    together, alone = _together(counts, flat[0].element_size(), how[0])
     joined = torch.cat([flat[index] for index in together]) if together else flat[0].new_empty(0)
     rows = joined.new_empty(size, joined.numel())
 
@@ -144,13 +136,9 @@ def gather_parts_start(
         for index, row in zip(together, rows.split([counts[index] for index in together], 1), strict=True):
             places[index].copy_(row)
 
-    if name == NATIVE:
-        works: list[Work | None] = [dist.all_gather_single(rows.view(-1), joined, ranks.group, async_op=True)]
-    else:
-        carrier, told = ranks.carrier(name), ranks.mine.told(label, place())
-        works = [carrier.all_gather(joined, rows, name, told)] if together else []
-        works += [carrier.all_gather(flat[index], places[index], name, told) for index in alone]
-    return ranks.in_flight(result, _Then(works, spread, joined), "all_gather", label)
+    works = [by.all_gather(joined, rows, *how)] if together else []
+    works += [by.all_gather(flat[index], places[index], *how) for index in alone]
+    return ranks.in_flight(result, UnderWay(spread, joined, works=works), "all_gather", label)
 
 
 def reduce_to_parts_start(
@@ -162,21 +150,19 @@ def reduce_to_parts_start(
     counts = [row.shape[1] for row in rows]
     result = _empty(values[0], sum(counts), ranks, again)
     places, num_bytes = result.split(counts), sum(row.nbytes for row in rows)
-    name = ranks.mine.algorithm(algorithm, "reduce_scatter", num_bytes)
-    together, alone = _together(counts, values[0].element_size(), name)
+    by, how = ranks.carrier(algorithm, "reduce_scatter", num_bytes, label)
+    together, alone = _together(counts, values[0].element_size(), how[0])
     joined = torch.cat([rows[index] for index in together], 1) if together else rows[0].new_empty(size, 0)
-    if name == NATIVE:
-        work = dist.reduce_scatter_single(result, joined.view(-1), dist.ReduceOp.SUM, ranks.group, async_op=True)
-        return ranks.in_flight(result, _Then([work], lambda: None, joined), "reduce_scatter", label, num_bytes)
-    carrier, told, sums = ranks.carrier(name), ranks.mine.told(label, place()), joined.new_empty(joined.shape[1])
+    sums = joined.new_empty(joined.shape[1]) if alone else result
 
     def spread() -> None:
-        for index, one in zip(together, sums.split([counts[index] for index in together]), strict=True):
-            places[index].copy_(one)
+        for index, part in zip(together, sums.split([counts[index] for index in together]), strict=True):
+            places[index].copy_(part)
 
-    works: list[Work] = [carrier.reduce_scatter(joined, sums, "sum", name, told)] if together else []
-    works += [carrier.reduce_scatter(rows[index], places[index], "sum", name, told) for index in alone]
-    return ranks.in_flight(result, _Then(works, spread, joined), "reduce_scatter", label, num_bytes)
+    works = [by.reduce_scatter(joined, sums, "sum", *how)] if together else []
+    works += [by.reduce_scatter(rows[index], places[index], "sum", *how) for index in alone]
+    work = UnderWay(spread if alone else None, joined, works=works)
+    return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
 
 
 def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[list[int], list[int]]:
@@ -204,19 +190,6 @@ def _in_rows(value: Tensor, size: int) -> Tensor:
     return flat.view(size, count)
 
 
-class _Then:
-    """What is under way, what is to be done after all of it, and what must live as long."""
-
-    def __init__(self, works: Sequence[Work | None], finish: Callable[[], None], *kept: Tensor) -> None:
-        self._works, self._finish, self._kept = works, finish, kept
-
-    def wait(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._finish()
-
-
 @naming("all ranks of the group")
 def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
     """Send rows to the ranks of a group, ``counts`` [size, n] of them to each: (the rows that came, their counts)."""
@@ -237,65 +210,43 @@ def shift(value: Tensor, group: str, size: int) -> Tensor:
     ranks = _ranks(group)
     value = value.contiguous()
     result, me = torch.empty_like(value), ranks.group.rank()
-    mine, theirs = (one.view(torch.uint8) if one.dtype == torch.bool else one for one in (value, result))
     both = [
-        dist.P2POp(dist.isend, mine, group=ranks.group, group_peer=(me + 1) % size),
-        dist.P2POp(dist.irecv, theirs, group=ranks.group, group_peer=(me - 1) % size),
+        dist.P2POp(dist.isend, halo.sendable(value), group=ranks.group, group_peer=(me + 1) % size),
+        dist.P2POp(dist.irecv, halo.sendable(result), group=ranks.group, group_peer=(me - 1) % size),
     ]
-    works = halo.Transfers(dist.batch_isend_irecv(both), value.nbytes, lambda: None)
-    return ranks.in_flight(result, _Then([works], lambda: None, value), "shift")
+    return ranks.in_flight(result, UnderWay(None, value, works=dist.batch_isend_irecv(both)), "shift")
 
 
 def halo_exchange_start(
     value: Tensor,
     dim: int,
-    lows: list[int],
-    highs: list[int],
-    edges: list[int],
+    lows: _Ints,
+    highs: _Ints,
+    edges: _Ints,
     fill: float,
     group: str,
     index: int,
     label: str = "",
 ) -> Tensor:
     """Start to get the rows of a dim that this part reads and others have."""
-    ranks = _ranks(group)
-    ranges = tuple(zip(lows, highs, strict=True))
-    result, work = halo.exchange(value, dim, ranges, edges, fill, ranks.group, index)
-    return ranks.in_flight(result, work, "halo", label)
+    ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
+    return ranks.in_flight(*halo.exchange(value, part, ranks.group, fill), "halo", label)
 
 
 def halo_reduce_start(
-    value: Tensor,
-    dim: int,
-    lows: list[int],
-    highs: list[int],
-    edges: list[int],
-    group: str,
-    index: int,
-    label: str = "",
+    value: Tensor, dim: int, lows: _Ints, highs: _Ints, edges: _Ints, group: str, index: int, label: str = ""
 ) -> Tensor:
     """Start to add up, at their owners, the rows that the parts have of each other."""
-    ranks = _ranks(group)
-    ranges = tuple(zip(lows, highs, strict=True))
-    result, work = halo.reduce(value, dim, ranges, edges, ranks.group, index)
-    return ranks.in_flight(result, work, "halo", label)
+    ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
+    return ranks.in_flight(*halo.reduce(value, part, ranks.group), "halo", label)
 
 
 def halo_return_start(
-    strips: Tensor,
-    dim: int,
-    lows: list[int],
-    highs: list[int],
-    edges: list[int],
-    group: str,
-    index: int,
-    label: str = "",
+    strips: Tensor, dim: int, lows: _Ints, highs: _Ints, edges: _Ints, group: str, index: int, label: str = ""
 ) -> Tensor:
     """Start to give rows back to the parts that own them, and to get what is one's own."""
-    ranks = _ranks(group)
-    ranges = tuple(zip(lows, highs, strict=True))
-    result, work = halo.give_back(strips, dim, ranges, edges, ranks.group, index)
-    return ranks.in_flight(result, work, "halo", label)
+    ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
+    return ranks.in_flight(*halo.give_back(strips, part, ranks.group), "halo", label)
 
 
 def add_rows(value: Tensor, rows: Tensor, dim: int, start: int) -> Tensor:
@@ -323,15 +274,16 @@ def wait(value: Tensor) -> Tensor:
         if ranks.mine.watch is not None:
             ranks.mine.watch.note(found.what, found.num_bytes, done - waiting + found.started - ranks.begun)
         if (recorder := current()) is not None:
-            num_bytes = found.work.num_bytes if isinstance(found.work, halo.Transfers) else value.nbytes
-            recorder.collective(found.what, ranks.name, (ranks.begun, found.started, waiting, done), num_bytes)
+            received = found.work.num_bytes if isinstance(found.work, UnderWay) else None
+            times = (ranks.begun, found.started, waiting, done)
+            recorder.collective(found.what, ranks.name, times, value.nbytes if received is None else received)
     return value
 
 
 def _lost(found: _Flight, value: Tensor, error: RuntimeError) -> LostRankError:
     """What torch.distributed says, with what was waited for."""
     told, lost = found.ranks.mine.told(found.label, found.place), culprit()
-    problem = f"{lost.problem}, and this rank waits" if lost else str(error).strip().splitlines()[0]
+    problem = f"{lost.problem}, and this rank waits" if lost else first_line(error)
     what = f"{found.what} of {value.numel()} x {str(value.dtype).removeprefix('torch.')}" + f" ({told})" * bool(told)
     return LostRankError(
         f"{problem}\n     rank {dist.get_rank()} is in #{found.number} {what}, native",

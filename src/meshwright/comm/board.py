@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.comm.attendance import Attendance
-from meshwright.comm.transport.base import timeout_of
+from meshwright.comm.transport.base import LATE, timeout_of
 from meshwright.errors import LostRankError
 
 PIECE_BYTES = 4 * 2**20
@@ -59,7 +59,7 @@ class Board:
                 raise LostRankError(
                     f"it has left no note {key!r} for {self._timeout_s:g} s",
                     where=f"rank {rank}",
-                    remedy="look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others",
+                    remedy=LATE,
                 )
             time.sleep(LOOK_EVERY_S)
         num_pieces = int(self._store.get(f"board/{key}"))

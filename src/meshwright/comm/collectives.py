@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -10,12 +10,10 @@ from torch import Tensor
 
 from meshwright.comm.collective_kind import Kind, LaneStep
 from meshwright.comm.compiled import ADD, EXPECT, KEEP, PUT
-from meshwright.comm.transport.base import OWN_ERROR, Lane, Work
+from meshwright.comm.transport.base import Lane, Work
 from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
-from meshwright.errors import LostRankError, MeshwrightError, RankError
+from meshwright.errors import MeshwrightError, RankError
 from meshwright.schedules.collectives import operations
-from meshwright.schedules.collectives.operations import build
-from meshwright.schedules.collectives.steps import Steps
 
 HEAR_S = 1.0
 """How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
@@ -94,12 +92,7 @@ class Collectives:
         return self._start("scatter", algorithm, value.numel(), value.view(-1), "sum", label, root=root)
 
     def all_to_all(
-        self,
-        value: Tensor,
-        into: Tensor,
-        counts: Sequence[Sequence[int]],
-        algorithm: str = "partitioned",
-        label: str = "",
+        self, value: Tensor, into: Tensor, counts: operations.Counts, algorithm: str = "partitioned", label: str = ""
     ) -> Work:
         """Send ``counts[rank][j]`` elements of a flat ``value`` to each rank j, and lay what comes into ``into``, by
         sender. All ranks give the same counts."""
@@ -107,12 +100,9 @@ class Collectives:
         base = max(map(sum, table))
         memory = value.new_empty(base + max(map(sum, zip(*table, strict=True))))
         memory[: value.numel()] = value
-        end = base + into.numel()
-
-        def finish() -> None:
-            into.copy_(memory[base:end])
-
-        return self._start("all_to_all", algorithm, sum(map(sum, table)), memory, "sum", label, finish, table)
+        came = memory[base : base + into.numel()]
+        length = sum(map(sum, table))
+        return self._start("all_to_all", algorithm, length, memory, "sum", label, lambda: into.copy_(came), table)
 
     def barrier(self, algorithm: str = "dissemination", label: str = "") -> None:
         """Wait until all ranks have come."""
@@ -134,12 +124,7 @@ class Collectives:
         key = (operation, algorithm, length, dtype, op, root, counts)
         found = self._kinds.get(key)
         if found is None:
-            if counts is not None:
-                steps = operations.all_to_all(algorithm, counts)
-            elif root:
-                steps = _rooted(operation, algorithm, self.num_ranks, length, root)
-            else:
-                steps = build(operation, algorithm, self.num_ranks, length)
+            steps = operations.build(operation, algorithm, self.num_ranks, length, root, counts)
             found = self._kinds[key] = Kind(
                 self.rank, steps, dtype, op, root, self._lanes, expects=self._expects, in_arrays=self._all_shared
             )
@@ -196,8 +181,8 @@ class Collectives:
         """Whether somebody keeps the first collective from an end, be it one that this rank waits for or not."""
         number = self._open[0].number if self._open else self._number
         troubles = [found for lane in self._lanes.values() if (found := lane.trouble(number))]
-        for found in sorted(troubles, key=lambda one: one.problem != ENDED):
-            raise LostRankError(f"{found.problem}, and this rank waits", where=found.where, remedy=OWN_ERROR)
+        for trouble in sorted(troubles, key=lambda trouble: trouble.problem != ENDED):
+            raise trouble.error()
 
     def _report(self, error: MeshwrightError, run: "_Run") -> MeshwrightError:
         """The error, with what this rank was in and what the others say of themselves; and they hear of it."""
@@ -315,12 +300,3 @@ class _Written:
 
     def into(self, begin: int, end: int) -> Tensor:
         return self._written[begin - self._begin : end - self._begin]
-
-
-def _rooted(operation: str, algorithm: str, num_ranks: int, length: int, root: int) -> Steps:
-    if operation == "broadcast":
-        return operations.broadcast(algorithm, num_ranks, length, root)
-    if operation == "reduce":
-        return operations.reduce(algorithm, num_ranks, length, root)
-    counts = [length // num_ranks] * num_ranks
-    return (operations.gather if operation == "gather" else operations.scatter)(algorithm, counts, root)

@@ -19,6 +19,7 @@ from meshwright.comm.record import blocking
 from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
 from meshwright.comm.transport.mpi import Mpi
+from meshwright.comm.transport.native import Native
 from meshwright.comm.transport.point_to_point import PointToPoint, Wire
 from meshwright.comm.transport.process import box
 from meshwright.comm.transport.shared_memory import SharedMemory
@@ -63,11 +64,8 @@ def axis_groups(
         if group is None:
             continue
         algorithm = (algorithms or {}).get(name, "native")
-        wanted = names(algorithm)
-        if MPI in wanted:
-            carrier(group, MPI)
-        if wanted - {NATIVE, MPI}:
-            collectives(group)
+        for wanted in sorted(names(algorithm)):
+            carrier(group, wanted)
         mine = member(group)
         mine.axis = f"axis {name}"
         if algorithms and name in algorithms and mine.watch is None:
@@ -137,15 +135,8 @@ def amend(groups: Mapping[str, AxisGroup], amendments: Iterable[Amendment]) -> N
 
 def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: str) -> Work | None:
     """Start an operation on a flat vector, to see what it takes."""
-    size = group.size()
-    rows = value.view(size, -1)
+    rows = value.view(group.size(), -1)
     part = torch.empty_like(rows[0])
-    if algorithm == NATIVE:
-        if operation == "all_reduce":
-            return dist.all_reduce(value, group=group, async_op=True)
-        if operation == "all_gather":
-            return dist.all_gather_single(value, part, group, async_op=True)
-        return dist.reduce_scatter_single(part, value, group=group, async_op=True)
     runs = carrier(group, algorithm)
     if operation == "all_reduce":
         return runs.all_reduce(value, "sum", algorithm, "measured again")
@@ -180,12 +171,14 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
     return mine.collectives
 
 
-def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Mpi:
-    """Who runs an algorithm that is not torch.distributed's own; all ranks of the group must ask for it the first time.
+def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | Mpi:
+    """Who runs an algorithm; all ranks of the group must ask for one of ours, or of MPI, the first time.
 
     Raises:
         RankError: it is MPI's, and the ranks were not started by MPI.
     """
+    if algorithm == NATIVE:
+        return Native(group)
     if algorithm != MPI:
         return collectives(group)
     mine = member(group)

@@ -4,86 +4,75 @@ Each rank knows from the ranges which rows it sends to whom and receives from wh
 halo have more neighbours than two.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.transport.base import UnderWay
 from meshwright.ir.halo import Rows, fetched, given, outside, overlap, owned
 
 
-class Transfers:
-    """Messages that are under way, and what is done with what comes; ``num_bytes`` are received."""
+class Part(NamedTuple):
+    """Part ``index`` of a dim that is cut at ``edges``; ``ranges`` are the rows that each part reads."""
 
-    def __init__(self, works: Iterable[dist.Work], num_bytes: int, finish: Callable[[], None]) -> None:
-        self._works, self.num_bytes, self._finish = works, num_bytes, finish
-
-    def wait(self) -> None:
-        """Until all has come, and is in place."""
-        for work in self._works:
-            work.wait()
-        self._finish()
+    dim: int
+    ranges: Sequence[Rows]
+    edges: Sequence[int]
+    index: int
 
 
-def exchange(
-    value: Tensor,
-    dim: int,
-    ranges: Sequence[Rows],
-    edges: Sequence[int],
-    fill: float,
-    group: dist.ProcessGroup,
-    part: int,
-) -> tuple[Tensor, Transfers]:
-    """Start to get the rows of ``ranges[part]`` that other parts have: they and the filled ones, once waited for."""
-    own = owned(edges, part)
-    before, after = outside(ranges[part], own)
+def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -> tuple[Tensor, UnderWay]:
+    """Start to get the rows that the part reads and others have: they and the filled ones, once waited for."""
+    dim, ranges, edges, index = part
+    own = owned(edges, index)
+    before, after = outside(ranges[index], own)
     shape = list(value.shape)
     shape[dim] = before[1] - before[0] + after[1] - after[0]
     result = value.new_full(shape, fill)
-    sent = [(other, value.narrow(dim, low - own[0], high - low)) for other, (low, high) in given(ranges, edges, part)]
+    sent = [(other, value.narrow(dim, low - own[0], high - low)) for other, (low, high) in given(ranges, edges, index)]
     places = []
-    for other, (low, high) in fetched(ranges, edges, part):
+    for other, (low, high) in fetched(ranges, edges, index):
         at = low - before[0] if low < own[0] else low - after[0] + before[1] - before[0]
         places.append((other, result.narrow(dim, at, high - low)))
-    return result, _start(sent, places, group, lambda place, come: place.copy_(come))
+    return result, _start(sent, places, group, Tensor.copy_)
 
 
-def reduce(
-    value: Tensor, dim: int, ranges: Sequence[Rows], edges: Sequence[int], group: dist.ProcessGroup, part: int
-) -> tuple[Tensor, Transfers]:
-    """Start to add up, at their owners, the rows of all parts' ranges, which ``value`` has of this part's."""
-    own, low = owned(edges, part), ranges[part][0]
+def reduce(value: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
+    """Start to add up, at their owners, the rows that all parts read, which ``value`` has of this part's."""
+    dim, ranges, edges, index = part
+    own, low = owned(edges, index), ranges[index][0]
     shape = list(value.shape)
     shape[dim] = own[1] - own[0]
     result = value.new_zeros(shape)
-    kept = overlap(ranges[part], own)
+    kept = overlap(ranges[index], own)
     if kept[0] < kept[1]:
         count = kept[1] - kept[0]
         result.narrow(dim, kept[0] - own[0], count).copy_(value.narrow(dim, kept[0] - low, count))
-    sent = [(other, value.narrow(dim, a - low, b - a)) for other, (a, b) in fetched(ranges, edges, part)]
-    places = [(other, result.narrow(dim, a - own[0], b - a)) for other, (a, b) in given(ranges, edges, part)]
-    return result, _start(sent, places, group, lambda place, come: place.add_(come))
+    sent = [(other, value.narrow(dim, a - low, b - a)) for other, (a, b) in fetched(ranges, edges, index)]
+    places = [(other, result.narrow(dim, a - own[0], b - a)) for other, (a, b) in given(ranges, edges, index)]
+    return result, _start(sent, places, group, Tensor.add_)
 
 
-def give_back(
-    strips: Tensor, dim: int, ranges: tuple[Rows, ...], edges: list[int], group: dist.ProcessGroup, part: int
-) -> tuple[Tensor, Transfers]:
+def give_back(strips: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
     """Start to send ``strips``, the rows before and after one's own, to their owners. What comes is for one's first
     rows, then for one's last (zeros where there is no neighbour)."""
-    first, last = owned(edges, part)
-    before, after = outside(ranges[part], (first, last))
+    dim, ranges, edges, index = part
+    first, last = owned(edges, index)
+    before, after = outside(ranges[index], (first, last))
     count, more = before[1] - before[0], after[1] - after[0]
     result = torch.zeros_like(strips)
     sent = [
         (other, strips.narrow(dim, low - before[0] if low < first else low - last + count, high - low))
-        for other, (low, high) in fetched(ranges, edges, part)
+        for other, (low, high) in fetched(ranges, edges, index)
     ]
     places = [
-        (other, result.narrow(dim, low - first if other < part else low - last + count + more, high - low))
-        for other, (low, high) in given(ranges, edges, part)
+        (other, result.narrow(dim, low - first if other < index else low - last + count + more, high - low))
+        for other, (low, high) in given(ranges, edges, index)
     ]
-    return result, _start(sent, places, group, lambda place, come: place.copy_(come))
+    return result, _start(sent, places, group, Tensor.copy_)
 
 
 def _start(
@@ -91,27 +80,24 @@ def _start(
     places: list[tuple[int, Tensor]],
     group: dist.ProcessGroup,
     put: Callable[[Tensor, Tensor], object],
-) -> Transfers:
-    come = [torch.empty_like(place, memory_format=torch.contiguous_format) for _, place in places]
-    gone = [rows.contiguous() for _, rows in sent]
+) -> UnderWay:
+    gone = [(other, rows.contiguous()) for other, rows in sent]
+    come = [(other, torch.empty_like(place, memory_format=torch.contiguous_format)) for other, place in places]
     messages = [
-        dist.P2POp(dist.isend, _bytes(rows), group=group, group_peer=other)
-        for (other, _), rows in zip(sent, gone, strict=True)
-    ]
-    messages += [
-        dist.P2POp(dist.irecv, _bytes(rows), group=group, group_peer=other)
-        for (other, _), rows in zip(places, come, strict=True)
+        dist.P2POp(call, sendable(rows), group=group, group_peer=other)
+        for call, strips in ((dist.isend, gone), (dist.irecv, come))
+        for other, rows in strips
     ]
 
     def finish() -> None:
-        for (_, place), rows in zip(places, come, strict=True):
+        for (_, place), (_, rows) in zip(places, come, strict=True):
             put(place, rows)
         gone.clear()
 
     works = dist.batch_isend_irecv(messages) if messages else []
-    return Transfers(works, sum(rows.nbytes for rows in come), finish)
+    return UnderWay(finish, works=works, num_bytes=sum(rows.nbytes for _, rows in come))
 
 
-def _bytes(value: Tensor) -> Tensor:
+def sendable(value: Tensor) -> Tensor:
     """What can be sent in place of a tensor whose dtype cannot."""
     return value.view(torch.uint8) if value.dtype == torch.bool else value

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from meshwright.comm.attendance import Attendance, close
 from meshwright.comm.blocks import Blocks
 from meshwright.comm.collectives import Collectives
-from meshwright.comm.transport.base import OWN_ERROR, Channel, Trouble
+from meshwright.comm.transport.base import Channel, Trouble
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.progress import Progress
 from meshwright.comm.watch import Watch
-from meshwright.errors import LostRankError
 from meshwright.schedules.collectives.choice import chosen
 
 P = ParamSpec("P")
@@ -110,8 +109,7 @@ def naming(awaited: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 found = culprit() if is_lost else None
                 if found is None:
                     raise
-                waits = f"{found.problem}, and this rank waits for {awaited} ({function.__name__})"
-                raise LostRankError(waits, where=found.where, remedy=OWN_ERROR) from error
+                raise found.error(f"this rank waits for {awaited} ({function.__name__})") from error
 
         return run
 

@@ -7,7 +7,7 @@ import msgspec
 from meshwright.errors import ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules import picture
-from meshwright.schedules.timing import Costs, Times, awaited, communicates, run
+from meshwright.schedules.timing import PARTNER, Costs, Times, awaited, communicates, run
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741 - the grammar's letter
 
@@ -78,35 +78,28 @@ class _Validator:
 
     def report(self, costs: Costs) -> Report:
         self._find_places()
-        for rank, position, action in self._actions():
-            self._check_before(rank, position, action)
+        for action in self.places:
+            self._check_before(action)
         self._check_complete()
         times = run(self.schedule, costs)
         self._check_finished(times)
         return self._report(times)
 
-    def _actions(self) -> Iterator[tuple[int, int, Action]]:
-        for rank, actions in enumerate(self.schedule.ranks):
-            for position, action in enumerate(actions):
-                yield rank, position, action
-
     def _find_places(self) -> None:
         """One place for an action, one rank for a stage, one stage at least for a rank."""
-        may_repeat = (ActionKind.UNSHARD, ActionKind.RESHARD)
-        for rank, position, action in self._actions():
+        placed = [
+            (rank, position, action)
+            for rank, actions in enumerate(self.schedule.ranks)
+            for position, action in enumerate(actions)
+        ]
+        for rank, position, action in placed:
             home = self.rank_of.setdefault(action.stage, rank)
             if home != rank:
-                raise self._fault(
-                    f"`{action}`: stage {action.stage} is on rank {home} too",
-                    {rank: position},
-                    f"keep all actions of stage {action.stage} on one rank",
-                )
-            if action in self.places and action.kind not in may_repeat:
-                raise self._fault(
-                    f"`{action}` stands at position {self.places[action][1]} already",
-                    {rank: position},
-                    "take one of the two out",
-                )
+                remedy = f"keep all actions of stage {action.stage} on one rank"
+                raise self._fault(f"`{action}`: stage {action.stage} is on rank {home} too", {rank: position}, remedy)
+            if action in self.places and action.kind not in (ActionKind.UNSHARD, ActionKind.RESHARD):
+                problem = f"`{action}` stands at position {self.places[action][1]} already"
+                raise self._fault(problem, {rank: position}, "take one of the two out")
             self.places[action] = rank, position
         for stage in range(self.schedule.num_stages):
             if stage not in self.rank_of:
@@ -121,54 +114,39 @@ class _Validator:
                     "it computes nothing", where=f"rank {rank}", remedy="take the rank out, or give it a stage"
                 )
 
-    def _check_before(self, rank: int, position: int, action: Action) -> None:
+    def _check_before(self, action: Action) -> None:
         """That what the action needs from its own rank stands before it, and nothing contradicts it."""
         stage, kind = action.stage, action.kind
-        if kind in _NEIGHBOUR:
-            other = stage + _NEIGHBOUR[kind]
+        rank, position = self.places[action]
+        if kind in PARTNER:
+            other = stage + PARTNER[kind][0]
             if self.rank_of.get(other, rank) == rank:
                 why = f"stage {other} is on this rank too" if other in self.rank_of else f"there is no stage {other}"
-                raise self._fault(
-                    f"`{action}` has no other rank to meet: {why}", {rank: position}, "take it out of the schedule"
-                )
-        if kind is B and Action(stage, I, action.microbatch) in self.places:
+                raise self._wrong(action, f"has no other rank to meet: {why}", "take it out of the schedule")
+        if kind is B and (split := Action(stage, I, action.microbatch)) in self.places:
             raise self._fault(
-                f"`{action}`, and `{Action(stage, I, action.microbatch)}` of the same backward",
-                {rank: position},
-                "write B, or I and W",
+                f"`{action}`, and `{split}` of the same backward", {rank: position}, "write B, or I and W"
             )
         for alternatives in self._needed(action):
-            found = [one for one in alternatives if one in self.places]
-            if not found:
+            needed = next((one for one in alternatives if one in self.places), None)
+            if needed is None:
                 missing = " or ".join(f"`{one}`" for one in alternatives)
-                raise self._fault(
-                    f"`{action}` needs {missing} before it, which is nowhere",
-                    {rank: position},
-                    f"add {missing} before `{action}`",
+                raise self._wrong(
+                    action, f"needs {missing} before it, which is nowhere", f"add {missing} before `{action}`"
                 )
-            there, at = self.places[found[0]]
-            if at > position:
-                raise self._fault(
-                    f"`{action}` needs `{found[0]}` before it, which stands at position {at}",
-                    {rank: position},
-                    f"move `{found[0]}` before `{action}`",
-                )
+            if (at := self.places[needed][1]) > position:
+                problem = f"needs `{needed}` before it, which stands at position {at}"
+                raise self._wrong(action, problem, f"move `{needed}` before `{action}`")
 
     def _needed(self, action: Action) -> Iterator[tuple[Action, ...]]:
         """What must stand before an action on its rank; each time one of the alternatives."""
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        if kind in _AFTER:
+            yield tuple(Action(stage, before, microbatch) for before in _AFTER[kind])
         if kind is F and stage > 0:
             yield from self._received(action, stage - 1, ActionKind.RECV_F, (F,))
-        elif kind in (B, I):
-            yield (Action(stage, F, microbatch),)
-            if stage < self.schedule.num_stages - 1:
-                yield from self._received(action, stage + 1, ActionKind.RECV_B, (B, I))
-        elif kind is W:
-            yield (Action(stage, I, microbatch),)
-        elif kind is ActionKind.SEND_F:
-            yield (Action(stage, F, microbatch),)
-        elif kind is ActionKind.SEND_B:
-            yield (Action(stage, B, microbatch), Action(stage, I, microbatch))
+        elif kind in (B, I) and stage < self.schedule.num_stages - 1:
+            yield from self._received(action, stage + 1, ActionKind.RECV_B, (B, I))
         elif kind is ActionKind.REDUCE_GRAD:
             for one in range(self.schedule.num_microbatches):
                 yield (Action(stage, B, one), Action(stage, W, one))
@@ -189,16 +167,14 @@ class _Validator:
                 for kind in (F, I, W) if split else (F, B):
                     if Action(stage, kind, microbatch) not in self.places:
                         raise self._missing(rank, Action(stage, kind, microbatch))
-        for rank, position, action in self._actions():
-            if not action.kind.transfers:
+        for action in self.places:
+            if action.kind not in PARTNER:
                 continue
-            partner = Action(action.stage + _NEIGHBOUR[action.kind], _PARTNER[action.kind], action.microbatch)
+            further, kind = PARTNER[action.kind]
+            partner = Action(action.stage + further, kind, action.microbatch)
             if partner not in self.places:
-                raise self._fault(
-                    f"`{action}` has no `{partner}` on rank {self.rank_of[partner.stage]}",
-                    {rank: position},
-                    f"add `{partner}` there, or take `{action}` out",
-                )
+                home, remedy = self.rank_of[partner.stage], f"add `{partner}` there, or take `{action}` out"
+                raise self._wrong(action, f"has no `{partner}` on rank {home}", remedy)
         reduced = {action.stage for action in self.places if action.kind is ActionKind.REDUCE_GRAD}
         for stage, rank in sorted(self.rank_of.items()):
             if reduced and stage not in reduced:
@@ -206,11 +182,8 @@ class _Validator:
 
     def _check_finished(self, times: tuple[Times, ...]) -> None:
         """That every rank came to its end; else follow the waits, from rank to rank, until one comes again."""
-        stuck = {
-            rank: len(done)
-            for rank, (done, actions) in enumerate(zip(times, self.schedule.ranks, strict=True))
-            if len(done) < len(actions)
-        }
+        ranks = self.schedule.ranks
+        stuck = {rank: len(done) for rank, done in enumerate(times) if len(done) < len(ranks[rank])}
         if not stuck:
             return
         path: list[int] = []
@@ -218,19 +191,18 @@ class _Validator:
         rank = next(iter(stuck))
         while rank not in path:
             path.append(rank)
-            waits = self.schedule.ranks[rank][stuck[rank]]
-            needed = awaited(waits, self.schedule, explicit=self.explicit)
+            needed = awaited(ranks[rank][stuck[rank]], self.schedule, explicit=self.explicit)
             wanted[rank] = next(one for one in needed if one in self.places)
             rank = self.places[wanted[rank]][0]
         cycle = path[path.index(rank) :]
         cycle = cycle[cycle.index(min(cycle)) :] + cycle[: cycle.index(min(cycle))]
-        steps = [f"waits at `{self.schedule.ranks[one][stuck[one]]}` for `{wanted[one]}` of rank " for one in cycle]
-        text = f"rank {cycle[0]} " + ", which ".join(
-            f"{step}{after}" for step, after in zip(steps, [*cycle[1:], cycle[0]], strict=True)
-        )
-        late, here = wanted[cycle[-1]], self.schedule.ranks[cycle[0]][stuck[cycle[0]]]
+        steps = [
+            f"waits at `{ranks[one][stuck[one]]}` for `{wanted[one]}` of rank {after}"
+            for one, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+        ]
+        late, here = wanted[cycle[-1]], ranks[cycle[0]][stuck[cycle[0]]]
         raise self._fault(
-            f"deadlock: {text}",
+            f"deadlock: rank {cycle[0]} {', which '.join(steps)}",
             {one: stuck[one] for one in cycle},
             f"break the circle: rank {cycle[0]}, for one, must come to `{late}` (position {self.places[late][1]}) "
             f"before it waits at `{here}`",
@@ -239,16 +211,11 @@ class _Validator:
     def _report(self, times: tuple[Times, ...]) -> Report:
         schedule, rank_of = self.schedule, self.rank_of
         duration = max(end for each in times for _, end in each)
-        borders = tuple(
-            Border(
-                stage=stage,
-                rank=rank_of[stage],
-                next_rank=rank_of[stage + 1],
-                activations=int(rank_of[stage] != rank_of[stage + 1]),
-                gradients=int(rank_of[stage] != rank_of[stage + 1]),
-            )
-            for stage in range(schedule.num_stages - 1)
-        )
+        borders = []
+        for stage in range(schedule.num_stages - 1):
+            rank, other = rank_of[stage], rank_of[stage + 1]
+            crosses = int(rank != other)
+            borders.append(Border(stage=stage, rank=rank, next_rank=other, activations=crosses, gradients=crosses))
         ranks = []
         for rank, each in enumerate(times):
             busy = sum(end - start for start, end in each)
@@ -276,12 +243,16 @@ class _Validator:
             bubble=(duration * len(ranks) - busy) / busy,
             live_microbatches=max(one.live_microbatches for one in ranks),
             ranks=tuple(ranks),
-            borders=borders,
+            borders=tuple(borders),
         )
 
     def _missing(self, rank: int, action: Action) -> ScheduleError:
         position = len(self.schedule.ranks[rank])
         return self._fault(f"`{action}` is missing", {rank: position}, f"add `{action}` to rank {rank}")
+
+    def _wrong(self, action: Action, problem: str, remedy: str) -> ScheduleError:
+        rank, position = self.places[action]
+        return self._fault(f"`{action}` {problem}", {rank: position}, remedy)
 
     def _fault(self, problem: str, marks: Mapping[int, int], remedy: str) -> ScheduleError:
         rank, position = next(iter(marks.items()))
@@ -289,11 +260,5 @@ class _Validator:
         return ScheduleError(f"{problem}\n\n{drawn}\n", where=f"rank {rank}, position {position}", remedy=remedy)
 
 
-_NEIGHBOUR = {ActionKind.SEND_F: 1, ActionKind.RECV_F: -1, ActionKind.SEND_B: -1, ActionKind.RECV_B: 1}
-_PARTNER = {
-    ActionKind.SEND_F: ActionKind.RECV_F,
-    ActionKind.RECV_F: ActionKind.SEND_F,
-    ActionKind.SEND_B: ActionKind.RECV_B,
-    ActionKind.RECV_B: ActionKind.SEND_B,
-}
-"""Of a send or receive: how many stages further its partner is, and of which kind."""
+_AFTER = {B: (F,), I: (F,), W: (I,), ActionKind.SEND_F: (F,), ActionKind.SEND_B: (B, I)}
+"""What an action stands behind, of the same stage and micro-batch: one of these."""

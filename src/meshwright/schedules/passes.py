@@ -2,16 +2,15 @@
 
 from collections import deque
 
-from meshwright.errors import ScheduleError
-from meshwright.ir.schedule import Action, ActionKind, Schedule
-from meshwright.schedules.check import check
+import msgspec
 
-_TRANSFERS = {
-    ActionKind.F: (1, ActionKind.SEND_F, ActionKind.RECV_F),
-    ActionKind.B: (-1, ActionKind.SEND_B, ActionKind.RECV_B),
-    ActionKind.I: (-1, ActionKind.SEND_B, ActionKind.RECV_B),
-}
-"""Of what makes a value that others wait for: how many stages further it goes, and how it is sent and received."""
+from meshwright.errors import ScheduleError
+from meshwright.ir.schedule import Action, ActionKind, ActionList, Schedule
+from meshwright.schedules.check import check
+from meshwright.schedules.timing import PARTNER
+
+_SENDS = {ActionKind.F: ActionKind.SEND_F, ActionKind.B: ActionKind.SEND_B, ActionKind.I: ActionKind.SEND_B}
+"""How the value goes to another stage that an action makes."""
 
 
 def add_communication(schedule: Schedule) -> Schedule:
@@ -44,10 +43,11 @@ def add_communication(schedule: Schedule) -> Schedule:
     arrivals: list[list[tuple[float, Action]]] = [[] for _ in schedule.ranks]
     for rank, actions in enumerate(schedule.ranks):
         for action, (_, end) in zip(actions, report.ranks[rank].times, strict=True):
-            if action.kind not in _TRANSFERS:
+            if action.kind not in _SENDS:
                 continue
-            step, send, receive = _TRANSFERS[action.kind]
-            stage = action.stage + step
+            send = _SENDS[action.kind]
+            further, receive = PARTNER[send]
+            stage = action.stage + further
             if rank_of.get(stage, rank) != rank:
                 sends[action] = Action(action.stage, send, action.microbatch)
                 arrivals[rank_of[stage]].append((end, Action(stage, receive, action.microbatch)))
@@ -92,10 +92,4 @@ def add_reduction(schedule: Schedule) -> Schedule:
 
 
 def _with_ranks(schedule: Schedule, ranks: list[list[Action]]) -> Schedule:
-    return Schedule.of(
-        schedule.name,
-        ranks,
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        num_chunks=schedule.num_chunks,
-    )
+    return msgspec.structs.replace(schedule, ranks=tuple(map(ActionList, ranks)))

@@ -12,6 +12,17 @@ from meshwright.ir.schedule import Action, ActionKind, Schedule
 Times = tuple[tuple[float, float], ...]
 """Start and end of a rank's actions, in the order of its list."""
 
+PARTNER = {
+    ActionKind.SEND_F: (1, ActionKind.RECV_F),
+    ActionKind.RECV_F: (-1, ActionKind.SEND_F),
+    ActionKind.SEND_B: (-1, ActionKind.RECV_B),
+    ActionKind.RECV_B: (1, ActionKind.SEND_B),
+}
+"""Of a send or receive: how many stages further its partner is, and of which kind."""
+_COSTS = {
+    ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "backward_input", ActionKind.W: "backward_weight",
+}  # fmt: skip
+
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How long a rank computes for one micro-batch, all its chunks together, in any unit; communication takes no time.
@@ -34,17 +45,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def of(self, kind: ActionKind) -> float:
         """The cost of one kind of action."""
-        match kind:
-            case ActionKind.F:
-                return self.forward
-            case ActionKind.B:
-                return self.backward
-            case ActionKind.I:
-                return self.backward_input
-            case ActionKind.W:
-                return self.backward_weight
-            case _:
-                return 0.0
+        cost: float = getattr(self, _COSTS[kind]) if kind in _COSTS else 0.0
+        return cost
 
 
 def communicates(schedule: Schedule) -> bool:
@@ -59,10 +61,9 @@ def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Acti
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if explicit:
-        if kind is ActionKind.RECV_F:
-            return (Action(stage - 1, ActionKind.SEND_F, microbatch),)
-        if kind is ActionKind.RECV_B:
-            return (Action(stage + 1, ActionKind.SEND_B, microbatch),)
+        if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
+            further, sends = PARTNER[kind]
+            return (Action(stage + further, sends, microbatch),)
     elif kind is ActionKind.F and stage > 0:
         return (Action(stage - 1, ActionKind.F, microbatch),)
     elif kind in (ActionKind.B, ActionKind.I) and stage < schedule.num_stages - 1:
@@ -76,7 +77,8 @@ def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[T
     Receives block; sends do not. With v chunks every action takes 1/v of its cost; a function gives the cost of each
     action as it is.
     """
-    cost, chunks = (_by_kind(costs), schedule.num_chunks) if isinstance(costs, Costs) else (costs, 1)
+    cost = (lambda action: costs.of(action.kind)) if isinstance(costs, Costs) else costs
+    chunks = schedule.num_chunks if isinstance(costs, Costs) else 1
     explicit = communicates(schedule)
     times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
     ends: dict[Action, float] = {}
@@ -97,7 +99,3 @@ def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[T
             times[rank].append((start, ends[action]))
             ready.extend(waiting.pop(action, ()))
     return tuple(tuple((start / chunks, end / chunks) for start, end in each) for each in times)
-
-
-def _by_kind(costs: Costs) -> Callable[[Action], float]:
-    return lambda action: costs.of(action.kind)

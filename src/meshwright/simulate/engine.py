@@ -21,24 +21,6 @@ COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
 """Streams: computing, what is under way between ranks, and how long computing stood still for that."""
 
 
-def simulate(
-    schedule: Schedule,
-    work: Work,
-    mesh: Mesh,
-    cluster: Cluster,
-    *,
-    overlap: bool = True,
-    contention: bool = False,
-    faults: Faults | None = None,
-    ranks: Iterable[int] | None = None,
-) -> Trace:
-    """One step of ``schedule`` with the costs of ``work`` on the ranks of ``mesh``; see :func:`play`.
-
-    ``ranks``: of which to tell (default: all). The clock starts at 0 s.
-    """
-    return play(schedule, work, mesh, cluster, overlap=overlap, contention=contention, faults=faults).trace(ranks)
-
-
 def play(
     schedule: Schedule,
     work: Work,
@@ -113,11 +95,8 @@ class Played:
     @property
     def halted(self) -> dict[int, str]:
         """Ranks that wait for ever because another has died, and what for."""
-        return {
-            rank: self.timelines[one].waits_for
-            for rank, one in enumerate(self.classes.of)
-            if self.timelines[one].waits_for
-        }
+        waits = {rank: self.timelines[one].waits_for for rank, one in enumerate(self.classes.of)}
+        return {rank: waits_for for rank, waits_for in waits.items() if waits_for}
 
     def peak_bytes(self, rank: int) -> int:
         """The most that the rank holds at a time."""
@@ -258,12 +237,11 @@ class _Engine:
                         known = None if meeting.end_s == math.inf else end
                         return self._stop(one, rank, now, place, op, meeting, known)
                     del rank.open[piece.key]
+                    name = meeting.names[one]
                     if not self._overlap:
-                        spans.append(
-                            (COMMUNICATION, meeting.names[one], end - meeting.seconds, end, meeting.piece.bytes, 0.0)
-                        )
+                        spans.append((COMMUNICATION, name, end - meeting.seconds, end, meeting.piece.bytes, 0.0))
                     if end > now:
-                        spans.append((WAIT, meeting.names[one], now, end, 0, 0.0))
+                        spans.append((WAIT, name, now, end, 0, 0.0))
                         now = end
                 op += 1
             if workspace or dying:

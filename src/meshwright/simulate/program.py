@@ -7,7 +7,7 @@ from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, W
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules.passes import add_communication
-from meshwright.schedules.timing import communicates
+from meshwright.schedules.timing import PARTNER, communicates
 from meshwright.simulate.network import Fabric
 
 Message = tuple[ActionKind, int, int | None]
@@ -70,7 +70,6 @@ class Program(NamedTuple):
 
 
 _RECEIVED_BY = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
-_SENDS = {ActionKind.SEND_F: (1, ActionKind.RECV_F), ActionKind.SEND_B: (-1, ActionKind.RECV_B)}
 
 
 def programs(schedule: Schedule, work: Work, fabric: Fabric) -> tuple[Program, ...]:
@@ -117,7 +116,7 @@ class _Builder:
             kind = action.kind
             if kind.computes:
                 entries.append(self._computing(action))
-            elif kind in _SENDS:
+            elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                 entries.append(self._sending(action))
             elif kind is ActionKind.REDUCE_GRAD:
                 pieces = self.work.stages[action.stage].pieces.get(kind.value, ())
@@ -127,11 +126,9 @@ class _Builder:
 
     def _computing(self, action: Action) -> Entry:
         stage, kind = self.work.stages[action.stage], action.kind
-        receives = None
-        if kind in _RECEIVED_BY:
-            other = action.stage + (-1 if kind is ActionKind.F else 1)
-            if self.homes.get(other, self.rank) != self.rank:
-                receives = (_RECEIVED_BY[kind], action.stage, action.microbatch)
+        receives, receive = None, _RECEIVED_BY.get(kind)
+        if receive is not None and self.homes.get(action.stage + PARTNER[receive][0], self.rank) != self.rank:
+            receives = (receive, action.stage, action.microbatch)
         saved, workspace = (round(self.work.heap_factor * size) for size in (stage.saved_bytes, stage.workspace_bytes))
         return Entry(
             action,
@@ -159,7 +156,7 @@ class _Builder:
         return found
 
     def _sending(self, action: Action) -> Entry:
-        step, receive = _SENDS[action.kind]
+        step, receive = PARTNER[action.kind]
         stage = self.work.stages[action.stage]
         num_bytes = stage.sent_up_bytes if step > 0 else stage.sent_down_bytes
         target = self.homes[action.stage + step]
@@ -173,14 +170,11 @@ class _Builder:
         for piece in pieces:
             match piece:
                 case Compute():
-                    last = ops[-1] if ops else None
-                    one = Busy(piece.seconds, piece.flops, piece.bytes, "" if label else piece.what)
-                    if label and isinstance(last, Busy):
-                        ops[-1] = Busy(
-                            last.seconds + one.seconds, last.flops + one.flops, last.bytes + one.bytes, one.name
-                        )
+                    seconds, flops, num_bytes = piece.seconds, piece.flops, piece.bytes
+                    if label and ops and isinstance(last := ops[-1], Busy):
+                        ops[-1] = Busy(last.seconds + seconds, last.flops + flops, last.bytes + num_bytes, "")
                     else:
-                        ops.append(one)
+                        ops.append(Busy(seconds, flops, num_bytes, "" if label else piece.what))
                 case Communicate():
                     if (stage, piece.what) not in self.alone:
                         seconds = self.fabric.collective_s(piece)

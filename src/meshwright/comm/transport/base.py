@@ -1,25 +1,51 @@
 """What carries bytes between two ranks."""
 
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.errors import RankError
+from meshwright.errors import LostRankError, RankError
 
 MESSAGE_BYTES = 512 * 1024
 """The most that one message of a lane holds: what one rank writes, the other finds in the cache that they share."""
 
-
 OWN_ERROR = "look for its own error"
+LATE = "look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others"
+"""Remedies: where a rank has failed, and where it may only be slow."""
 
 
 class Work(Protocol):
     """Something under way."""
 
     def wait(self) -> Any: ...
+
+
+class UnderWay:
+    """A Work: other works, which are waited for first, then ``finish``; and tensors that must live until then.
+
+    ``num_bytes``: how much is received, where that is not the size of the result.
+    """
+
+    __slots__ = ("_finish", "_kept", "_works", "num_bytes")
+
+    def __init__(
+        self,
+        finish: Callable[[], object] | None,
+        *kept: Tensor,
+        works: Iterable[Work | None] = (),
+        num_bytes: int | None = None,
+    ) -> None:
+        self._finish, self._kept, self._works, self.num_bytes = finish, kept, works, num_bytes
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        if self._finish is not None:
+            self._finish()
 
 
 class Trouble(NamedTuple):
@@ -29,69 +55,68 @@ class Trouble(NamedTuple):
     where: str
     problem: str
 
+    def error(self, waiting: str = "this rank waits") -> LostRankError:
+        """The error of a rank that waits in vain; ``waiting`` says for what."""
+        return LostRankError(f"{self.problem}, and {waiting}", where=self.where, remedy=OWN_ERROR)
 
-class Lane(Protocol):
+
+class Lane:
     """Messages of up to ``MESSAGE_BYTES`` between two ranks, both ways, each way in the order in which they were put.
 
-    A message has a tag, and both sides must name the same one: so ranks that do different things find out.
+    A message has a tag, and both sides must name the same one: so ranks that do different things find out. Every lane
+    has ``put``, ``put_at_once`` and ``take``; the rest does nothing where a lane has no need of it.
     """
 
-    @property
-    def expects(self) -> bool:
-        """Whether messages must be expected before they are taken."""
-        ...
+    expects = False
+    """Whether messages must be expected before they are taken."""
 
     def put(self, part: Tensor, tag: int) -> None:
         """Lay a flat, contiguous tensor where the peer finds it; then it may be overwritten. Waits for room."""
-        ...
+        raise NotImplementedError
 
     def put_at_once(self, part: Tensor, tag: int) -> bool:
         """The same without waiting: false, and nothing done, where there is no room."""
-        ...
+        raise NotImplementedError
 
     def expect(self, num: int, like: Tensor) -> None:
         """Say that a message of ``num`` elements, as those of ``like``, will be taken, after those that were expected
         before. Only where the lane ``expects``."""
-        ...
 
-    def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
+    def take(self, num: int, dtype: Any, tag: int) -> Any:
         """Wait for the next message, if it must be, expected; it is valid until ``release``.
 
         Raises:
             LostRankError: the peer has ended, or has put nothing within the timeout.
             RankError: the message has another size or tag.
         """
-        ...
+        raise NotImplementedError
 
     def release(self) -> None:
         """Give back the room of the message that was taken."""
-        ...
 
     def settle(self) -> None:
         """Wait until all that was put has left, where it needs this rank for that."""
-        ...
+
+    # --- what ranks say of themselves --------------------------------------------------------------------------------
 
     def tell(self, number: int, words: bytes) -> None:
         """Say which collective this rank begins, for the errors of the other."""
-        ...
 
     def finished(self, number: int) -> None:
         """Say that this rank needs the other no more for the collectives up to that number."""
-        ...
 
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
         """Say that this rank has failed, in which collective, and because of which one; the other need not wait any
         longer."""
-        ...
 
     def trouble(self, number: int) -> Trouble | None:
         """Why collective ``number`` cannot be finished because of the other rank: it has ended before, or has given up;
         None where it may be."""
-        ...
+        return None
 
     def told(self) -> str:
         """A line on what the other said of itself, and whether it has ended; nothing where that is not known."""
-        ...
+        return ""
 
 
 class Channel(Protocol):
@@ -99,11 +124,9 @@ class Channel(Protocol):
 
     def send(self, tensor: Tensor) -> Work:
         """Send a contiguous tensor, without waiting for the peer; after ``wait`` it may be overwritten."""
-        ...
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Receive into a contiguous tensor, which ``wait`` waits for; ``label`` names it in errors."""
-        ...
 
 
 def check_message(peer: int, found: tuple[int, int], wanted: tuple[int, int], what: str) -> None:
@@ -126,3 +149,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the ranks of a group wait for each other."""
     timeout: timedelta = group.get_group_store().timeout  # type: ignore[attr-defined]
     return timeout
+
+
+def first_line(error: Exception) -> str:
+    """What an error of torch.distributed says, without its traceback in C++."""
+    return str(error).strip().splitlines()[0]

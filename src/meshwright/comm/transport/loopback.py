@@ -5,14 +5,12 @@ import queue
 import torch
 from torch import Tensor
 
-from meshwright.comm.transport.base import Trouble
+from meshwright.comm.transport.base import Lane
 from meshwright.errors import LostRankError, RankError
 
 
-class Loopback:
-    """One end of a lane between two threads; ``pair`` makes both."""
-
-    expects = False
+class Loopback(Lane):
+    """One end of a lane between two threads, which see each other's errors; ``pair`` makes both."""
 
     def __init__(
         self, out: "queue.Queue[tuple[Tensor, int]]", into: "queue.Queue[tuple[Tensor, int]]", peer: int
@@ -40,9 +38,6 @@ class Loopback:
         self.put(part, tag)
         return True
 
-    def expect(self, num: int, like: Tensor) -> None:
-        """Nothing: a queue takes what comes."""
-
     def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
         """The next message."""
         try:
@@ -52,26 +47,3 @@ class Loopback:
         if (part.numel(), part.dtype, their_tag) != (num, dtype, tag):
             raise RankError(f"it sent {part.numel()} elements where {num} were expected", where=f"rank {self.peer}")
         return part
-
-    def release(self) -> None:
-        """Nothing: the message is out of the queue."""
-
-    def settle(self) -> None:
-        """Nothing: what was put is there."""
-
-    def tell(self, number: int, words: bytes) -> None:
-        """Nothing: threads see each other's errors."""
-
-    def finished(self, number: int) -> None:
-        """Nothing."""
-
-    def give_up(self, number: int, words: bytes, because_of: str) -> None:
-        """Nothing."""
-
-    def trouble(self, number: int) -> Trouble | None:
-        """Not known."""
-        return None
-
-    def told(self) -> str:
-        """Nothing."""
-        return ""

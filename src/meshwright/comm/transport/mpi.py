@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.transport.base import Work
+from meshwright.comm.transport.base import UnderWay, Work
 from meshwright.errors import RankError
 
 _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
@@ -43,18 +43,19 @@ class Mpi:
 
     def all_reduce(self, value: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = "") -> Work:
         """Reduce a contiguous tensor in place."""
-        return _Request(self._ranks.Iallreduce(self._mpi.IN_PLACE, self._buffer(value), self._op(op)), value)
+        request = self._ranks.Iallreduce(self._mpi.IN_PLACE, self._buffer(value), self._op(op))
+        return UnderWay(request.Wait, value)
 
     def reduce_scatter(
         self, value: Tensor, into: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = ""
     ) -> Work:
         """Reduce a contiguous ``[size, ...]`` and lay this rank's ``[...]`` of it into ``into``; ``value`` stays."""
         request = self._ranks.Ireduce_scatter_block(self._buffer(value), self._buffer(into), self._op(op))
-        return _Request(request, value, into)
+        return UnderWay(request.Wait, value, into)
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "mpi", label: str = "") -> Work:
         """Lay every rank's ``value`` into ``into``, a contiguous ``[size, ...]``."""
-        return _Request(self._ranks.Iallgather(self._buffer(value), self._buffer(into)), value, into)
+        return UnderWay(self._ranks.Iallgather(self._buffer(value), self._buffer(into)).Wait, value, into)
 
     def _op(self, op: str) -> Any:
         return getattr(self._mpi, _OPS[op])
@@ -67,13 +68,3 @@ class Mpi:
                 remedy="choose another algorithm for this axis",
             )
         return value.detach().numpy()
-
-
-class _Request:
-    """A collective under way, with the tensors that must live as long."""
-
-    def __init__(self, request: Any, *kept: Tensor) -> None:
-        self._request, self._kept = request, kept
-
-    def wait(self) -> None:
-        self._request.Wait()

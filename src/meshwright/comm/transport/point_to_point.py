@@ -5,13 +5,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.transport.base import MESSAGE_BYTES, OWN_ERROR, Trouble, Work, check_message
+from meshwright.comm.attendance import Attendance
+from meshwright.comm.transport.base import LATE, MESSAGE_BYTES, Lane, Trouble, UnderWay, Work, check_message, first_line
 from meshwright.comm.transport.progress import Progress
 from meshwright.errors import LostRankError
 
@@ -21,13 +23,6 @@ _HEADER = struct.Struct("=QQ")
 """Before each message: its bytes and its tag."""
 _TAG, _LAST_TAG = 1, 2
 """Of torch.distributed: apart from other messages of the group."""
-_LATE = "look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others"
-
-
-class _Attendance(Protocol):
-    """Who is gone (``comm/attendance.py``)."""
-
-    def culprit(self) -> Trouble | None: ...
 
 
 class PointToPoint:
@@ -35,19 +30,20 @@ class PointToPoint:
     who is gone."""
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, progress: Progress, attendance: "_Attendance | None" = None
+        self, group: dist.ProcessGroup, peer: int, progress: Progress, attendance: Attendance | None = None
     ) -> None:
         self._group, self._peer, self._progress, self._attendance = group, peer, progress, attendance
         self._name = dist.get_global_rank(group, peer)
 
     def send(self, tensor: Tensor) -> Work:
         """Start to send."""
-        return _Transfer(self, self._group.send([tensor], self._peer, 0), tensor, "it takes nothing", "a message to it")
+        work = self._group.send([tensor], self._peer, 0)
+        return UnderWay(partial(self.wait, work, "it takes nothing", "a message to it"), tensor)
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Start to receive."""
         work = self._group.recv([into], self._peer, 0)
-        return _Transfer(self, work, into, "it has sent nothing", label or "a message")
+        return UnderWay(partial(self.wait, work, "it has sent nothing", label or "a message"), into)
 
     def wait(self, work: Work, otherwise: str, what: str) -> None:
         """Wait for what is under way.
@@ -60,28 +56,17 @@ class PointToPoint:
         except RuntimeError as error:
             found = self._attendance.culprit() if self._attendance is not None else None
             if found is not None:
-                raise LostRankError(
-                    f"{found.problem}, and {what} is due", where=found.where, remedy=OWN_ERROR
-                ) from error
-            said = f"{otherwise}, and {what} is due: {_first_line(error)}"
-            raise LostRankError(said, where=f"rank {self._name}", remedy=_LATE) from error
+                raise found.error(f"{what} is due") from error
+            said = f"{otherwise}, and {what} is due: {first_line(error)}"
+            raise LostRankError(said, where=f"rank {self._name}", remedy=LATE) from error
 
 
-class _Transfer:
-    """A work under way, with the tensor that must live as long."""
-
-    def __init__(self, channel: PointToPoint, work: Work, kept: Tensor, otherwise: str, what: str) -> None:
-        self._channel, self._work, self._kept, self._words = channel, work, kept, (otherwise, what)
-
-    def wait(self) -> None:
-        self._channel.wait(self._work, *self._words)
-
-
-class Wire:
+class Wire(Lane):
     """A lane to the rank ``peer`` of a group, whose timeout holds. The streams of ``progress`` move while it waits.
 
     Every receive has room for the largest message, whatever is expected: so one of another size arrives, and can be
-    told of. A rank that gives up leaves a note in the group's store and closes its connections, on which others wake.
+    told of. What a rank begins and finishes it does not say: to send that would take as long as a collective. A rank
+    that gives up leaves a note in the group's store and closes its connections, on which others wake.
     """
 
     AHEAD = 16
@@ -153,12 +138,6 @@ class Wire:
 
     # --- what ranks say of themselves --------------------------------------------------------------------------------
 
-    def tell(self, number: int, words: bytes) -> None:
-        """Nothing: to send it would take as long as a collective."""
-
-    def finished(self, number: int) -> None:
-        """Nothing."""
-
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
         """Leave a note, and close the connections of the group."""
         store = self._group.get_group_store()
@@ -193,12 +172,8 @@ class Wire:
             return call()
         except RuntimeError as error:
             if (found := self.trouble(0)) is not None:
-                raise LostRankError(
-                    f"{found.problem}, and this rank waits", where=found.where, remedy=OWN_ERROR
-                ) from error
-            raise LostRankError(
-                f"{otherwise}: {_first_line(error)}", where=f"rank {self._name}", remedy=_LATE
-            ) from error
+                raise found.error() from error
+            raise LostRankError(f"{otherwise}: {first_line(error)}", where=f"rank {self._name}", remedy=LATE) from error
 
 
 class _Room:
@@ -212,7 +187,3 @@ class _Room:
     def message(self, num: int, dtype: torch.dtype) -> Tensor:
         """The message, as ``num`` elements."""
         return self.whole[_HEADER.size : _HEADER.size + num * dtype.itemsize].view(dtype)
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0]

@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.transport.base import OWN_ERROR, Trouble, check_message
+from meshwright.comm.transport.base import LATE, OWN_ERROR, Lane, Trouble, check_message
 from meshwright.comm.transport.process import Process, box
 from meshwright.comm.transport.segment import (
     BECAUSE_AT,
@@ -53,14 +53,12 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class SharedMemory:
+class SharedMemory(Lane):
     """A lane through memory that two ranks share. ``connect`` makes it.
 
     ``while_waiting`` is called while this rank waits, if there is one, and says whether it has more to do; ``look`` now
     and then, and raises where waiting is in vain. ``blame`` says why a peer has ended.
     """
-
-    expects = False
 
     def __init__(
         self, mine: Segment, theirs: Segment, slots: int, peer: int, process: Process, timeout_s: float
@@ -184,9 +182,6 @@ class SharedMemory:
             self._wake(mine.published)
         return True
 
-    def expect(self, num: int, like: Tensor) -> None:
-        """Nothing: the room is there."""
-
     def take(self, num: int, dtype: Any, tag: int, label: str = "") -> Any:
         """The next message, in place: a tensor, or an array where the dtype is numpy's."""
         number, theirs = self._num_taken, self._theirs
@@ -205,9 +200,6 @@ class SharedMemory:
         self._mine.consumed.value = number
         if self._theirs.sleeping.value:
             self._wake(self._mine.consumed)
-
-    def settle(self) -> None:
-        """Nothing: what was put is there."""
 
     # --- what ranks say of themselves --------------------------------------------------------------------------------
 
@@ -295,13 +287,12 @@ class SharedMemory:
     def _check_peer(self, word: ctypes.c_uint32, number: int, deadline: float, what: str) -> None:
         what = what or f"message {number}"
         if self.has_ended() and (word.value - number) & _BEHIND:
-            where, problem = self.blame(self.peer)
-            raise LostRankError(f"{problem}, and {what} is due", where=where, remedy=OWN_ERROR)
+            raise self.blame(self.peer).error(f"{what} is due")
         if time.monotonic() > deadline:
             raise LostRankError(
                 f"it has sent nothing for {self.timeout_s:g} s, and {what} is due",
                 where=f"rank {self.peer}",
-                remedy="look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others",
+                remedy=LATE,
             )
 
 
@@ -332,7 +323,7 @@ def _answer(
 
 
 def _ended(peer: int) -> LostRankError:
-    return LostRankError(f"{ENDED}, and memory was to be shared with it", where=f"rank {peer}", remedy=OWN_ERROR)
+    return Trouble(f"rank {peer}", ENDED).error("memory was to be shared with it")
 
 
 def _timespec(seconds: float) -> _Timespec:

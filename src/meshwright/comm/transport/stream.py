@@ -5,12 +5,12 @@ blocks, and there is no deadlock while each rank receives in the order in which 
 """
 
 from collections import deque
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from meshwright.comm.transport.base import MESSAGE_BYTES, Work
+from meshwright.comm.transport.base import MESSAGE_BYTES, UnderWay, Work
 from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 
@@ -44,12 +44,12 @@ class Stream:
             self._queue.append(part)
             self._num_sent += 1
         self._flush()
-        return _Until(self._depart, self._num_sent)
+        return UnderWay(partial(self._depart, self._num_sent))
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Expect as much as ``into`` holds."""
         self._expected.extend(_Part(part, label) for part in _parts(into))
-        return _Until(self._complete, self._num_done + len(self._expected))
+        return UnderWay(partial(self._complete, self._num_done + len(self._expected)))
 
     def move(self) -> bool:
         """Put what finds room, and take one expected message: whoever waits for another must not wait long."""
@@ -98,11 +98,3 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     flat = tensor.view(-1)
     step = MESSAGE_BYTES // tensor.element_size()
     return [flat[begin : begin + step] for begin in range(0, flat.numel(), step)]
-
-
-class _Until:
-    def __init__(self, reach: Callable[[int], None], number: int) -> None:
-        self._reach, self._number = reach, number
-
-    def wait(self) -> None:
-        self._reach(self._number)

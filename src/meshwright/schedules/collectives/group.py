@@ -4,7 +4,7 @@
 part lies before an all-gather. Reduce-scatters add, all-gathers copy; each all-gather is its reduce-scatter backwards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from meshwright.schedules.collectives.steps import Move, Rounds, Span, cut, message
 
@@ -23,6 +23,16 @@ def owns(span: Span, parts: int) -> list[list[Span]]:
     return [[piece] for piece in cut(span, parts)]
 
 
+def distances(size: int) -> list[int]:
+    """1, 2, 4, ... below ``size``."""
+    return [1 << power for power in range((size - 1).bit_length())]
+
+
+def _round(messages: Iterable[tuple[int, int, Iterable[Span]]], *, adds: bool = False) -> list[Move]:
+    """What is sent at the same time: messages by source, target and elements."""
+    return [one for source, target, spans in messages for one in message(source, target, spans, adds=adds)]
+
+
 # --- everyone adds up, or collects -----------------------------------------------------------------------------------
 
 
@@ -30,11 +40,7 @@ def scatter_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
     """Sums go around: what rank i sends in turn t is what the rank t + 1 before it owns."""
     size = len(ranks)
     return [
-        [
-            one
-            for i in range(size)
-            for one in message(ranks[i], ranks[(i + 1) % size], owned[(i - 1 - turn) % size], adds=True)
-        ]
+        _round(((ranks[i], ranks[(i + 1) % size], owned[(i - 1 - turn) % size]) for i in range(size)), adds=True)
         for turn in range(size - 1)
     ]
 
@@ -43,23 +49,14 @@ def gather_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
     """Parts go around."""
     size = len(ranks)
     return [
-        [one for i in range(size) for one in message(ranks[i], ranks[(i + 1) % size], owned[(i - turn) % size])]
+        _round((ranks[i], ranks[(i + 1) % size], owned[(i - turn) % size]) for i in range(size))
         for turn in range(size - 1)
     ]
 
 
 def scatter_star(ranks: Sequence[int], owned: Owned) -> Rounds:
     """Everyone sends to each owner at once: as many stars as ranks, each with its own centre."""
-    size = len(ranks)
-    away = range(1, size)
-    return [
-        [
-            one
-            for turn in away
-            for i in range(size)
-            for one in message(ranks[i], ranks[(i + turn) % size], owned[(i + turn) % size], adds=True)
-        ]
-    ]
+    return [[one for sent in scatter_partitioned(ranks, owned) for one in sent]]
 
 
 def gather_star(ranks: Sequence[int], owned: Owned) -> Rounds:
@@ -71,11 +68,7 @@ def scatter_partitioned(ranks: Sequence[int], owned: Owned) -> Rounds:
     """In turn t everyone sends to the rank t further on what that rank owns: nobody takes two messages at once."""
     size = len(ranks)
     return [
-        [
-            one
-            for i in range(size)
-            for one in message(ranks[i], ranks[(i + turn) % size], owned[(i + turn) % size], adds=True)
-        ]
+        _round(((ranks[i], ranks[(i + turn) % size], owned[(i + turn) % size]) for i in range(size)), adds=True)
         for turn in range(1, size)
     ]
 
@@ -92,20 +85,16 @@ def scatter_halving(ranks: Sequence[int], owned: Owned) -> Rounds:
     them, and get their part from it in the end (Rabenseifner 2004).
     """
     size, core = len(ranks), _power(len(ranks))
-    total = [span for spans in owned for span in spans]
     mine = [[*owned[i], *(owned[i + core] if i + core < size else ())] for i in range(core)]
-    rounds = [[one for i in range(core, size) for one in message(ranks[i], ranks[i - core], total, adds=True)]]
-    distance = core // 2
-    while distance:
+    rounds = _folded(ranks, [span for spans in owned for span in spans])
+    for distance in reversed(distances(core)):
         sent = []
         for i in range(core):
             other = i ^ distance
             first = other // distance * distance
-            given = [span for j in range(first, first + distance) for span in mine[j]]
-            sent += message(ranks[i], ranks[other], given, adds=True)
-        rounds.append(sent)
-        distance //= 2
-    last = [one for i in range(core, size) for one in message(ranks[i - core], ranks[i], owned[i])]
+            sent.append((ranks[i], ranks[other], [span for part in mine[first : first + distance] for span in part]))
+        rounds.append(_round(sent, adds=True))
+    last = _round((ranks[i - core], ranks[i], owned[i]) for i in range(core, size))
     return [sent for sent in [*rounds, last] if sent]
 
 
@@ -119,69 +108,56 @@ def gather_doubling(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 def reduce_star(ranks: Sequence[int], span: Span) -> Rounds:
     """All send to the first, which adds up."""
-    return [[one for rank in ranks[1:] for one in message(rank, ranks[0], [span], adds=True)]]
+    return [_round(((rank, ranks[0], [span]) for rank in ranks[1:]), adds=True)]
 
 
 def reduce_tree(ranks: Sequence[int], span: Span) -> Rounds:
     """Up a binomial tree to the first: in each round, half of those who are left send their sums and are done."""
-    rounds, distance = [], 1
-    while distance < len(ranks):
-        pairs = [(i + distance, i) for i in range(0, len(ranks) - distance, 2 * distance)]
-        rounds.append([one for i, j in pairs for one in message(ranks[i], ranks[j], [span], adds=True)])
-        distance *= 2
-    return rounds
+    size = len(ranks)
+    return [
+        _round(((ranks[i], ranks[i - distance], [span]) for i in range(distance, size, 2 * distance)), adds=True)
+        for distance in distances(size)
+    ]
+
+
+def reduce_binary_tree(ranks: Sequence[int], span: Span) -> Rounds:
+    """Up a binary tree: rank 0 is the root, and 2i + 1 and 2i + 2 are below rank i."""
+    levels = [range(distance - 1, min(2 * distance - 1, len(ranks))) for distance in distances(len(ranks) + 1)[1:]]
+    return [_round(((ranks[i], ranks[(i - 1) // 2], [span]) for i in level), adds=True) for level in reversed(levels)]
 
 
 def gather_tree(ranks: Sequence[int], owned: Owned) -> Rounds:
     """Up a binomial tree to the first, each with what it has from below; the scatter is this backwards."""
-    rounds, distance = [], 1
-    while distance < len(ranks):
-        sent = []
-        for i in range(distance, len(ranks), 2 * distance):
-            below = [span for spans in owned[i : i + distance] for span in spans]
-            sent += message(ranks[i], ranks[i - distance], below)
-        rounds.append(sent)
-        distance *= 2
-    return rounds
+    return [
+        _round(
+            (ranks[i], ranks[i - distance], [span for spans in owned[i : i + distance] for span in spans])
+            for i in range(distance, len(ranks), 2 * distance)
+        )
+        for distance in distances(len(ranks))
+    ]
 
 
 def gather_to_first(ranks: Sequence[int], owned: Owned) -> Rounds:
     """All send what they own to the first at once."""
-    return [[one for rank, spans in zip(ranks[1:], owned[1:], strict=True) for one in message(rank, ranks[0], spans)]]
+    return [_round((rank, ranks[0], spans) for rank, spans in zip(ranks[1:], owned[1:], strict=True))]
 
 
 # --- all-reduces -----------------------------------------------------------------------------------------------------
 
 
-def all_reduce_star(ranks: Sequence[int], span: Span) -> Rounds:
-    """The first is the parameter server: all send to it, and it sends to all."""
-    up = reduce_star(ranks, span)
-    return up + backwards(up)
+def up_and_down(reduce: Whole) -> Whole:
+    """An all-reduce of a reduce to the first rank and the broadcast that is the same backwards."""
+
+    def all_reduce(ranks: Sequence[int], span: Span) -> Rounds:
+        up = reduce(ranks, span)
+        return up + backwards(up)
+
+    return all_reduce
 
 
 def all_reduce_naive(ranks: Sequence[int], span: Span) -> Rounds:
     """Everyone sends all it has to everyone at once."""
-    return [[one for i in ranks for j in ranks if i != j for one in message(i, j, [span], adds=True)]]
-
-
-def all_reduce_tree(ranks: Sequence[int], span: Span) -> Rounds:
-    """Up a binomial tree and down again."""
-    up = reduce_tree(ranks, span)
-    return up + backwards(up)
-
-
-def all_reduce_binary_tree(ranks: Sequence[int], span: Span) -> Rounds:
-    """Up a binary tree and down again: rank 0 is the root, and 2i + 1 and 2i + 2 are below rank i."""
-    levels: list[list[int]] = []
-    for i in range(1, len(ranks)):
-        depth = (i + 1).bit_length() - 1
-        levels += [[] for _ in range(depth - len(levels))]
-        levels[depth - 1].append(i)
-    up = [
-        [one for i in level for one in message(ranks[i], ranks[(i - 1) // 2], [span], adds=True)]
-        for level in reversed(levels)
-    ]
-    return up + backwards(up)
+    return [_round(((i, j, [span]) for i in ranks for j in ranks if i != j), adds=True)]
 
 
 def all_reduce_butterfly(ranks: Sequence[int], span: Span) -> Rounds:
@@ -190,12 +166,11 @@ def all_reduce_butterfly(ranks: Sequence[int], span: Span) -> Rounds:
     Of a number of ranks that is no power of two, those beyond first give what they have to the rank that stands for
     them, and get the sum from it in the end.
     """
-    size, core = len(ranks), _power(len(ranks))
-    fold = [[one for i in range(core, size) for one in message(ranks[i], ranks[i - core], [span], adds=True)]]
-    rounds, distance = [], 1
-    while distance < core:
-        rounds.append([one for i in range(core) for one in message(ranks[i], ranks[i ^ distance], [span], adds=True)])
-        distance *= 2
+    core, fold = _power(len(ranks)), _folded(ranks, [span])
+    rounds = [
+        _round(((ranks[i], ranks[i ^ distance], [span]) for i in range(core)), adds=True)
+        for distance in distances(core)
+    ]
     return fold + rounds + backwards(fold)
 
 
@@ -211,8 +186,7 @@ def in_halves(scatter: Half, gather: Half) -> Whole:
 
 def all_reduce_rabenseifner(ranks: Sequence[int], span: Span) -> Rounds:
     """Recursive halving, then recursive doubling (Thakur, Rabenseifner, Gropp 2005, section 4.4)."""
-    size, core = len(ranks), _power(len(ranks))
-    fold = [[one for i in range(core, size) for one in message(ranks[i], ranks[i - core], [span], adds=True)]]
+    core, fold = _power(len(ranks)), _folded(ranks, [span])
     halves = scatter_halving(ranks[:core], owns(span, core))
     return fold + halves + backwards(halves) + backwards(fold)
 
@@ -233,7 +207,7 @@ def beside_pieces(trees: Sequence[Sequence[int]], halves: Sequence[Sequence[Span
     """Each tree's pieces, as soon as what they wait for is there."""
     size = len(trees[0])
     parent = {i: _parent(i, size) for i in range(1, size)}
-    order = _leaves_first(parent, size)
+    order = _leaves_first(parent)
     found: dict[int, list[Move]] = {}
     for ranks, spans in zip(trees, halves, strict=True):
         sent_up: dict[int, int] = {}  # by rank of the tree: the round in which it sent its last piece
@@ -241,15 +215,11 @@ def beside_pieces(trees: Sequence[Sequence[int]], halves: Sequence[Sequence[Span
         for span in spans:
             there: dict[int, int] = {}  # the round after which it has the sum of what is below it
             for i in order:
-                if i == 0:
-                    continue
                 turn = max(there.get(i, 0), sent_up.get(i, 0))
                 found.setdefault(turn, []).extend(message(ranks[i], ranks[parent[i]], [span], adds=True))
                 sent_up[i] = turn + 1
                 there[parent[i]] = max(there.get(parent[i], 0), turn + 1)
             for i in reversed(order):
-                if i == 0:
-                    continue
                 turn = max(there[parent[i]], got_down.get(i, 0))
                 found.setdefault(turn, []).extend(message(ranks[parent[i]], ranks[i], [span]))
                 got_down[i] = there[i] = turn + 1
@@ -263,13 +233,21 @@ def _parent(i: int, size: int) -> int:
     return above if above < size else i ^ bit
 
 
-def _leaves_first(parent: dict[int, int], size: int) -> list[int]:
-    def depth(i: int) -> int:
-        return 0 if i == 0 else 1 + depth(parent[i])
+def _leaves_first(parent: dict[int, int]) -> list[int]:
+    """All but the root."""
 
-    return sorted(range(size), key=depth, reverse=True)
+    def depth(i: int) -> int:
+        return 1 + depth(parent[i]) if i else 0
+
+    return sorted(parent, key=depth, reverse=True)
 
 
 def _power(size: int) -> int:
     """The largest power of two that is not above ``size``."""
     return 1 << (size.bit_length() - 1)
+
+
+def _folded(ranks: Sequence[int], spans: Iterable[Span]) -> Rounds:
+    """Ranks beyond the largest power of two send to those that stand for them."""
+    core = _power(len(ranks))
+    return [_round(((ranks[i], ranks[i - core], spans) for i in range(core, len(ranks))), adds=True)]

@@ -36,7 +36,7 @@ INSIDE: Mapping[str, tuple[Half, Half]] = {
 }
 ACROSS: Mapping[str, Whole] = {
     "ring": group.in_halves(group.scatter_ring, group.gather_ring),
-    "tree": group.all_reduce_tree,
+    "tree": group.up_and_down(group.reduce_tree),
     "butterfly": group.all_reduce_butterfly,
     "rabenseifner": group.all_reduce_rabenseifner,
 }

@@ -13,16 +13,16 @@ from meshwright.schedules.collectives.hierarchy import (
     read,
     reduce_scatter_in_levels,
 )
-from meshwright.schedules.collectives.steps import Move, Part, Rounds, Span, State, Steps, cut, made, message, sized
+from meshwright.schedules.collectives.steps import Move, Part, Rounds, Span, Steps, cut, made, message, sized
 
 ALL_REDUCE: Mapping[str, Whole] = {
-    "star": group.all_reduce_star,
+    "star": group.up_and_down(group.reduce_star),
     "naive": group.all_reduce_naive,
     "partitioned": group.in_halves(group.scatter_partitioned, group.gather_partitioned),
     "shares": group.in_halves(group.scatter_star, group.gather_star),
     "ring": group.in_halves(group.scatter_ring, group.gather_ring),
-    "tree": group.all_reduce_tree,
-    "binary-tree": group.all_reduce_binary_tree,
+    "tree": group.up_and_down(group.reduce_tree),
+    "binary-tree": group.up_and_down(group.reduce_binary_tree),
     "double-tree": group.all_reduce_double_tree,
     "butterfly": group.all_reduce_butterfly,
     "rabenseifner": group.all_reduce_rabenseifner,
@@ -56,6 +56,9 @@ GATHERS: Mapping[str, Callable[[Sequence[int], Owned], Rounds]] = {
 IN_TURN = ("one-by-one", "contention-free")
 """All-reduces that keep what they send while they add up what comes: they need a memory of two vectors."""
 
+Counts = Sequence[Sequence[int]]
+"""How many elements each rank sends to each."""
+
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "all_reduce": (*ALL_REDUCE, *IN_TURN),
     "reduce_scatter": tuple(HALVES),
@@ -79,19 +82,15 @@ def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = Fa
         ScheduleError: there is no such algorithm, it is for another number of ranks, or a number is negative.
     """
     _check("all_reduce", algorithm, num_ranks, length)
-    ranks, whole = range(num_ranks), (0, length)
+    ranks, whole, served = range(num_ranks), (0, length), server and algorithm == "star"
     if (leveled := read(algorithm)) is not None:
         rounds = all_reduce_in_levels(leveled, length)
     elif algorithm in IN_TURN:
         return _in_turn(algorithm, num_ranks, length)
     else:
-        centre = [num_ranks, *ranks] if server and algorithm == "star" else ranks
-        rounds = ALL_REDUCE[algorithm](centre, whole)
-    num_nodes = num_ranks + (server and algorithm == "star")
-    before: list[tuple[Span, ...]] = [(whole,)] * num_ranks + [()] * (num_nodes - num_ranks)
-    terms = tuple((rank, 0) for rank in ranks)
-    after = ((Part(whole, terms),),) * num_ranks + ((),) * (num_nodes - num_ranks)
-    return made("all_reduce", algorithm, length, rounds, (tuple(before), after, length))
+        rounds = ALL_REDUCE[algorithm]([num_ranks, *ranks] if served else ranks, whole)
+    before, after = ((whole,),) * num_ranks, ((_sum_of(num_ranks, whole),),) * num_ranks
+    return made("all_reduce", algorithm, length, rounds, before + ((),) * served, after + ((),) * served)
 
 
 def _in_turn(algorithm: str, size: int, length: int) -> Steps:
@@ -107,17 +106,16 @@ def _in_turn(algorithm: str, size: int, length: int) -> Steps:
         rounds = [start, *by_sender]
     else:
         rounds = [start, *([one for moves in turn for one in moves] for turn in sent)]
-    part = Part(out, tuple((rank, 0) for rank in range(size)))
-    return made("all_reduce", algorithm, length, rounds, (((whole,),) * size, ((part,),) * size, 2 * length))
+    sums = Part(out, tuple((rank, 0) for rank in range(size)))
+    return made("all_reduce", algorithm, length, rounds, ((whole,),) * size, ((sums,),) * size, 2 * length)
 
 
 def reduce_scatter(algorithm: str, counts: Sequence[int]) -> Steps:
     """Rank i ends with elements i of the sum: ``counts[i]`` of them, at their place in the vector."""
     spans = _parts("reduce_scatter", algorithm, counts)
     size, length = len(counts), sum(counts)
-    rounds = _scatter(algorithm, spans)
-    after = tuple((Part(span, tuple((rank, span[0]) for rank in range(size))),) for span in spans)
-    return made("reduce_scatter", algorithm, length, rounds, ((((0, length),),) * size, after, length))
+    after = ((_sum_of(size, span),) for span in spans)
+    return made("reduce_scatter", algorithm, length, _scatter(algorithm, spans), (((0, length),),) * size, after)
 
 
 def _scatter(algorithm: str, spans: Sequence[Span]) -> Rounds:
@@ -134,17 +132,16 @@ def all_gather(algorithm: str, counts: Sequence[int]) -> Steps:
         rounds = group.backwards(_scatter(algorithm, spans))
     else:
         rounds = HALVES[algorithm][1](range(len(counts)), [[span] for span in spans])
-    after = (tuple(Part(span, ((rank, span[0]),)) for rank, span in enumerate(spans)),) * len(counts)
-    return made("all_gather", algorithm, sum(counts), rounds, (tuple((span,) for span in spans), after, sum(counts)))
+    after = (_each_own(spans),) * len(counts)
+    return made("all_gather", algorithm, sum(counts), rounds, ((span,) for span in spans), after)
 
 
 def reduce(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
     """``root`` ends with the sum of all vectors; what the others end with is not defined."""
     ranks = _from(root, "reduce", algorithm, num_ranks, length)
-    rounds, whole = TO_ONE[algorithm](ranks, (0, length)), (0, length)
-    sums = (Part(whole, tuple((rank, 0) for rank in range(num_ranks))),)
-    after = tuple(sums if rank == root else () for rank in range(num_ranks))
-    return made("reduce", algorithm, length, rounds, (((whole,),) * num_ranks, after, length))
+    whole = (0, length)
+    after = ((_sum_of(num_ranks, whole),) if rank == root else () for rank in range(num_ranks))
+    return made("reduce", algorithm, length, TO_ONE[algorithm](ranks, whole), ((whole,),) * num_ranks, after)
 
 
 def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
@@ -156,9 +153,8 @@ def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Ste
         rounds = group.backwards(group.gather_tree(ranks, owned)) + group.gather_doubling(ranks, owned)
     else:
         rounds = group.backwards(TO_ONE[algorithm](ranks, whole))
-    before = tuple((whole,) if rank == root else () for rank in range(num_ranks))
-    after = ((Part(whole, ((root, 0),)),),) * num_ranks
-    return made("broadcast", algorithm, length, rounds, (before, after, length))
+    before = ((whole,) if rank == root else () for rank in range(num_ranks))
+    return made("broadcast", algorithm, length, rounds, before, ((Part(whole, ((root, 0),)),),) * num_ranks)
 
 
 def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
@@ -166,9 +162,8 @@ def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
     spans = _parts("gather", algorithm, counts)
     ranks = _from(root, "gather", algorithm, len(counts), sum(counts))
     rounds = GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks])
-    parts = tuple(Part(span, ((rank, span[0]),)) for rank, span in enumerate(spans))
-    after = tuple(parts if rank == root else () for rank in range(len(counts)))
-    return made("gather", algorithm, sum(counts), rounds, (tuple((span,) for span in spans), after, sum(counts)))
+    after = (_each_own(spans) if rank == root else () for rank in range(len(counts)))
+    return made("gather", algorithm, sum(counts), rounds, ((span,) for span in spans), after)
 
 
 def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
@@ -176,12 +171,12 @@ def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
     spans = _parts("scatter", algorithm, counts)
     ranks = _from(root, "scatter", algorithm, len(counts), sum(counts))
     rounds = group.backwards(GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks]))
-    before = tuple(((0, sum(counts)),) if rank == root else () for rank in range(len(counts)))
-    after = tuple((Part(span, ((root, span[0]),)),) for span in spans)
-    return made("scatter", algorithm, sum(counts), rounds, (before, after, sum(counts)))
+    before = (((0, sum(counts)),) if rank == root else () for rank in range(len(counts)))
+    after = ((Part(span, ((root, span[0]),)),) for span in spans)
+    return made("scatter", algorithm, sum(counts), rounds, before, after)
 
 
-def all_to_all(algorithm: str, counts: Sequence[Sequence[int]]) -> Steps:
+def all_to_all(algorithm: str, counts: Counts) -> Steps:
     """Rank i sends ``counts[i][j]`` elements to rank j; each ends with what came to it, by sender.
 
     What a rank sends lies at the start of its memory, by receiver; what came lies behind the longest of these.
@@ -200,50 +195,46 @@ def all_to_all(algorithm: str, counts: Sequence[Sequence[int]]) -> Steps:
     rounds: Rounds = [[one for i in range(size) for one in of(i, (i + turn) % size)] for turn in range(size)]
     if algorithm == "naive":
         rounds = [*rounds[:1], [one for moves in rounds[1:] for one in moves]]
-    before = tuple(((0, row[-1]),) for row in sent)
-    after = tuple(
+    after = (
         tuple(Part((came[j][i], came[j][i + 1]), ((i, sent[i][j]),)) for i in range(size) if counts[i][j])
         for j in range(size)
     )
     space = max((row[-1] for row in came), default=0)
-    return made("all_to_all", algorithm, sum(map(sum, counts)), rounds, (before, after, space))
+    return made("all_to_all", algorithm, sum(map(sum, counts)), rounds, (((0, row[-1]),) for row in sent), after, space)
 
 
 def barrier(algorithm: str, num_ranks: int) -> Steps:
     """Nobody ends before everybody has begun. Messages are empty."""
     _check("barrier", algorithm, num_ranks, 0)
-    rounds: Rounds = []
     if algorithm == "central":
-        rounds = [
-            [Move(rank, 0, 0, 0, 0) for rank in range(1, num_ranks)],
-            [Move(0, rank, 0, 0, 0) for rank in range(1, num_ranks)],
-        ]
+        others = range(1, num_ranks)
+        rounds = [[Move(rank, 0, 0, 0, 0) for rank in others], [Move(0, rank, 0, 0, 0) for rank in others]]
     else:  # after round k everyone has heard of the 2^(k+1) - 1 before it (Hensgen, Finkel, Manber 1988)
-        distance = 1
-        while distance < num_ranks:
-            rounds.append([Move(rank, (rank + distance) % num_ranks, 0, 0, 0) for rank in range(num_ranks)])
-            distance *= 2
-    state: State = (((),) * num_ranks, ((),) * num_ranks, 0)
-    return made("barrier", algorithm, 0, rounds, state)
+        rounds = [
+            [Move(rank, (rank + distance) % num_ranks, 0, 0, 0) for rank in range(num_ranks)]
+            for distance in group.distances(num_ranks)
+        ]
+    return made("barrier", algorithm, 0, rounds, ((),) * num_ranks, ((),) * num_ranks)
 
 
-def build(operation: str, algorithm: str, num_ranks: int, length: int) -> Steps:
-    """Any of them, of equal parts and from rank 0, over a vector of ``length`` elements (a rank's own, for an
-    all-to-all)."""
-    counts = [end - begin for begin, end in cut((0, length), num_ranks)] if num_ranks > 0 else []
-    if operation == "all_reduce":
-        return all_reduce(algorithm, num_ranks, length)
+def build(
+    operation: str, algorithm: str, num_ranks: int, length: int, root: int = 0, counts: Counts | None = None
+) -> Steps:
+    """Any of them, of equal parts, over a vector of ``length`` elements. For an all-to-all that is what each rank
+    sends, unless ``counts`` (as :func:`all_to_all`) say how much goes where."""
+    _check(operation, algorithm, num_ranks, length)
+    parts = [end - begin for begin, end in cut((0, length), num_ranks)]
     makers: dict[str, Callable[[], Steps]] = {
-        "reduce_scatter": lambda: reduce_scatter(algorithm, counts),
-        "all_gather": lambda: all_gather(algorithm, counts),
-        "reduce": lambda: reduce(algorithm, num_ranks, length),
-        "broadcast": lambda: broadcast(algorithm, num_ranks, length),
-        "gather": lambda: gather(algorithm, counts),
-        "scatter": lambda: scatter(algorithm, counts),
-        "all_to_all": lambda: all_to_all(algorithm, [counts] * num_ranks),
+        "all_reduce": lambda: all_reduce(algorithm, num_ranks, length),
+        "reduce_scatter": lambda: reduce_scatter(algorithm, parts),
+        "all_gather": lambda: all_gather(algorithm, parts),
+        "reduce": lambda: reduce(algorithm, num_ranks, length, root),
+        "broadcast": lambda: broadcast(algorithm, num_ranks, length, root),
+        "gather": lambda: gather(algorithm, parts, root),
+        "scatter": lambda: scatter(algorithm, parts, root),
+        "all_to_all": lambda: all_to_all(algorithm, counts or [parts] * num_ranks),
         "barrier": lambda: barrier(algorithm, num_ranks),
     }
-    _check(operation, algorithm, num_ranks, length)
     return makers[operation]()
 
 
@@ -253,6 +244,16 @@ def is_there(operation: str, algorithm: str) -> bool:
     if found is None:
         return algorithm in ALGORITHMS.get(operation, ())
     return found.across in ACROSS_BY_OPERATION.get(operation, ()) and (found.pieces == 1 or operation == "all_reduce")
+
+
+def _sum_of(num_ranks: int, span: Span) -> Part:
+    """The sum of what lies there at each rank."""
+    return Part(span, tuple((rank, span[0]) for rank in range(num_ranks)))
+
+
+def _each_own(spans: Sequence[Span]) -> tuple[Part, ...]:
+    """Every rank's own part, at its place."""
+    return tuple(Part(span, ((rank, span[0]),)) for rank, span in enumerate(spans))
 
 
 def _parts(operation: str, algorithm: str, counts: Sequence[int]) -> tuple[Span, ...]:

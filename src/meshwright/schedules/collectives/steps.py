@@ -178,14 +178,17 @@ def beside(lists: Iterable[Rounds]) -> Rounds:
     return [[one for moves in side for one in moves] for side in zip_longest(*lists, fillvalue=())]
 
 
-def made(operation: str, algorithm: str, length: int, rounds: Rounds, state: "State") -> Steps:
-    """Steps of these rounds, without those in which nothing is left to do."""
-    before, after, space = state
-    kept = tuple(tuple(moves) for moves in rounds if moves)
+def made(
+    operation: str,
+    algorithm: str,
+    length: int,
+    rounds: Rounds,
+    before: Iterable[tuple[Span, ...]],
+    after: Iterable[tuple[Part, ...]],
+    space: int | None = None,
+) -> Steps:
+    """Steps of these rounds, without those in which nothing is left to do; ``space`` is ``length`` where not given."""
     return Steps(
-        operation=operation, algorithm=algorithm, length=length, space=space, before=before, after=after, rounds=kept
-    )
-
-
-State = tuple[tuple[tuple[Span, ...], ...], tuple[tuple[Part, ...], ...], int]
-"""What ranks bring and shall have, and the elements of a memory."""
+        operation=operation, algorithm=algorithm, length=length, space=length if space is None else space,
+        before=tuple(before), after=tuple(after), rounds=tuple(tuple(moves) for moves in rounds if moves),
+    )  # fmt: skip
