@@ -33,8 +33,8 @@ from meshwright.comm.transport.loopback import Loopback
 from meshwright.comm.transport.point_to_point import Wire
 from meshwright.comm.transport.progress import Progress
 from meshwright.errors import LostRankError, RankError
-from meshwright.schedules.collectives import ALGORITHMS
 from meshwright.schedules.collectives.hierarchy import ACROSS_BY_OPERATION, leaves, read, written
+from meshwright.schedules.collectives.operations import ALGORITHMS
 from tests.distributed.pool import Ranks, RanksFailedError
 
 SIZES = (0, 5, 200)

@@ -8,8 +8,8 @@ from meshwright.cost.collective import Group, Network
 from meshwright.errors import PlanError
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Level
 from meshwright.ir.device import Device
-from meshwright.schedules.collectives import ALGORITHMS
 from meshwright.schedules.collectives.choice import NATIVE, chosen, parsed, written
+from meshwright.schedules.collectives.operations import ALGORITHMS
 
 RANGES = st.dictionaries(
     st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]),

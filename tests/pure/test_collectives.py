@@ -19,7 +19,7 @@ from meshwright.cli import run as cli
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.prediction.collectives import compare
-from meshwright.schedules.collectives import ALGORITHMS, all_reduce, build, check, count, nested, programs
+from meshwright.schedules.collectives.check import check
 from meshwright.schedules.collectives.hierarchy import (
     ACROSS,
     HALVES_ACROSS,
@@ -29,20 +29,24 @@ from meshwright.schedules.collectives.hierarchy import (
     equal_boxes,
     leaves,
     named_boxes,
+    nested,
     read,
     written,
 )
 from meshwright.schedules.collectives.operations import (
+    ALGORITHMS,
     all_gather,
+    all_reduce,
     all_to_all,
     broadcast,
+    build,
     gather,
     reduce,
     reduce_scatter,
     scatter,
 )
 from meshwright.schedules.collectives.picture import rounds
-from meshwright.schedules.collectives.steps import Move, Receive, Steps
+from meshwright.schedules.collectives.steps import Move, Receive, Steps, count, programs
 
 ALL = [(operation, name) for operation, names in ALGORITHMS.items() for name in names]
 DIFFER = ("naive", "one-by-one", "contention-free")

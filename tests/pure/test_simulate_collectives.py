@@ -12,8 +12,8 @@ from meshwright.cost.alpha_beta import Hop, gamma_s_per_byte, steps_s
 from meshwright.cost.collective import Group, Network
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device
-from meshwright.schedules.collectives import ALGORITHMS, all_reduce, build
 from meshwright.schedules.collectives.hierarchy import equal_boxes
+from meshwright.schedules.collectives.operations import ALGORITHMS, all_reduce, build
 from meshwright.simulate.collectives import alone_s, shared_s
 
 ALPHA_S, BETA_S, GAMMA_S = 3e-6, 2e-9, 5e-10

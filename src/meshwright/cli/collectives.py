@@ -6,7 +6,7 @@ from rich.table import Table
 
 from meshwright.cli import display
 from meshwright.errors import ScheduleError
-from meshwright.schedules.collectives import ALGORITHMS, build
+from meshwright.schedules.collectives.operations import ALGORITHMS, build
 from meshwright.schedules.collectives.picture import rounds
 
 MOST_DRAWN = 256

@@ -64,9 +64,9 @@ class Attendance:
             where, problem = self.blame(rank)
             raise LostRankError(f"{problem}, and this rank waits for rank {rank}", where=where)
 
-    def culprit(self, wait_s: float = NOTE_S) -> Trouble | None:
-        """The rank that caused a lost connection, if that is seen within ``wait_s`` seconds; else None."""
-        deadline = time.monotonic() + wait_s
+    def culprit(self) -> Trouble | None:
+        """The rank that caused a lost connection, if that is seen within ``NOTE_S`` seconds; else None."""
+        deadline = time.monotonic() + NOTE_S
         while True:
             troubles = [self.blame(rank) for rank in self._others if self.is_gone(rank)]
             if troubles:  # who has only left may have been done

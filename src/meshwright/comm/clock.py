@@ -21,9 +21,7 @@ class Offset(NamedTuple):
     round_trip_s: float
 
 
-def clock_offsets(
-    device: torch.device, clock: Callable[[], float] = time.perf_counter, rounds: int = ROUNDS
-) -> list[Offset]:
+def clock_offsets(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> list[Offset]:
     """On rank 0, the offset of every rank's clock (empty elsewhere); every rank of the world must call it.
 
     Rank 0 asks each rank for its time. The answer was given between question and answer by rank 0's clock, at the
@@ -35,25 +33,25 @@ def clock_offsets(
     assert world is not None
     note = torch.zeros(1, dtype=torch.float64, device=device)
     found = [Offset(0.0, 0.0)]
-    for peer in range(1, dist.get_world_size()):
-        if dist.get_rank() == 0:
-            channel, best = PointToPoint(world, peer, Progress()), Offset(0.0, float("inf"))
-            for _ in range(rounds):
-                asked = clock()
-                channel.send(note).wait()
+    rank = dist.get_rank()
+    for peer in range(1, world.size()):
+        if rank not in (0, peer):
+            continue
+        channel, best = PointToPoint(world, 0 if rank else peer, Progress()), Offset(0.0, float("inf"))
+        for _ in range(ROUNDS):
+            if rank:
                 channel.receive(note).wait()
-                theirs = float(note)
-                trip = clock() - asked
-                if trip < best.round_trip_s:
-                    best = Offset(theirs - (asked + trip / 2), trip)
-            found.append(best)
-        elif dist.get_rank() == peer:
-            channel = PointToPoint(world, 0, Progress())
-            for _ in range(rounds):
-                channel.receive(note).wait()
-                note.fill_(clock())
-                channel.send(note).wait()
-    return found if dist.get_rank() == 0 else []
+                channel.send(note.fill_(clock())).wait()
+                continue
+            asked = clock()
+            channel.send(note).wait()
+            channel.receive(note).wait()
+            theirs = float(note)
+            trip = clock() - asked
+            if trip < best.round_trip_s:
+                best = Offset(theirs - (asked + trip / 2), trip)
+        found.append(best)
+    return [] if rank else found
 
 
 def on_rank_0(mine: Trace, device: torch.device) -> Trace:

@@ -44,44 +44,37 @@ def axis_groups(
     ``algorithms`` are by axis; joined axes that it names (``dp+tp``) have a group too. The mesh is laid over the ranks
     from ``first_rank`` on; a rank that is not there has no groups.
     """
-    world = dist.group.WORLD
+    world, algorithms = dist.group.WORLD, algorithms or {}
     assert world is not None
     result: dict[str, AxisGroup] = {}
-    joined = [name for name in algorithms or {} if len(members(name)) > 1 and mesh.has(name)]
+    joined = [name for name in algorithms if len(members(name)) > 1 and mesh.has(name)]
     for name in (*mesh.names, *joined):
         size = mesh.size(name)
         if size == 1:
             continue
-        if size == dist.get_world_size():
-            group: dist.ProcessGroup | None = world
-        else:
-            group = None
-            for ranks in mesh.groups(name):
-                those = [first_rank + one for one in ranks]
-                made = dist.new_group(those, timeout=timeout_of(world))
-                if rank in those:
-                    group = made
+        group = world if size == world.size() else None
+        for ranks in mesh.groups(name) if group is None else ():
+            those = [first_rank + one for one in ranks]
+            made = dist.new_group(those, timeout=timeout_of(world))
+            if rank in those:
+                group = made
         if group is None:
             continue
-        algorithm = (algorithms or {}).get(name, "native")
+        algorithm = algorithms.get(name, NATIVE)
         for wanted in sorted(names(algorithm)):
             carrier(group, wanted)
         mine = member(group)
         mine.axis = f"axis {name}"
-        if algorithms and name in algorithms and mine.watch is None:
-            _watch(group)
+        if name in algorithms and mine.watch is None and dist.get_backend(group) == "gloo":  # else NCCL carries all
+            boxes = boxes_of(group)
+            if len(boxes) > 1:  # inside of one there are no links
+                mine.watch = Watch(group, boxes, functools.partial(started, group))
         index = mesh.group_ranks(name, rank - first_rank).index(rank - first_rank)
         result[name] = AxisGroup(group.group_name, size, index, algorithm)
     if algorithms:
         looks = [member(process_group(one.name)).watch for one in result.values()]
         member(world).has_links |= any(from_every_rank(any(one is not None and one.has_links for one in looks)))
     return result
-
-
-def _watch(group: dist.ProcessGroup) -> None:
-    """Watch a group of several boxes; inside of one there are no links, and of GPUs NCCL carries all."""
-    if dist.get_backend(group) == "gloo" and len(boxes := boxes_of(group)) > 1:
-        member(group).watch = Watch(group, boxes, functools.partial(started, group))
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -99,17 +92,13 @@ def look_at_links(step: int, groups: Mapping[str, AxisGroup]) -> tuple[Amendment
     for axis, one in groups.items():
         group = process_group(one.name)
         looks = member(group).watch
+        ranks = tuple(dist.get_process_group_ranks(group))
         for switch in looks.look(step + 1) if looks is not None and looks.has_links else ():
             if group.rank() == 0:
                 log.warning("%s: %s", member(group).axis or "collectives", switch)
             if switch.after != switch.before:
-                ranks, key = tuple(dist.get_process_group_ranks(group)), switch.key
-                found.append(
-                    Amendment(
-                        step=switch.step, axis=axis, ranks=ranks, operation=key.operation, num_bytes=key.num_bytes,
-                        algorithm=switch.after,
-                    )
-                )  # fmt: skip
+                what = switch.key._asdict()
+                found.append(Amendment(step=switch.step, axis=axis, ranks=ranks, algorithm=switch.after, **what))
     return amended((), itertools.chain(*from_every_rank(found)))
 
 
@@ -264,15 +253,14 @@ def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> N
     for tensor in tensors:
         pending.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for group in pending.values():
-        chunk: list[Tensor] = []
-        for index, tensor in enumerate(group):
-            chunk.append(tensor)
-            if index == len(group) - 1 or sum(t.numel() * t.element_size() for t in chunk) >= chunk_bytes:
-                flat = torch.cat([t.reshape(-1) for t in chunk])
-                dist.broadcast(flat, 0)
-                for target, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
-                    target.copy_(part.view_as(target))
-                chunk = []
+        while group:
+            chunk = [group.pop(0)]
+            while group and sum(tensor.nbytes for tensor in chunk) < chunk_bytes:
+                chunk.append(group.pop(0))
+            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            dist.broadcast(flat, 0)
+            for target, part in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
+                target.copy_(part.view_as(target))
 
 
 @naming("all ranks of the group")

@@ -16,25 +16,25 @@ from meshwright.ir.halo import Rows, fetched, given, outside, overlap, owned
 
 
 class Part(NamedTuple):
-    """Part ``index`` of a dim that is cut at ``edges``; ``ranges`` are the rows that each part reads."""
+    """Part ``number`` of a dim that is cut at ``edges``; ``ranges`` are the rows that each part reads."""
 
     dim: int
     ranges: Sequence[Rows]
     edges: Sequence[int]
-    index: int
+    number: int
 
 
 def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -> tuple[Tensor, UnderWay]:
     """Start to get the rows that the part reads and others have: they and the filled ones, once waited for."""
-    dim, ranges, edges, index = part
-    own = owned(edges, index)
-    before, after = outside(ranges[index], own)
+    dim, ranges, edges, number = part
+    own = owned(edges, number)
+    before, after = outside(ranges[number], own)
     shape = list(value.shape)
     shape[dim] = before[1] - before[0] + after[1] - after[0]
     result = value.new_full(shape, fill)
-    sent = [(other, value.narrow(dim, low - own[0], high - low)) for other, (low, high) in given(ranges, edges, index)]
+    sent = [(other, value.narrow(dim, low - own[0], high - low)) for other, (low, high) in given(ranges, edges, number)]
     places = []
-    for other, (low, high) in fetched(ranges, edges, index):
+    for other, (low, high) in fetched(ranges, edges, number):
         at = low - before[0] if low < own[0] else low - after[0] + before[1] - before[0]
         places.append((other, result.narrow(dim, at, high - low)))
     return result, _start(sent, places, group, Tensor.copy_)
@@ -42,35 +42,35 @@ def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -
 
 def reduce(value: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
     """Start to add up, at their owners, the rows that all parts read, which ``value`` has of this part's."""
-    dim, ranges, edges, index = part
-    own, low = owned(edges, index), ranges[index][0]
+    dim, ranges, edges, number = part
+    own, low = owned(edges, number), ranges[number][0]
     shape = list(value.shape)
     shape[dim] = own[1] - own[0]
     result = value.new_zeros(shape)
-    kept = overlap(ranges[index], own)
+    kept = overlap(ranges[number], own)
     if kept[0] < kept[1]:
         count = kept[1] - kept[0]
         result.narrow(dim, kept[0] - own[0], count).copy_(value.narrow(dim, kept[0] - low, count))
-    sent = [(other, value.narrow(dim, a - low, b - a)) for other, (a, b) in fetched(ranges, edges, index)]
-    places = [(other, result.narrow(dim, a - own[0], b - a)) for other, (a, b) in given(ranges, edges, index)]
+    sent = [(other, value.narrow(dim, a - low, b - a)) for other, (a, b) in fetched(ranges, edges, number)]
+    places = [(other, result.narrow(dim, a - own[0], b - a)) for other, (a, b) in given(ranges, edges, number)]
     return result, _start(sent, places, group, Tensor.add_)
 
 
 def give_back(strips: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
     """Start to send ``strips``, the rows before and after one's own, to their owners. What comes is for one's first
     rows, then for one's last (zeros where there is no neighbour)."""
-    dim, ranges, edges, index = part
-    first, last = owned(edges, index)
-    before, after = outside(ranges[index], (first, last))
+    dim, ranges, edges, number = part
+    first, last = owned(edges, number)
+    before, after = outside(ranges[number], (first, last))
     count, more = before[1] - before[0], after[1] - after[0]
     result = torch.zeros_like(strips)
     sent = [
         (other, strips.narrow(dim, low - before[0] if low < first else low - last + count, high - low))
-        for other, (low, high) in fetched(ranges, edges, index)
+        for other, (low, high) in fetched(ranges, edges, number)
     ]
     places = [
-        (other, result.narrow(dim, low - first if other < index else low - last + count + more, high - low))
-        for other, (low, high) in given(ranges, edges, index)
+        (other, result.narrow(dim, low - first if other < number else low - last + count + more, high - low))
+        for other, (low, high) in given(ranges, edges, number)
     ]
     return result, _start(sent, places, group, Tensor.copy_)
 

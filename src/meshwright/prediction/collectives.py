@@ -9,8 +9,10 @@ from meshwright.catalog import load_cluster
 from meshwright.cost.alpha_beta import gamma_s_per_byte
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
-from meshwright.schedules.collectives import ALGORITHMS, Count, build, check, count
+from meshwright.schedules.collectives.check import check
 from meshwright.schedules.collectives.hierarchy import ACROSS_BY_OPERATION, INSIDE, equal_boxes, written
+from meshwright.schedules.collectives.operations import ALGORITHMS, build
+from meshwright.schedules.collectives.steps import Count, count
 from meshwright.simulate.collectives import alone_s, links_of, shared_s
 
 SIZES = (4, *(16**power for power in range(2, 8)), 2**30)

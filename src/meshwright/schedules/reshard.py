@@ -31,29 +31,23 @@ class Piece(msgspec.Struct, frozen=True):
 class Gather(msgspec.Struct, frozen=True):
     """How target ranks that hold the same part complete it when their pieces have arrived.
 
-    ``boxes`` holds, for each of ``ranks``, the box of the part that came to it, or None where nothing came. With a
-    ``dim``, every rank has a box: equal chunks of that dim, in the order of the ranks, which an all-gather joins;
-    ``flat`` says that the chunks lie one after another in the part's memory (no dim before ``dim`` is above 1). With
-    no ``dim``, the first rank has the whole part and broadcasts it.
+    ``boxes`` holds, for each of ``ranks``, the box of the part that came to it, or None where nothing came: equal
+    chunks of a dim, in the order of the ranks; or the whole part for the first rank, where no dim divides.
     """
 
     ranks: tuple[int, ...]
     boxes: tuple[Box | None, ...]
-    dim: int | None = None
-    flat: bool = False
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
     """All that crosses for one tensor, and what the target ranks then do among themselves.
 
     Pieces are ordered by target, source and place in the target's part, so that both ends of a pair of ranks find
-    their messages in the same order. ``source_shape`` and ``target_shape`` are those of one rank's part.
+    their messages in the same order.
     """
 
     pieces: tuple[Piece, ...]
     gathers: tuple[Gather, ...]
-    source_shape: tuple[int, ...]
-    target_shape: tuple[int, ...]
 
 
 def transfer(
@@ -62,17 +56,14 @@ def transfer(
     source_sizes: dict[str, int],
     target: Placements,
     target_sizes: dict[str, int],
-    *,
-    each_element_once: bool = True,
 ) -> TransferPlan:
     """How a tensor of global ``shape`` gets from one submesh, placed as ``source``, to another, placed as ``target``.
 
     The sizes are those of the submeshes' axes, outermost first, and number their ranks: the last axis joins
     neighbouring ranks. A placement on an axis that has size 1, or no size, says nothing.
 
-    With ``each_element_once``, target ranks that hold the same part receive a chunk of it each and complete it by a
-    Gather, so no element crosses twice. Without, every target rank receives its whole part, and nothing is gathered.
-    Where several source ranks hold a part, the one that has the least to send yet is taken, then the lowest.
+    Target ranks that hold the same part receive a chunk of it each and complete it by a Gather, so no element crosses
+    twice. Where several source ranks hold a part, the one that has the least to send yet is taken, then the lowest.
 
     Raises:
         PlanError: a placement is a Partial, names a dim that the tensor does not have, or does not cut evenly.
@@ -81,17 +72,14 @@ def transfer(
     target = _cutting(shape, target, target_sizes, "target")
     senders = _holders(_regions(shape, source, source_sizes, "source"))
     wanted = _regions(shape, target, target_sizes, "target")
-    source_shape = local_shape(shape, source, source_sizes)
-    target_shape = local_shape(shape, target, target_sizes)
     if not math.prod(shape):
-        return TransferPlan((), (), source_shape, target_shape)
+        return TransferPlan((), ())
 
-    arriving: dict[int, Box | None] = dict.fromkeys(range(len(wanted)), tuple((0, size) for size in target_shape))
-    gathers: list[Gather] = []
-    if each_element_once:
-        gathers = [_gather(ranks, target_shape) for _, ranks in _holders(wanted) if len(ranks) > 1]
-        for gather in gathers:
-            arriving.update(zip(gather.ranks, gather.boxes, strict=True))
+    part = local_shape(shape, target, target_sizes)
+    arriving: dict[int, Box | None] = dict.fromkeys(range(len(wanted)), tuple((0, size) for size in part))
+    gathers = [_gather(ranks, part) for _, ranks in _holders(wanted) if len(ranks) > 1]
+    for gather in gathers:
+        arriving.update(zip(gather.ranks, gather.boxes, strict=True))
 
     pieces: list[Piece] = []
     sent = [0] * math.prod(source_sizes.values())
@@ -108,7 +96,7 @@ def transfer(
                 found.append(Piece(sender, rank, source_box, target_box))
                 sent[sender] += math.prod(stop - start for start, stop in source_box)
         pieces += sorted(found, key=lambda piece: (piece.source, piece.target_box))
-    return TransferPlan(tuple(pieces), tuple(gathers), source_shape, target_shape)
+    return TransferPlan(tuple(pieces), tuple(gathers))
 
 
 def _cutting(shape: tuple[int, ...], placements: Placements, sizes: dict[str, int], side: str) -> Placements:
@@ -181,8 +169,7 @@ def _gather(ranks: list[int], shape: tuple[int, ...]) -> Gather:
         if size % len(ranks) == 0:
             step = size // len(ranks)
             chunks = [(index * step, (index + 1) * step) for index in range(len(ranks))]
-            boxes = tuple((*whole[:dim], chunk, *whole[dim + 1 :]) for chunk in chunks)
-            return Gather(tuple(ranks), boxes, dim, math.prod(shape[:dim]) == 1)
+            return Gather(tuple(ranks), tuple((*whole[:dim], chunk, *whole[dim + 1 :]) for chunk in chunks))
     return Gather(tuple(ranks), (whole, *(None for _ in ranks[1:])))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from operator import itemgetter
 
-from meshwright.cost.work import Communicate, Work
+from meshwright.cost.work import Communicate, Compute, Work
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
@@ -15,7 +15,7 @@ from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.simulate.faults import Faults
 from meshwright.simulate.fold import Classes, classes
 from meshwright.simulate.network import Fabric, Links
-from meshwright.simulate.program import Busy, Entry, Meet, Message, Post, Program, Until, programs
+from meshwright.simulate.program import Entry, Meet, Message, Post, Program, Until, programs
 
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
 """Streams: computing, what is under way between ranks, and how long computing stood still for that."""
@@ -211,13 +211,12 @@ class _Engine:
                     memory.append((now, rank.bytes + workspace))
             while op < len(ops):
                 piece = ops[op]
-                if isinstance(piece, Busy):
-                    seconds, flops, num_bytes, name = piece
-                    end = now + seconds * (steady or rank.noise.factor())
+                if isinstance(piece, Compute):
+                    name, end = piece.what or label, now + piece.seconds * (steady or rank.noise.factor())
                     if end > rank.death_s:
-                        spans.append((COMPUTE, name or label, now, max(now, rank.death_s), 0, 0.0))
+                        spans.append((COMPUTE, name, now, max(now, rank.death_s), 0, 0.0))
                         return self._stop(one, rank, rank.death_s, place, op, None, None)
-                    spans.append((COMPUTE, name or label, now, end, num_bytes, flops))
+                    spans.append((COMPUTE, name, now, end, piece.bytes, piece.flops))
                     now = end
                 elif now > rank.death_s:
                     return self._stop(one, rank, rank.death_s, place, op, None, None)

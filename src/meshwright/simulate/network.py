@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from meshwright.cost.closed_form import collective_s
+from meshwright.cost.closed_form import axis_group, collective_s
 from meshwright.cost.collective import SHORT_RING, Group, Network
 from meshwright.cost.work import Collective, Communicate
 from meshwright.errors import ClusterError, LayoutError
@@ -37,7 +37,7 @@ class Fabric:
                 remedy="take a smaller mesh or a larger cluster",
             )
         self.cluster, self.mesh = cluster, mesh
-        self._network = Network(cluster)
+        self._network, self._stage_stride = Network(cluster), axis_group(mesh, "pp").stride
         self._known: dict[tuple[Collective, str, int, tuple[int, ...]], float] = {}
 
     def size(self, axis: str) -> int:
@@ -56,14 +56,7 @@ class Fabric:
         to oneself."""
         if source == target:
             return 0.0
-        return self._network.send_s(num_bytes, abs(target - source) * self.stride("pp"))
-
-    def stride(self, axis: str) -> int:
-        """How far apart neighbours on an axis are."""
-        if axis not in self.mesh.names:
-            return 1
-        inner = self.mesh.axes[self.mesh.names.index(axis) + 1 :]
-        return math.prod(one.size for one in inner)
+        return self._network.send_s(num_bytes, abs(target - source) * self._stage_stride)
 
 
 class Flow(msgspec.Struct, frozen=True):

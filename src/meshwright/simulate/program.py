@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, Schedule
@@ -12,15 +14,6 @@ from meshwright.simulate.network import Fabric
 
 Message = tuple[ActionKind, int, int | None]
 """The receive that takes a message: its kind, stage and micro-batch."""
-
-
-class Busy(NamedTuple):
-    """Computing, ``seconds`` long."""
-
-    seconds: float
-    flops: float
-    bytes: int
-    name: str
 
 
 class Meet(NamedTuple):
@@ -47,7 +40,7 @@ class Post(NamedTuple):
     seconds: float
 
 
-Op = Busy | Meet | Until | Post
+Op = Compute | Meet | Until | Post
 
 
 class Entry(NamedTuple):
@@ -151,8 +144,8 @@ class _Builder:
             )
         pieces = stage.pieces[action.kind.value]
         found = self._ops(pieces, action.stage, str(action))
-        if all(isinstance(op, Busy) for op in found):
-            self.plain[key] = found = tuple(op._replace(name="") for op in found if isinstance(op, Busy))
+        if all(isinstance(op, Compute) for op in found):
+            self.plain[key] = found
         return found
 
     def _sending(self, action: Action) -> Entry:
@@ -170,11 +163,11 @@ class _Builder:
         for piece in pieces:
             match piece:
                 case Compute():
-                    seconds, flops, num_bytes = piece.seconds, piece.flops, piece.bytes
-                    if label and ops and isinstance(last := ops[-1], Busy):
-                        ops[-1] = Busy(last.seconds + seconds, last.flops + flops, last.bytes + num_bytes, "")
+                    if label and ops and isinstance(last := ops[-1], Compute):
+                        seconds, flops = last.seconds + piece.seconds, last.flops + piece.flops
+                        ops[-1] = Compute("", seconds, flops, last.bytes + piece.bytes)
                     else:
-                        ops.append(Busy(seconds, flops, num_bytes, "" if label else piece.what))
+                        ops.append(msgspec.structs.replace(piece, what="") if label else piece)
                 case Communicate():
                     if (stage, piece.what) not in self.alone:
                         seconds = self.fabric.collective_s(piece)

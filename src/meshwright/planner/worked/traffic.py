@@ -8,8 +8,10 @@ from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Group, Network
 from meshwright.ir.cluster import Cluster
 from meshwright.planner.worked.line import Line, compared, held
-from meshwright.schedules import collectives, passes, pipeline
+from meshwright.schedules import passes, pipeline
 from meshwright.schedules.check import Report, check
+from meshwright.schedules.collectives.operations import all_reduce, build
+from meshwright.schedules.collectives.steps import count
 
 
 def nvlink() -> tuple[Line, ...]:
@@ -54,7 +56,7 @@ def tensor_or_pipeline() -> tuple[Line, ...]:
     """Bytes over a link, forward."""
     lines = []
     for ranks in (2, 8):
-        tensor = collectives.count(collectives.build("reduce_scatter", "ring", ranks, ranks)).moved / ranks / ranks
+        tensor = count(build("reduce_scatter", "ring", ranks, ranks)).moved / ranks / ranks
         pipeline_bytes = 1 / ranks  # each of the ranks of a stage hands on its part
         lines.append(
             compared(
@@ -106,7 +108,7 @@ def all_reduces() -> tuple[Line, ...]:
     """Parameters moved, rounds and time of all-reduces of M parameters over N = 8 workers."""
     workers = 8
     star, naive, ring, tree, butterfly = (
-        collectives.count(collectives.all_reduce(name, workers, workers, server=True))
+        count(all_reduce(name, workers, workers, server=True))
         for name in ("star", "naive", "ring", "tree", "butterfly")
     )
     level = load_cluster("a100-80gb-dgx-hdr200x8").levels[1]

@@ -1,7 +1,7 @@
 """Collectives by operation and name, for any number of ranks and elements."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from meshwright.errors import ScheduleError
 from meshwright.schedules.collectives import group
@@ -13,7 +13,7 @@ from meshwright.schedules.collectives.hierarchy import (
     read,
     reduce_scatter_in_levels,
 )
-from meshwright.schedules.collectives.steps import Move, Part, Rounds, Span, Steps, cut, made, message, sized
+from meshwright.schedules.collectives.steps import Move, Part, Rounds, Span, Steps, cut, made
 
 ALL_REDUCE: Mapping[str, Whole] = {
     "star": group.up_and_down(group.reduce_star),
@@ -97,15 +97,12 @@ def _in_turn(algorithm: str, size: int, length: int) -> Steps:
     """Everyone sends to everyone, a message at a time: of all of them, or of each."""
     whole, out = (0, length), (length, 2 * length)
     start = [Move(rank, rank, 0, length, length) for rank in range(size) if length]
-    sent = [
-        [message(i, (i + turn) % size, [whole], adds=True, shift=length) for i in range(size)]
-        for turn in range(1, size)
-    ]
+    turns = range(1, size) if length else ()
+    sent = [[Move(i, (i + turn) % size, 0, length, length, True) for i in range(size)] for turn in turns]
     if algorithm == "one-by-one":
-        by_sender = [sent[turn][i] for i in range(size) for turn in range(size - 1)]
-        rounds = [start, *by_sender]
+        rounds = [start, *([moves[i]] for i in range(size) for moves in sent)]
     else:
-        rounds = [start, *([one for moves in turn for one in moves] for turn in sent)]
+        rounds = [start, *sent]
     sums = Part(out, tuple((rank, 0) for rank in range(size)))
     return made("all_reduce", algorithm, length, rounds, ((whole,),) * size, ((sums,),) * size, 2 * length)
 
@@ -258,7 +255,7 @@ def _each_own(spans: Sequence[Span]) -> tuple[Part, ...]:
 
 def _parts(operation: str, algorithm: str, counts: Sequence[int]) -> tuple[Span, ...]:
     _check(operation, algorithm, len(counts), min(counts, default=0))
-    return sized(counts)
+    return tuple(pairwise(accumulate(counts, initial=0)))
 
 
 def _from(root: int, operation: str, algorithm: str, num_ranks: int, length: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Collectives as lists of steps: who sends which elements to whom in each round, and who adds them up. Pure data."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise, zip_longest
 
 import msgspec
@@ -151,17 +151,8 @@ def cut(span: Span, parts: int) -> tuple[Span, ...]:
     return tuple(pairwise(begin + length * index // parts for index in range(parts + 1)))
 
 
-def sized(counts: Sequence[int], begin: int = 0) -> tuple[Span, ...]:
-    """Neighbouring pieces of these lengths."""
-    spans = []
-    for size in counts:
-        spans.append((begin, begin + size))
-        begin += size
-    return tuple(spans)
-
-
-def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = False, shift: int = 0) -> list[Move]:
-    """The moves of these elements, which the target has ``shift`` further on; none for what is empty."""
+def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = False) -> list[Move]:
+    """The moves of these elements to the same place at the target; none for what is empty."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if begin == end:
@@ -170,7 +161,7 @@ def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = Fal
             merged[-1] = (merged[-1][0], end)
         else:
             merged.append((begin, end))
-    return [Move(source, target, begin, begin + shift, end - begin, adds) for begin, end in merged]
+    return [Move(source, target, begin, begin, end - begin, adds) for begin, end in merged]
 
 
 def beside(lists: Iterable[Rounds]) -> Rounds:
