@@ -41,8 +41,8 @@ def test_jitter_is_drawn_from_the_seed() -> None:
 
 
 def test_jitter_has_mean_one_and_the_deviation_asked_for() -> None:
-    noise = Faults(jitter=0.2).noise(3)
-    factors = [noise.factor() for _ in range(20_000)]
+    factor = Faults(jitter=0.2).noise(3)
+    factors = [factor() for _ in range(20_000)]
     mean = sum(factors) / len(factors)
     assert mean == pytest.approx(1.0, abs=0.01)
     assert math.sqrt(sum((factor - mean) ** 2 for factor in factors) / len(factors)) == pytest.approx(0.2, abs=0.01)

@@ -16,16 +16,11 @@ from meshwright.comm.compiled import compiled
 from meshwright.comm.transport.base import MESSAGE_BYTES, Lane
 from meshwright.schedules.collectives.steps import Steps, programs
 
-
-def _maximum(mine: Tensor, theirs: Tensor) -> Tensor:
-    return torch.maximum(mine, theirs, out=mine)
-
-
-def _minimum(mine: Tensor, theirs: Tensor) -> Tensor:
-    return torch.minimum(mine, theirs, out=mine)
-
-
-REDUCE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": Tensor.add_, "max": _maximum, "min": _minimum}
+REDUCE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
+    "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
+}
 """In place of the first. ``Tensor.add_`` takes less time than ``torch.add(..., out=...)`` where tensors are short."""
 REDUCE_ARRAY: Mapping[str, Callable[[Any, Any], object]] = {
     "sum": operator.iadd,

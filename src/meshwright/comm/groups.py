@@ -303,20 +303,14 @@ def from_rank_0(make: Callable[[], T]) -> T:
         try:
             box[0] = make()
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
-            own = error
-            box[1] = error if isinstance(error, MeshwrightError) else _failed(error)
+            words, remedy = f"it failed: {type(error).__name__}: {error}", "look at the error that rank 0 raised"
+            own, known = error, isinstance(error, MeshwrightError)
+            box[1] = error if known else RankError(words, where="rank 0", remedy=remedy)
     dist.broadcast_object_list(box, src=0)
     if own is not None or box[1] is not None:
         raise own or box[1]
     result: T = box[0]
     return result
-
-
-def _failed(error: Exception) -> RankError:
-    """An error of rank 0 in words, which can be sent whatever the error holds."""
-    return RankError(
-        f"it failed: {type(error).__name__}: {error}", where="rank 0", remedy="look at the error that rank 0 raised"
-    )
 
 
 @naming("all ranks")

@@ -10,7 +10,6 @@ from meshwright.schedules.passes import add_communication, add_reduction
 
 MOST_ACTIONS = 1_000_000
 """Forwards and backwards of a schedule: about as many as are built and checked in some minutes."""
-Ranks = list[list[Action]]
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -57,13 +56,19 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
             where=f"schedule {name}",
             remedy="take `interleaved`, or 1 chunk",
         )
-    return Schedule.of(
-        name,
-        _BUILDERS[name](num_ranks, num_microbatches, num_chunks),
-        num_stages=num_ranks * num_chunks,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-    )
+    if name == "none" and num_ranks != 1:
+        raise ScheduleError(
+            f"without a pipeline there is 1 rank, and {num_ranks} are asked for",
+            where="schedule none",
+            remedy="take `1f1b`, or 1 rank",
+        )
+    fits = _FITS.get(name)
+    if fits is not None and not fits(num_ranks, num_microbatches, num_chunks):
+        raise _unfit(name, num_ranks, num_microbatches, num_chunks)
+    builder = _BUILDERS[name]
+    ranks = [builder(rank, num_ranks, num_microbatches, num_chunks) for rank in range(num_ranks)]
+    stages = num_ranks * num_chunks
+    return Schedule.of(name, ranks, num_stages=stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 def forwards(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -85,71 +90,42 @@ def forwards(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Sche
     return Schedule.of("forwards", ranks, num_stages=last + 1, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
-def _none(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
-    if num_ranks != 1:
-        raise ScheduleError(
-            f"without a pipeline there is 1 rank, and {num_ranks} are asked for",
-            where="schedule none",
-            remedy="take `1f1b`, or 1 rank",
-        )
-    return _one_f_one_b(num_ranks, num_microbatches, num_chunks)
+def _gpipe(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+    return [*_all(rank, ActionKind.F, num_microbatches), *_all(rank, ActionKind.B, num_microbatches)]
 
 
-def _gpipe(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
-    return [
-        [*_all(rank, ActionKind.F, num_microbatches), *_all(rank, ActionKind.B, num_microbatches)]
-        for rank in range(num_ranks)
-    ]
+def _one_f_one_b(
+    rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, backward: ActionKind = ActionKind.B
+) -> list[Action]:
+    forwards, backwards = (_all(rank, kind, num_microbatches) for kind in (ActionKind.F, backward))
+    return _alternated(forwards, backwards, num_warmup=num_ranks - 1 - rank)
 
 
-def _one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
-    return [
-        _alternated(
-            _all(rank, ActionKind.F, num_microbatches),
-            _all(rank, ActionKind.B, num_microbatches),
-            num_warmup=num_ranks - 1 - rank,
-        )
-        for rank in range(num_ranks)
-    ]
-
-
-def _interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
+def _interleaved(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
     """Rounds of k micro-batches: forward through chunk 0, then 1, ...; backward through the last chunk first.
 
     For 2 ranks, 2 chunks, 4 micro-batches, rank 0: forwards 0F0 0F1 2F0 2F1, 0F2 0F3 2F2 2F3; backwards 2B0 2B1 0B0
     0B1, 2B2 2B3 0B2 0B3; the first (v-1)·k + 2·(p-1-rank) forwards come before the first backward.
     """
     if num_chunks == 1:
-        return _one_f_one_b(num_ranks, num_microbatches, num_chunks)
-    if not _fills_rounds(num_ranks, num_microbatches):
-        raise _unfit("interleaved", num_ranks, num_microbatches, _fills_rounds)
+        return _one_f_one_b(rank, num_ranks, num_microbatches, num_chunks)
     per_round = num_microbatches // (num_microbatches // num_ranks)
     rounds = [range(first, first + per_round) for first in range(0, num_microbatches, per_round)]
-    ranks = []
-    for rank in range(num_ranks):
-        stages = range(rank, num_ranks * num_chunks, num_ranks)
-        forwards = [Action(stage, ActionKind.F, one) for each in rounds for stage in stages for one in each]
-        backwards = [Action(stage, ActionKind.B, one) for each in rounds for stage in reversed(stages) for one in each]
-        num_warmup = (num_chunks - 1) * per_round + 2 * (num_ranks - 1 - rank)
-        ranks.append(_alternated(forwards, backwards, num_warmup))
-    return ranks
+    stages = range(rank, num_ranks * num_chunks, num_ranks)
+    forwards = [Action(stage, ActionKind.F, one) for each in rounds for stage in stages for one in each]
+    backwards = [Action(stage, ActionKind.B, one) for each in rounds for stage in reversed(stages) for one in each]
+    return _alternated(forwards, backwards, (num_chunks - 1) * per_round + 2 * (num_ranks - 1 - rank))
 
 
-def _zero_bubble_h1(num_ranks: int, num_microbatches: int, num_chunks: int) -> Ranks:
+def _zero_bubble_h1(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
     """1f1b with I for B; rank r runs the W of a micro-batch r micro-batches later, so that p stay alive everywhere."""
-    if not _fills_pipeline(num_ranks, num_microbatches):
-        raise _unfit("zb-h1", num_ranks, num_microbatches, _fills_pipeline)
-    ranks = []
-    for rank in range(num_ranks):
-        inputs = _all(rank, ActionKind.I, num_microbatches)
-        weights = _all(rank, ActionKind.W, num_microbatches)
-        actions = []
-        for action in _alternated(_all(rank, ActionKind.F, num_microbatches), inputs, num_ranks - 1 - rank):
-            actions.append(action)
-            if action.kind is ActionKind.I and action.microbatch is not None and action.microbatch >= rank:
-                actions.append(weights[action.microbatch - rank])
-        ranks.append([*actions, *weights[num_microbatches - rank :]])
-    return ranks
+    weights = _all(rank, ActionKind.W, num_microbatches)
+    actions = []
+    for action in _one_f_one_b(rank, num_ranks, num_microbatches, num_chunks, ActionKind.I):
+        actions.append(action)
+        if action.kind is ActionKind.I and action.microbatch is not None and action.microbatch >= rank:
+            actions.append(weights[action.microbatch - rank])
+    return [*actions, *weights[num_microbatches - rank :]]
 
 
 def _all(stage: int, kind: ActionKind, num_microbatches: int) -> list[Action]:
@@ -165,20 +141,24 @@ def _alternated(forwards: Sequence[Action], backwards: Sequence[Action], num_war
     return actions
 
 
-def _fills_pipeline(num_ranks: int, num_microbatches: int) -> bool:
+def _fills_pipeline(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
     return num_microbatches >= num_ranks
 
 
-def _fills_rounds(num_ranks: int, num_microbatches: int) -> bool:
-    """Whether m divides into m // p equal rounds, each then of at least p micro-batches."""
-    return num_microbatches >= num_ranks and num_microbatches % (num_microbatches // num_ranks) == 0
+def _fills_rounds(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
+    """Whether m divides into m // p equal rounds, each then of at least p micro-batches; one chunk has no rounds."""
+    fills = num_microbatches >= num_ranks and num_microbatches % (num_microbatches // num_ranks) == 0
+    return fills or num_chunks == 1
 
 
-def _unfit(name: str, num_ranks: int, num_microbatches: int, fits: Callable[[int, int], bool]) -> ScheduleError:
-    below = next((m for m in range(num_microbatches - 1, 0, -1) if fits(num_ranks, m)), None)
-    above = next(m for m in range(num_microbatches + 1, num_microbatches + num_ranks + 1) if fits(num_ranks, m))
+def _unfit(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> ScheduleError:
+    def fits(count: int) -> bool:
+        return _FITS[name](num_ranks, count, num_chunks)
+
+    below = next(filter(fits, range(num_microbatches - 1, 0, -1)), None)
+    above = next(filter(fits, range(num_microbatches + 1, num_microbatches + num_ranks + 1)))
     nearest = f"{above}" if below is None else f"{below} or {above}"
-    always = f", or any multiple of {num_ranks}" if fits is _fills_rounds else " or more"
+    always = f", or any multiple of {num_ranks}" if name == "interleaved" else " or more"
     few = num_microbatches < num_ranks
     return ScheduleError(
         f"num_microbatches is {num_microbatches}, "
@@ -188,13 +168,16 @@ def _unfit(name: str, num_ranks: int, num_microbatches: int, fits: Callable[[int
     )
 
 
-_BUILDERS: dict[str, Callable[[int, int, int], Ranks]] = {
-    "none": _none,
+_BUILDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "none": _one_f_one_b,
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
     "interleaved": _interleaved,
     "zb-h1": _zero_bubble_h1,
 }
+"""What a rank does, of p ranks, with m micro-batches and v chunks."""
+_FITS = {"interleaved": _fills_rounds, "zb-h1": _fills_pipeline}
+"""Whether a schedule is defined for p, m and v, where it is not for all."""
 NAMES = tuple(_BUILDERS)
 
 

@@ -1,13 +1,13 @@
 """What the steps of a collective take: on links of their own, or on the shared links of a cluster's levels."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 from meshwright.cost.alpha_beta import gamma_s_per_byte
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
-from meshwright.schedules.collectives.steps import Action, Copy, Receive, Send, Steps, programs
+from meshwright.schedules.collectives.steps import Receive, Send, Steps, programs
 from meshwright.simulate.network import Fabric, Links
 
 Link = Callable[[int, int], tuple[str, float, float]]
@@ -68,10 +68,10 @@ class _Play:
         self._links = Links(Fabric(cluster, Mesh.of(all=steps.num_ranks)))
         self._item_bytes, self._gamma = item_bytes, gamma_s_per_byte(cluster.device)
         self._programs = [deque(program) for program in programs(steps)]
-        self._todo: list[deque[Action]] = [deque() for _ in self._programs]  # of this round
+        self._todo: list[deque[Receive]] = [deque() for _ in self._programs]  # of this round
         self._leaving = [0] * len(self._programs)
         self._now = [0.0] * len(self._programs)
-        self._came: dict[tuple[int, int], deque[float]] = {}
+        self._came: defaultdict[tuple[int, int], deque[float]] = defaultdict(deque)
 
     def seconds(self) -> float:
         for rank in range(len(self._programs)):
@@ -86,32 +86,26 @@ class _Play:
         """Do what can be done by then."""
         while True:
             todo = self._todo[rank]
-            while todo and not isinstance(todo[0], Receive):
-                todo.popleft()
-            while todo and isinstance(todo[0], Receive):
-                came = self._came.get((todo[0].peer, rank))
+            while todo:
+                came = self._came[todo[0].peer, rank]
                 if not came:
                     return
                 action = todo.popleft()
-                assert isinstance(action, Receive)
                 added = action.length * self._item_bytes * self._gamma * action.adds
                 self._now[rank] = max(self._now[rank], came.popleft()) + added
             if self._leaving[rank] or not self._programs[rank]:
                 return
             self._now[rank] = max(self._now[rank], time_s)
             actions = self._programs[rank].popleft()
-            self._todo[rank] = deque(one for one in actions if not isinstance(one, Send | Copy))
+            self._todo[rank] = deque(one for one in actions if isinstance(one, Receive))
             for one in actions:
                 if isinstance(one, Send):
                     self._leaving[rank] += 1
                     flows = self._links.message(one.length * self._item_bytes, rank, one.peer)
-                    self._links.start(self._arrival(rank, one.peer), self._now[rank], flows)
+                    self._links.start(partial(self._arrive, rank, one.peer), self._now[rank], flows)
 
-    def _arrival(self, source: int, target: int) -> Callable[[float], None]:
-        def finish(time_s: float) -> None:
-            self._came.setdefault((source, target), deque()).append(time_s)
-            self._leaving[source] -= 1
-            self._go_on(target, time_s)
-            self._go_on(source, time_s)
-
-        return finish
+    def _arrive(self, source: int, target: int, time_s: float) -> None:
+        self._came[source, target].append(time_s)
+        self._leaving[source] -= 1
+        self._go_on(target, time_s)
+        self._go_on(source, time_s)

@@ -149,7 +149,7 @@ class _Rank:
         self.open: dict[tuple[int, str], _Meeting] = {}
         self.counts: dict[_GroupKey, int] = {}
         self.noise = faults.noise(rank)
-        self.steady = 0.0 if faults.jitter else self.noise.factor()
+        self.steady = 0.0 if faults.jitter else self.noise()
         self.death_s = faults.deaths_s.get(rank, math.inf)
 
 
@@ -212,7 +212,7 @@ class _Engine:
             while op < len(ops):
                 piece = ops[op]
                 if isinstance(piece, Compute):
-                    name, end = piece.what or label, now + piece.seconds * (steady or rank.noise.factor())
+                    name, end = piece.what or label, now + piece.seconds * (steady or rank.noise())
                     if end > rank.death_s:
                         spans.append((COMPUTE, name, now, max(now, rank.death_s), 0, 0.0))
                         return self._stop(one, rank, rank.death_s, place, op, None, None)

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -51,23 +51,12 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             for rank in range(world_size)
         ]
 
-    def noise(self, rank: int) -> "Noise":
-        """How many times as long each piece of the rank's computing takes, one after the other."""
-        return Noise(self.slow.get(rank, 1.0), self.jitter, f"{self.seed}/{rank}")
-
-
-class Noise:
-    """The factors of one rank; the same seed gives the same ones, whatever other ranks do."""
-
-    def __init__(self, slow: float, jitter: float, seed: str) -> None:
-        self._slow, self._random = slow, random.Random(seed)
-        self._sigma = math.sqrt(math.log1p(jitter**2))
-
-    def factor(self) -> float:
-        """The next one."""
-        if not self._sigma:
-            return self._slow
-        return self._slow * self._random.lognormvariate(-(self._sigma**2) / 2, self._sigma)
+    def noise(self, rank: int) -> Callable[[], float]:
+        """How many times as long each piece of the rank's computing takes, one after the other. The same seed gives the
+        same factors, whatever other ranks do."""
+        slow, draws = self.slow.get(rank, 1.0), random.Random(f"{self.seed}/{rank}")
+        sigma = math.sqrt(math.log1p(self.jitter**2))
+        return lambda: slow * draws.lognormvariate(-(sigma**2) / 2, sigma) if sigma else slow
 
 
 class Checkpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

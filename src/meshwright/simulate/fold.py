@@ -30,29 +30,22 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
     stage = {rank: index for group in groups.get("pp", ()) for index, rank in enumerate(group)}
     of = _numbered([(color, stage.get(rank, 0)) for rank, color in enumerate(colors)])
     while True:
-        seen: list[list[Hashable]] = [[one] for one in of]
-        for axis in named:
-            for group in groups[axis]:
-                around = _around(axis, group, of)
-                for rank in group:
-                    seen[rank].append(around)
-        finer = _numbered([tuple(one) for one in seen])
+        around = {axis: _around(axis, groups[axis], of) for axis in named}
+        finer = _numbered([(one, *(around[axis][rank] for axis in named)) for rank, one in enumerate(of)])
         if max(finer) == max(of):
             break
         of = finer
-    first = [of.index(one) for one in range(max(of) + 1)]
-    around_first: dict[str, list[tuple[int, ...]]] = {axis: [()] * len(first) for axis in named}
-    for axis in named:
-        for group in groups[axis]:
-            around = _around(axis, group, of)
-            for rank in group:
-                around_first[axis][of[rank]] = around
-    return Classes(tuple(of), tuple(first), {axis: tuple(one) for axis, one in around_first.items()})
+    first = tuple(of.index(one) for one in range(max(of) + 1))
+    return Classes(tuple(of), first, {axis: tuple(around[axis][rank] for rank in first) for axis in named})
 
 
-def _around(axis: str, group: tuple[int, ...], of: list[int]) -> tuple[int, ...]:
-    members = [of[rank] for rank in group]
-    return tuple(members) if axis == "pp" else tuple(sorted(set(members)))
+def _around(axis: str, groups: Sequence[tuple[int, ...]], of: list[int]) -> dict[int, tuple[int, ...]]:
+    """By rank, the classes that its group on an axis consists of."""
+    found = dict[int, tuple[int, ...]]()
+    for group in groups:
+        members = [of[rank] for rank in group]
+        found |= dict.fromkeys(group, tuple(members) if axis == "pp" else tuple(sorted(set(members))))
+    return found
 
 
 def _numbered(colors: Sequence[Hashable]) -> list[int]:

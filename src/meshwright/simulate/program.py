@@ -94,13 +94,7 @@ class _Builder:
     def __init__(self, schedule: Schedule, work: Work, fabric: Fabric, homes: dict[int, int], rank: int) -> None:
         self.schedule, self.work, self.fabric, self.homes, self.rank = schedule, work, fabric, homes, rank
         self.stages = sorted(stage for stage, home in homes.items() if home == rank)
-        self.alone = {
-            (stage, piece.what)
-            for stage in self.stages
-            for pieces in (*work.stages[stage].pieces.values(), work.stages[stage].before, work.stages[stage].after)
-            for piece in pieces
-            if isinstance(piece, Communicate) and fabric.size(piece.axis) == 1
-        }
+        self.alone: set[tuple[int, str]] = set()  # collectives of groups of one rank
         self.plain: dict[tuple[int, ActionKind], tuple[Op, ...]] = {}  # of actions that communicate nothing
 
     def program(self) -> Program:
@@ -169,11 +163,13 @@ class _Builder:
                     else:
                         ops.append(msgspec.structs.replace(piece, what="") if label else piece)
                 case Communicate():
-                    if (stage, piece.what) not in self.alone:
-                        seconds = self.fabric.collective_s(piece)
-                        ops.append(Meet(f"{label} {piece.what}".strip(), (stage, piece.what), piece, seconds))
-                        if piece.blocking:
-                            ops.append(Until((stage, piece.what)))
+                    key = (stage, piece.what)
+                    if self.fabric.size(piece.axis) == 1:
+                        self.alone.add(key)
+                        continue
+                    ops.append(Meet(f"{label} {piece.what}".strip(), key, piece, self.fabric.collective_s(piece)))
+                    if piece.blocking:
+                        ops.append(Until(key))
                 case Wait() if (stage, piece.what) not in self.alone:
                     ops.append(Until((stage, piece.what)))
         return tuple(ops)

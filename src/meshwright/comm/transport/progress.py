@@ -7,7 +7,7 @@ only the stream that it waits for would keep all three waiting for ever.
 
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from meshwright.errors import MeshwrightError
 
@@ -17,24 +17,17 @@ POLL_S = 0.0005
 """How often streams are moved beside a call of torch.distributed or MPI."""
 
 
-class Movable(Protocol):
-    """A stream."""
-
-    def move(self) -> bool:
-        """Put and take what can be without waiting; whether more is to be done soon."""
-        ...
-
-
 class Progress:
-    """The streams of one rank. ``blocked`` are those whose messages wait for room.
+    """The streams of one rank: of each, what puts and takes as much as can be without waiting, and says whether more is
+    to be done soon. ``blocked`` are those whose messages wait for room.
 
     A lane calls ``move`` before it sleeps. Other calls sleep where Python does not run: ``during`` moves the streams
     beside them, in a thread that lives as long as the call, and only where a message waits for room.
     """
 
     def __init__(self) -> None:
-        self.streams: list[Movable] = []
-        self.blocked: set[Movable] = set()
+        self.streams: list[Callable[[], bool]] = []
+        self.blocked: set[object] = set()
         self._moves = threading.Lock()
         self._mover: threading.Thread | None = None
 
@@ -43,8 +36,8 @@ class Progress:
         more = False
         if self._moves.acquire(blocking=False):
             try:
-                for stream in self.streams:
-                    more |= stream.move()
+                for move in self.streams:
+                    more |= move()
             finally:
                 self._moves.release()
         return more

@@ -30,10 +30,10 @@ VIEWS = 4096
 """Tensors and arrays over slots that are kept."""
 
 _PUBLISHED, _CONSUMED, _FINISHED, _SLEEPING, _FAILED, _LEFT = 0, 64, 72, 128, 136, 144
-TOKEN_AT, _BEGUN, TOLD_AT = 192, 248, 256
+TOKEN_AT, _BEGUN = 192, 248
 """A line of the cache for what changes with every message, another for what seldom does: who looks finds it at hand."""
-TOLD_BYTES = 1024
-BECAUSE_AT, BECAUSE_BYTES = TOLD_AT + TOLD_BYTES, 64
+TOLD, BECAUSE = slice(256, 1280), slice(1280, 1344)
+"""Where words lie."""
 _SLOTS_AT = 4096
 _SLOT_BYTES = 16
 
@@ -57,13 +57,14 @@ class Segment:
         self._begins = range(0, slots * MESSAGE_BYTES, MESSAGE_BYTES)
         self.views: dict[tuple[int, int, Any], Any] = {}
 
-    def write(self, begin: int, words: bytes) -> None:
-        """Lay words there."""
-        self.memory[begin : begin + len(words) + 1] = words + b"\0"
+    def write(self, where: slice, words: bytes) -> None:
+        """Lay words there, as far as there is room."""
+        words = words[: where.stop - where.start - 1] + b"\0"
+        self.memory[where.start : where.start + len(words)] = words
 
-    def read(self, begin: int, num: int) -> str:
+    def read(self, where: slice) -> str:
         """The words that were laid there."""
-        return self.memory[begin : begin + num].split(b"\0")[0].decode(errors="replace")
+        return self.memory[where].split(b"\0")[0].decode(errors="replace")
 
     def view(self, slot: int, num_bytes: int, dtype: Any) -> Any:
         """So many bytes at the start of a slot: a tensor, or an array where the dtype is numpy's. ``views`` keeps

@@ -20,15 +20,7 @@ from torch import Tensor
 
 from meshwright.comm.transport.base import LATE, OWN_ERROR, Lane, Trouble, check_message
 from meshwright.comm.transport.process import Process, box
-from meshwright.comm.transport.segment import (
-    BECAUSE_AT,
-    BECAUSE_BYTES,
-    TOKEN_AT,
-    TOLD_AT,
-    TOLD_BYTES,
-    Segment,
-    allocate,
-)  # fmt: skip
+from meshwright.comm.transport.segment import BECAUSE, TOKEN_AT, TOLD, Segment, allocate
 from meshwright.errors import LostRankError, RankError
 
 SLEEP_S = 0.5
@@ -206,7 +198,7 @@ class SharedMemory(Lane):
     def tell(self, number: int, words: bytes) -> None:
         """Lay it where the peer finds it, even when this rank has ended."""
         self._mine.begun.value = number
-        self._mine.write(TOLD_AT, words[: TOLD_BYTES - 1])
+        self._mine.write(TOLD, words)
 
     def finished(self, number: int) -> None:
         """Lay it where the peer finds it."""
@@ -215,13 +207,13 @@ class SharedMemory(Lane):
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
         """Lay it where the peer finds it."""
         self.tell(number, words)
-        self._mine.write(BECAUSE_AT, because_of.encode()[: BECAUSE_BYTES - 1])
+        self._mine.write(BECAUSE, because_of.encode())
         self._mine.failed.value = 1
 
     def trouble(self, number: int) -> Trouble | None:
         """The peer's process is gone, or it says so."""
         if self._theirs.failed.value:
-            return Trouble(self._theirs.read(BECAUSE_AT, BECAUSE_BYTES), f"rank {self.peer} has given up because of it")
+            return Trouble(self._theirs.read(BECAUSE), f"rank {self.peer} has given up because of it")
         if self._theirs.finished.value < number and self.has_ended():
             return self.blame(self.peer)
         return None
@@ -231,7 +223,7 @@ class SharedMemory(Lane):
 
         Of collectives that are alike it tells only the first: what it has sent and finished since says how many more.
         """
-        words = self._theirs.read(TOLD_AT, TOLD_BYTES)
+        words = self._theirs.read(TOLD)
         ended = ", and has ended" if self.has_ended() else ""
         if not words:
             return f"rank {self.peer} has begun none{ended}"

@@ -31,7 +31,7 @@ class Stream:
     def __init__(self, lane: SharedMemory, progress: Progress) -> None:
         self._lane, self._progress = lane, progress
         lane.while_waiting = progress.move
-        progress.streams.append(self)
+        progress.streams.append(self.move)
         self._queue: deque[Tensor] = deque()
         self._num_sent = 0  # put, or in the queue
         self._num_put = 0

@@ -30,7 +30,7 @@ def check(steps: Steps, given: Sequence[Program] | None = None) -> Checked:
     """
     run = _Run(steps, given if given is not None else programs(steps))
     run.all()
-    ordered: dict[Part, set[tuple[int, ...]]] = {}
+    ordered: dict[Part, set[tuple[tuple[Span, int], ...]]] = {}
     for rank, parts in enumerate(steps.after):
         for part in parts:
             wanted = Counter((source, begin - part.span[0]) for source, begin in part.terms)
@@ -39,17 +39,17 @@ def check(steps: Steps, given: Sequence[Program] | None = None) -> Checked:
                 if run.sums.terms[value] != wanted:
                     raise ScheduleError(
                         f"elements {span[0]} to {span[1]} end as {_sum(run.sums.terms[value])}, not {_sum(wanted)}",
-                        where=f"{steps.operation} {steps.algorithm}, rank {rank}",
+                        where=run.place(rank),
                         remedy="each contribution must arrive exactly once",
                     )
                 orders.append(((span[0] - part.span[0], span[1] - part.span[0]), run.sums.moved(value, -part.span[0])))
-            ordered.setdefault(part, set()).add(_finest(orders))
+            ordered.setdefault(part, set()).add(tuple(_joined(orders)))  # neighbouring spans of one value count as one
     if steps.operation == "barrier":
         for rank, heard in enumerate(run.heard):
             if missing := set(range(steps.num_ranks)) - heard:
                 raise ScheduleError(
                     f"it ends without having heard of rank {min(missing)}",
-                    where=f"barrier {steps.algorithm}, rank {rank}",
+                    where=run.place(rank),
                     remedy="everybody must be heard of",
                 )
     return Checked(all(len(found) == 1 for found in ordered.values()))
@@ -149,14 +149,14 @@ class _Run:
                         for one, action in waiting.items()
                         if isinstance(action, Receive)
                     ),
-                    where=self._place(rank),
+                    where=self.place(rank),
                     remedy="every receive needs its send, sent before the sender waits for this rank",
                 )
         for (source, target), queue in self._under_way.items():
             if queue:
                 raise ScheduleError(
                     f"it sends rank {target} {queue[0][1]} elements, which that rank does not take",
-                    where=self._place(source),
+                    where=self.place(source),
                     remedy="every send needs its receive",
                 )
 
@@ -182,7 +182,7 @@ class _Run:
             if length != action.length:
                 raise ScheduleError(
                     f"it takes {action.length} elements of rank {action.peer}, which sends {length}",
-                    where=self._place(rank),
+                    where=self.place(rank),
                     remedy="both must name the same elements",
                 )
             self.heard[rank] |= heard
@@ -195,7 +195,7 @@ class _Run:
         for span, value in found:
             if not value:
                 raise ScheduleError(
-                    f"it reads elements {span[0]} to {span[1]}, where nothing is", where=self._place(rank),
+                    f"it reads elements {span[0]} to {span[1]}, where nothing is", where=self.place(rank),
                     remedy="they must have come from somewhere before",
                 )  # fmt: skip
         return [((one[0] - begin, one[1] - begin), self.sums.moved(value, -begin)) for one, value in found]
@@ -210,13 +210,8 @@ class _Run:
             ]
         self.memories[rank].write(laid)
 
-    def _place(self, rank: int) -> str:
+    def place(self, rank: int) -> str:
         return f"{self.steps.operation} {self.steps.algorithm}, rank {rank}"
-
-
-def _finest(orders: list[tuple[Span, int]]) -> tuple[int, ...]:
-    """Comparable between ranks: neighbouring spans of one value count as one."""
-    return tuple(number for span, value in _joined(orders) for number in (*span, value))
 
 
 def _sum(terms: Counter[_Key]) -> str:

@@ -200,28 +200,22 @@ def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) ->
     size = len(ranks)
     mirror = [size - 1 - i for i in range(size)] if size % 2 == 0 else [(i + 1) % size for i in range(size)]
     trees = [list(ranks), [ranks[i] for i in mirror]]
-    return beside_pieces(trees, [cut(half, pieces) for half in cut(span, 2)])
-
-
-def beside_pieces(trees: Sequence[Sequence[int]], halves: Sequence[Sequence[Span]]) -> Rounds:
-    """Each tree's pieces, as soon as what they wait for is there."""
-    size = len(trees[0])
     parent = {i: _parent(i, size) for i in range(1, size)}
     order = _leaves_first(parent)
     found: dict[int, list[Move]] = {}
-    for ranks, spans in zip(trees, halves, strict=True):
+    for tree, half in zip(trees, cut(span, 2), strict=True):
         sent_up: dict[int, int] = {}  # by rank of the tree: the round in which it sent its last piece
         got_down: dict[int, int] = {}
-        for span in spans:
+        for piece in cut(half, pieces):
             there: dict[int, int] = {}  # the round after which it has the sum of what is below it
             for i in order:
                 turn = max(there.get(i, 0), sent_up.get(i, 0))
-                found.setdefault(turn, []).extend(message(ranks[i], ranks[parent[i]], [span], adds=True))
+                found.setdefault(turn, []).extend(message(tree[i], tree[parent[i]], [piece], adds=True))
                 sent_up[i] = turn + 1
                 there[parent[i]] = max(there.get(parent[i], 0), turn + 1)
             for i in reversed(order):
                 turn = max(there[parent[i]], got_down.get(i, 0))
-                found.setdefault(turn, []).extend(message(ranks[parent[i]], ranks[i], [span]))
+                found.setdefault(turn, []).extend(message(tree[parent[i]], tree[i], [piece]))
                 got_down[i] = there[i] = turn + 1
     return [found[turn] for turn in sorted(found)]
 

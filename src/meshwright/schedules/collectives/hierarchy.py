@@ -30,21 +30,14 @@ from meshwright.schedules.collectives.steps import Rounds, Span, beside, cut
 Boxes: TypeAlias = tuple["Boxes | int", ...]
 """How ranks nest: a rank, or the units of a level. ``((0, 1), (2, 3))`` is two boxes of two."""
 
-INSIDE: Mapping[str, tuple[Half, Half]] = {
-    "star": (group.scatter_star, group.gather_star),
-    "ring": (group.scatter_ring, group.gather_ring),
-}
+INSIDE: Mapping[str, Half] = {"star": group.scatter_star, "ring": group.scatter_ring}
 ACROSS: Mapping[str, Whole] = {
     "ring": group.in_halves(group.scatter_ring, group.gather_ring),
     "tree": group.up_and_down(group.reduce_tree),
     "butterfly": group.all_reduce_butterfly,
     "rabenseifner": group.all_reduce_rabenseifner,
 }
-HALVES_ACROSS: Mapping[str, Half] = {
-    "star": group.scatter_star,
-    "ring": group.scatter_ring,
-    "halving": group.scatter_halving,
-}
+HALVES_ACROSS: Mapping[str, Half] = {**INSIDE, "halving": group.scatter_halving}
 ACROSS_BY_OPERATION = {
     "all_reduce": tuple(ACROSS),
     "reduce_scatter": tuple(HALVES_ACROSS),
@@ -187,7 +180,7 @@ def reduce_scatter_in_levels(found: Leveled, owned: Owned) -> Rounds:
 def _scattered(boxes: Boxes, owned: Mapping[int, Sequence[Span]], found: Leveled) -> Rounds:
     if all(isinstance(box, int) for box in boxes):
         ranks = leaves(boxes)
-        return INSIDE[found.inside][0](ranks, [owned[rank] for rank in ranks])
+        return INSIDE[found.inside](ranks, [owned[rank] for rank in ranks])
     units = [leaves(box) for box in boxes]
     if len({len(unit) for unit in units}) > 1:
         raise ScheduleError(
@@ -223,7 +216,7 @@ def _reduced(box: Boxes | int, whole: Span, inside: str) -> tuple[Rounds, _Owner
     if isinstance(box, int):
         return [], [(whole, box)]
     units = [_reduced(one, whole, inside) for one in box]
-    scatter, owners, levels = INSIDE[inside][0], _Owners(), list[Rounds]()
+    scatter, owners, levels = INSIDE[inside], _Owners(), list[Rounds]()
     for span, members in _shared([one for _, one in units]):
         pieces = cut(span, len(members))
         levels.append(scatter(members, [[piece] for piece in pieces]))

@@ -1,8 +1,9 @@
 """Steps of a collective as text: who sends what to whom, round by round."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-from meshwright.schedules.collectives.steps import Span, Steps
+from meshwright.schedules.collectives.steps import Steps
 
 WIDTH = 120
 """Columns of a picture; what is wider is not wrapped, but says how many ranks are left out."""
@@ -22,16 +23,11 @@ def rounds(steps: Steps) -> str:
     for moves in steps.rounds:
         cells = [""] * steps.num_ranks
         for one in moves:
-            last = ends.get(one.begin + one.length, one.begin)
-            piece = _piece((one.begin, last), names) if one.length else ""
+            first, last = names[one.begin], names[ends.get(one.begin + one.length, one.begin)]
+            piece = (first if first == last else f"{first}-{last}") if one.length else ""
             cells[one.source] += f" {piece}>{one.target}{'+' if one.adds else ''}"
         rows.append([cell.strip() or "." for cell in cells])
     return _table([f"rank {rank}" for rank in range(steps.num_ranks)], rows)
-
-
-def _piece(first_and_last: Span, names: dict[int, str]) -> str:
-    first, last = (names[begin] for begin in first_and_last)
-    return first if first == last else f"{first}-{last}"
 
 
 def _name(index: int) -> str:
@@ -42,11 +38,8 @@ def _name(index: int) -> str:
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(title), *(len(row[index]) for row in rows), 0) for index, title in enumerate(titles)]
     margin = len("round") + 2
-    shown, used = 0, margin
-    while shown < len(titles) and used + widths[shown] + 2 <= WIDTH:
-        used += widths[shown] + 2
-        shown += 1
-    shown = max(shown, 1)
+    ends = accumulate((width + 2 for width in widths), initial=margin)
+    shown = max(sum(end <= WIDTH for end in ends) - 1, 1)
     numbers = ["round", *map(str, range(1, len(rows) + 1))]
     lines = [
         number.rjust(len("round")).ljust(margin)
