@@ -135,9 +135,9 @@ class Attendance:
                 self._store.set(key, "\n".join(note))
 
 
-def close(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections of a group, on which others may wait."""
-    for peer in range(group.size()) if dist.get_backend(group) == "gloo" else ():
+def close(group: dist.ProcessGroup, *peers: int) -> None:
+    """Close this rank's connections to these ranks of a group (or to all), which may wait on them."""
+    for peer in (peers or range(group.size())) if dist.get_backend(group) == "gloo" else ():
         if peer != group.rank():
             with suppress(RuntimeError):  # a receive that has no time is how torch.distributed lets one do it
                 group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))

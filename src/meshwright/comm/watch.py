@@ -17,17 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.transport.base import Work
-from meshwright.schedules.collectives.choice import MPI, candidates, chosen, in_pieces
+from meshwright.schedules.collectives.choice import CHOSEN, LONG_BYTES, MPI, candidates, chosen, in_pieces
 from meshwright.schedules.collectives.hierarchy import Boxes, named_boxes
 
 EVERY, FACTOR = 10, 1.5
 LEAST_S = 2e-3
 """Collectives that have become slower or faster by less are left alone."""
-WATCHED = ("all_reduce", "all_gather", "reduce_scatter")
-"""Operations of which there are several algorithms."""
 TRIES = 3
-LONG_BYTES = 2**20
-"""Of which size on algorithms that cut the vector in pieces are tried."""
 MOST_BYTES = 2**28
 """A larger vector is tried at this size."""
 
@@ -84,7 +80,7 @@ class Watch:
 
     def algorithm(self, text: str, operation: str, num_bytes: int) -> str:
         """What a plan's text says, unless it is amended."""
-        if operation not in WATCHED:
+        if operation not in CHOSEN:
             return chosen(text, operation, num_bytes)
         key = Key(operation, num_bytes)
         name = self.amended.get(key) or chosen(text, operation, num_bytes)

@@ -10,7 +10,7 @@ from meshwright.cost.alpha_beta import Hop, gamma_s_per_byte, steps_s
 from meshwright.cost.work import Collective
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.resharding import Link
-from meshwright.schedules.collectives.choice import NATIVE, runs, written
+from meshwright.schedules.collectives.choice import CHOSEN, NATIVE, runs, written
 
 START_S = 28e-6
 """Before the first byte of a collective on GPUs moves: launch, rendezvous of the ranks, protocol (NCCL on A100)."""
@@ -21,8 +21,6 @@ SHORT_RING = 0.72
 
 LARGE_BYTES = 16 * 2**20
 """A message in which latency does not count."""
-CHOSEN = ("all_reduce", "all_gather", "reduce_scatter")
-"""Operations whose algorithm a plan chooses."""
 
 
 class Group(msgspec.Struct, frozen=True):

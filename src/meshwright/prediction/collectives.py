@@ -71,7 +71,7 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
     times_shared: dict[str, list[float]] = {}
     for name in names:
         steps = build(operation, name, num_ranks, -(-num_bytes // ITEM_BYTES))
-        same = check(steps).same
+        same = check(steps)
         alone = alone_s(steps, link, gamma, ITEM_BYTES)
         shared = shared_s(steps, found, ITEM_BYTES) if sharing else None
         rows.append(Row(name, _in_bytes(count(steps)), alone, shared, same))

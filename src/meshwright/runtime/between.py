@@ -24,14 +24,11 @@ from meshwright.ir.cluster import NETWORK, CollectiveTiming, Operation
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ops import collectives
 from meshwright.runtime.measured import BOX
-from meshwright.schedules.collectives.choice import MPI, NATIVE, candidates, in_pieces
+from meshwright.schedules.collectives.choice import CHOSEN, LONG_BYTES, MPI, NATIVE, candidates, in_pieces
 from meshwright.schedules.collectives.hierarchy import equal_boxes
 
 OURS = "ring"
 """Any algorithm that is not torch.distributed's: groups are made with what ours need."""
-CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-LONG_BYTES = 2**20
-"""From this size on, algorithms in pieces are measured."""
 HOPELESS_BYTES, HOPELESS = 2**22, 3.0
 """From this size on, an algorithm that takes so many times as long as the fastest is not measured at larger ones."""
 

@@ -32,14 +32,12 @@ class Loopback(Lane):
             raise LostRankError("it takes nothing", where=f"rank {self.peer}") from None
 
     def put_at_once(self, part: Tensor, tag: int) -> bool:
-        """Where the queue has room."""
         if self._out.full():
             return False
         self.put(part, tag)
         return True
 
     def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
-        """The next message."""
         try:
             part, their_tag = self._into.get(timeout=self.timeout_s)
         except queue.Empty:

@@ -24,7 +24,8 @@ def is_there() -> bool:
 
 
 class Mpi:
-    """The collectives of one rank among those of a group, in the order in which all of them start them.
+    """The collectives of one rank among those of a group, in the order in which all of them start them. They are called
+    as those of ``comm/collectives.py``.
 
     Raises:
         RankError: the ranks were not started by MPI.
@@ -42,19 +43,16 @@ class Mpi:
         self._ranks = world.Create_group(world.Get_group().Incl(dist.get_process_group_ranks(group)))
 
     def all_reduce(self, value: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = "") -> Work:
-        """Reduce a contiguous tensor in place."""
         request = self._ranks.Iallreduce(self._mpi.IN_PLACE, self._buffer(value), self._op(op))
         return UnderWay(request.Wait, value)
 
     def reduce_scatter(
         self, value: Tensor, into: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = ""
     ) -> Work:
-        """Reduce a contiguous ``[size, ...]`` and lay this rank's ``[...]`` of it into ``into``; ``value`` stays."""
         request = self._ranks.Ireduce_scatter_block(self._buffer(value), self._buffer(into), self._op(op))
         return UnderWay(request.Wait, value, into)
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "mpi", label: str = "") -> Work:
-        """Lay every rank's ``value`` into ``into``, a contiguous ``[size, ...]``."""
         return UnderWay(self._ranks.Iallgather(self._buffer(value), self._buffer(into)).Wait, value, into)
 
     def _op(self, op: str) -> Any:

@@ -9,19 +9,16 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class Native:
-    """The collectives of one rank among those of a group, called as ours are (``comm/collectives.py``)."""
+    """The collectives of one rank among those of a group; they are called as those of ``comm/collectives.py``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def all_reduce(self, value: Tensor, op: str, algorithm: str, label: str) -> Any:
-        """Reduce a contiguous tensor in place."""
         return dist.all_reduce(value, _OPS[op], self._group, async_op=True)
 
     def reduce_scatter(self, value: Tensor, into: Tensor, op: str, algorithm: str, label: str) -> Any:
-        """Reduce a contiguous ``[size, ...]`` and lay this rank's ``[...]`` of it into ``into``; ``value`` stays."""
         return dist.reduce_scatter_single(into.view(-1), value.view(-1), _OPS[op], self._group, async_op=True)
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str, label: str) -> Any:
-        """Lay every rank's ``value`` into ``into``, a contiguous ``[size, ...]``."""
         return dist.all_gather_single(into.view(-1), value.view(-1), self._group, async_op=True)

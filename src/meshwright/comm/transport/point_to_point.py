@@ -4,7 +4,6 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.attendance import Attendance
+from meshwright.comm.attendance import Attendance, close
 from meshwright.comm.transport.base import LATE, MESSAGE_BYTES, Lane, Trouble, UnderWay, Work, check_message, first_line
 from meshwright.comm.transport.progress import Progress
 from meshwright.errors import LostRankError
@@ -21,7 +20,7 @@ T = TypeVar("T")
 
 _HEADER = struct.Struct("=QQ")
 """Before each message: its bytes and its tag."""
-_TAG, _LAST_TAG = 1, 2
+_TAG = 1
 """Of torch.distributed: apart from other messages of the group."""
 
 
@@ -90,7 +89,8 @@ class Wire(Lane):
         if num_bytes:
             room.message(part.numel(), part.dtype).copy_(part)
         out = [room.whole[: _HEADER.size + num_bytes]]
-        self._leaving.append((room, self._tried(lambda: self._group.send(out, self._peer, _TAG), "it takes nothing")))
+        work = self._tried(lambda: self._group.send(out, self._peer, _TAG), "it takes nothing")
+        self._leaving.append((room, work))
 
     def put_at_once(self, part: Tensor, tag: int) -> bool:
         """Where few enough are on their way."""
@@ -102,20 +102,14 @@ class Wire(Lane):
     def expect(self, num: int, like: Tensor) -> None:
         """Start to receive: a message that finds nobody waiting takes another way round."""
         room = self._room()
-        self._coming.append(
-            (room, self._tried(lambda: self._group.recv([room.whole], self._peer, _TAG), "it sends nothing"))
-        )
+        work = self._tried(lambda: self._group.recv([room.whole], self._peer, _TAG), "it sends nothing")
+        self._coming.append((room, work))
 
     def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
-        """The next message."""
         room, work = self._coming[0]
         self._tried(lambda: self._progress.during(work.wait), "it has sent nothing")
-        check_message(
-            self._name,
-            _HEADER.unpack_from(room.memory),
-            (num * dtype.itemsize, tag),
-            f"message {self._num_taken + 1}",
-        )
+        found, wanted = _HEADER.unpack_from(room.memory), (num * dtype.itemsize, tag)
+        check_message(self._name, found, wanted, f"message {self._num_taken + 1}")
         return room.message(num, dtype)
 
     def release(self) -> None:
@@ -143,8 +137,7 @@ class Wire(Lane):
         store = self._group.get_group_store()
         with suppress(RuntimeError):  # who kept the store may be the one that has ended
             store.set(self._note(self._group.rank()), f"{because_of}\n#{number} {words.decode(errors='replace')}")
-        with suppress(RuntimeError):  # a receive that has no time is how torch.distributed lets one do it
-            self._group.recv([torch.empty(1)], self._peer, _LAST_TAG).wait(timedelta(milliseconds=1))
+        close(self._group, self._peer)
 
     def trouble(self, number: int) -> Trouble | None:
         """It has given up; that it has ended only a message tells."""

@@ -201,11 +201,9 @@ class SharedMemory(Lane):
         self._mine.write(TOLD, words)
 
     def finished(self, number: int) -> None:
-        """Lay it where the peer finds it."""
         self._mine.finished.value = number
 
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
-        """Lay it where the peer finds it."""
         self.tell(number, words)
         self._mine.write(BECAUSE, because_of.encode())
         self._mine.failed.value = 1

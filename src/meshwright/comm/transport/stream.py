@@ -6,7 +6,6 @@ blocks, and there is no deadlock while each rank receives in the order in which 
 
 from collections import deque
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,13 +15,6 @@ from meshwright.comm.transport.shared_memory import SharedMemory
 
 SLOTS = 128
 """Of a lane for a stream: 64 MiB may be on their way."""
-
-
-class _Part(NamedTuple):
-    """A message to come: where it goes, and what it is called in errors."""
-
-    into: Tensor
-    label: str
 
 
 class Stream:
@@ -35,7 +27,7 @@ class Stream:
         self._queue: deque[Tensor] = deque()
         self._num_sent = 0  # put, or in the queue
         self._num_put = 0
-        self._expected: deque[_Part] = deque()
+        self._expected: deque[tuple[Tensor, str]] = deque()  # where a message goes, and what errors call it
         self._num_done = 0
 
     def send(self, tensor: Tensor) -> Work:
@@ -48,7 +40,7 @@ class Stream:
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Expect as much as ``into`` holds."""
-        self._expected.extend(_Part(part, label) for part in _parts(into))
+        self._expected.extend((part, label) for part in _parts(into))
         return UnderWay(partial(self._complete, self._num_done + len(self._expected)))
 
     def move(self) -> bool:
@@ -84,14 +76,14 @@ class Stream:
 
     def _take(self) -> None:
         """Take the next expected message, which has come."""
-        part = self._expected[0].into
+        part, _ = self._expected[0]
         part.copy_(self._lane.take(part.numel(), part.dtype, 0, self._label()))
         self._lane.release()
         self._expected.popleft()
         self._num_done += 1
 
     def _label(self) -> str:
-        return self._expected[0].label or f"message {self._num_done + 1}"
+        return self._expected[0][1] or f"message {self._num_done + 1}"
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -3,8 +3,6 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 
-import msgspec
-
 from meshwright.errors import ScheduleError
 from meshwright.schedules.collectives.steps import Action, Copy, Part, Program, Receive, Send, Span, Steps, programs
 
@@ -12,16 +10,13 @@ _Key = tuple[int, int]
 """A term: the rank that brought it, and how much further on it began there."""
 
 
-class Checked(msgspec.Struct, frozen=True):
-    """``same``: all ranks that end with a sum have added its terms in the same order, so that in floating point too
-    they end with the same bits."""
-
-    same: bool
-
-
-def check(steps: Steps, given: Sequence[Program] | None = None) -> Checked:
+def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
     """Run the steps (or, ``given``, what each rank does instead) as ranks would: each for itself, with messages in the
     order in which they were sent.
+
+    Returns:
+        Whether all ranks that end with a sum have added its terms in the same order, so that in floating point too they
+        end with the same bits.
 
     Raises:
         ScheduleError: a rank waits for ever, takes another length than was sent, or is sent what it does not take; it
@@ -52,7 +47,7 @@ def check(steps: Steps, given: Sequence[Program] | None = None) -> Checked:
                     where=run.place(rank),
                     remedy="everybody must be heard of",
                 )
-    return Checked(all(len(found) == 1 for found in ordered.values()))
+    return all(len(found) == 1 for found in ordered.values())
 
 
 class _Sums:

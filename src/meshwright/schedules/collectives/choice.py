@@ -11,17 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from meshwright.errors import PlanError
+from meshwright.ir.cluster import Operation
 from meshwright.schedules.collectives import hierarchy
 from meshwright.schedules.collectives.operations import ALGORITHMS, is_there
 
 NATIVE, MPI = "native", "mpi"
 """torch.distributed's own collectives, and those of the MPI under which the ranks were started."""
-BY_MPI = ("all_reduce", "all_gather", "reduce_scatter")
+CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+"""Operations of which there are several algorithms, MPI's among them: a plan chooses, a calibration measures all."""
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star", "all_to_all": "partitioned"}
 """Algorithms of one round, where a group has two ranks."""
 
 PIECES = 8
 """In how many pieces long vectors go along levels, where that is faster."""
+LONG_BYTES = 2**20
+"""From this size on, algorithms in pieces are measured."""
 
 Ranges = Sequence[tuple[int, str]]
 """(bytes from which on, algorithm), rising."""
@@ -46,7 +50,7 @@ def chosen(text: str, operation: str, num_bytes: int) -> str:
 def runs(operation: str, name: str) -> bool:
     """Whether an operation can be run by an algorithm of that name."""
     if name == MPI:
-        return operation in BY_MPI
+        return operation in CHOSEN
     return name == NATIVE or is_there(operation, name) or (name == "exchange" and operation in EXCHANGE)
 
 
