@@ -18,6 +18,10 @@ from meshwright.schedules.collectives import operations
 HEAR_S = 1.0
 """How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
 
+_Table = tuple[tuple[int, ...], ...]
+_Key = tuple[str, str, int, torch.dtype, str, int, _Table | None]
+"""A kind: operation, algorithm, length, dtype, how it reduces, root, counts of an all-to-all."""
+
 
 class Collectives:
     """The collectives of one rank among those of a group; all of them must start the same ones in the same order.
@@ -35,7 +39,7 @@ class Collectives:
             if isinstance(lane, SharedMemory):
                 lane.look = self._look
         self._open: deque[_Run] = deque()
-        self._kinds: dict[tuple[object, ...], Kind] = {}
+        self._kinds: dict[_Key, Kind] = {}
         self._number, self._said = 0, b""
         self._failed: MeshwrightError | None = None
 
@@ -54,19 +58,16 @@ class Collectives:
         self, value: Tensor, into: Tensor, op: str = "sum", algorithm: str = "star", label: str = ""
     ) -> Work:
         """Reduce a contiguous ``[size, ...]`` and lay this rank's ``[...]`` of it into ``into``; ``value`` stays."""
-        part, mine = into.view(-1), value[self.rank].view(-1)
-        begin = self.rank * part.numel()
-        own = self._kind("reduce_scatter", algorithm, value.numel(), value.dtype, op).writes
-        if all(begin <= first and last <= begin + part.numel() for first, last in own):
+        flat, part = value.view(-1), into.view(-1)
+        length, begin, end = flat.numel(), self.rank * part.numel(), (self.rank + 1) * part.numel()
+        kind = self._kind(("reduce_scatter", algorithm, length, value.dtype, op, 0, None))
+        if all(begin <= first and last <= end for first, last in kind.writes):
             # Only the own part is written: it is added up where it is wanted, and nothing else is copied.
-            part.copy_(mine)
-            written = _Written(value.view(-1), part, begin)
-            return self._start("reduce_scatter", algorithm, value.numel(), written, op, label)
-        memory = value.view(-1).clone()
-        end = begin + part.numel()
-        return self._start(
-            "reduce_scatter", algorithm, value.numel(), memory, op, label, lambda: part.copy_(memory[begin:end])
-        )
+            part.copy_(flat[begin:end])
+            return self._start("reduce_scatter", algorithm, length, _Written(flat, part, begin), op, label)
+        memory = flat.clone()
+        mine = memory[begin:end]
+        return self._start("reduce_scatter", algorithm, length, memory, op, label, lambda: part.copy_(mine))
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "star", label: str = "") -> Work:
         """Lay every rank's ``value`` into ``into``, a contiguous ``[size, ...]``."""
@@ -110,20 +111,11 @@ class Collectives:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def _kind(
-        self,
-        operation: str,
-        algorithm: str,
-        length: int,
-        dtype: torch.dtype,
-        op: str,
-        root: int = 0,
-        counts: tuple[tuple[int, ...], ...] | None = None,
-    ) -> Kind:
+    def _kind(self, key: _Key) -> Kind:
         """What all collectives of that kind have in common."""
-        key = (operation, algorithm, length, dtype, op, root, counts)
         found = self._kinds.get(key)
         if found is None:
+            operation, algorithm, length, dtype, op, root, counts = key
             steps = operations.build(operation, algorithm, self.num_ranks, length, root, counts)
             found = self._kinds[key] = Kind(
                 self.rank, steps, dtype, op, root, self._lanes, expects=self._expects, in_arrays=self._all_shared
@@ -139,13 +131,13 @@ class Collectives:
         op: str,
         label: str,
         finish: Callable[[], object] | None = None,
-        counts: tuple[tuple[int, ...], ...] | None = None,
+        counts: _Table | None = None,
         root: int = 0,
     ) -> Work:
         if self._failed is not None:
             raise self._failed
         key = (operation, algorithm, length, memory.dtype, op, root, counts)
-        kind = self._kinds.get(key) or self._kind(*key)
+        kind = self._kinds.get(key) or self._kind(key)
         self._number = number = self._number + 1
         run = _Run(self, kind, memory, number, label, finish)
         words = kind.said.get(label) or kind.say(label)
