@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import axis_groups, channels, sum_over
 from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, current, recording
-from meshwright.comm.transport.base import Channel, Work
+from meshwright.comm.transport.base import Channel, UnderWay, Work
 from meshwright.errors import LayoutError
 from meshwright.ir.emulation import Doing, EmulatedStage
 from meshwright.ir.mesh import AxisGroup, Mesh
@@ -133,16 +133,7 @@ class _Link:
 
     def receive(self, into: Tensor, label: str = "") -> Work:
         """Expect a message; waiting also waits until it is there."""
-        return _Arriving(self._channel.receive(into, label), into)
-
-
-class _Arriving:
-    def __init__(self, work: Work, message: Tensor) -> None:
-        self._work, self._message = work, message
-
-    def wait(self) -> None:
-        self._work.wait()
-        wait_until(float(self._message))
+        return UnderWay(lambda: wait_until(float(into)), works=(self._channel.receive(into, label),))
 
 
 def _executor(

@@ -7,13 +7,14 @@ A stage's program (``lower/stage.py``) says what each function takes and returns
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, be_at, current
-from meshwright.comm.transport.base import Channel, Work
+from meshwright.comm.transport.base import Channel, UnderWay, Work
 from meshwright.ir.program import Accumulator, Value
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.stages import FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
@@ -140,7 +141,7 @@ class Executor:
         self.stages = {stage: _Stage(lowered, phases, device) for stage, lowered in stages.items()}
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
-        self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[_Arrival]]]] = {}
+        self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[Work]]]] = {}
         self._leaving: list[Work] = []
         self._keys: Callable[[int], int] = lambda microbatch: microbatch
         self._run: dict[ActionKind, Callable[[_Stage, Action], None]] = {
@@ -358,29 +359,16 @@ class Executor:
             self._begun = arrived
         return live
 
-    def _post(self, peer: int, whole: Tensor, place: Place, action: Action) -> "_Arrival":
+    def _post(self, peer: int, whole: Tensor, place: Place, action: Action) -> Work:
         box = whole[place]
         got = box if box.is_contiguous() else torch.empty_like(box, memory_format=torch.contiguous_format)
         label = f"stage {action.stage}, micro-batch {action.microbatch}, {action}"
-        return _Arrival(self._channels[peer].receive(got, label), got, box)
+        work = self._channels[peer].receive(got, label)
+        return work if got is box else UnderWay(partial(box.copy_, got), works=(work,))
 
     def _reduce(self, stage: _Stage, action: Action) -> None:
         stage.step.update(stage.buckets)
         self._call(stage, REDUCE)
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A message on its way into a box of a tensor."""
-
-    work: Work
-    got: Tensor
-    box: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        if self.got is not self.box:
-            self.box.copy_(self.got)
 
 
 class _At(NamedTuple):
