@@ -68,7 +68,7 @@ class Kind:
         in_arrays: bool,
     ) -> None:
         ahead = AHEAD if expects else SLOTS - 1
-        found = compiled(programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, ahead, expects=expects)
+        found = compiled(rank, programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, ahead, expects=expects)
         self.steps: tuple[LaneStep, ...] = tuple((one.kind, lanes.get(one.peer), *one[2:]) for one in found.steps)
         self.first = tuple(self.steps[index] for index in found.ahead)
         early = set(found.ahead)

@@ -12,7 +12,7 @@ that is furthest behind can always go on: what it waits for has been put, and of
 from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
-from meshwright.schedules.collectives.steps import Copy, Program, Receive, Send
+from meshwright.schedules.collectives.steps import Program
 
 LAG = 2
 """How many messages leave before the first is awaited."""
@@ -42,8 +42,8 @@ class Compiled(NamedTuple):
     """What is written, by the begin and end of each receive and copy."""
 
 
-def compiled(program: Program, num_per_message: int, most_ahead: int, *, expects: bool) -> Compiled:
-    """The messages of at most ``num_per_message`` elements that a rank puts and takes, and (``expects``) expects; at
+def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int, *, expects: bool) -> Compiled:
+    """The messages of at most ``num_per_message`` elements that the rank puts and takes, and (``expects``) expects; at
     most so many to (and from) each peer ahead of all others.
 
     Raises:
@@ -52,23 +52,22 @@ def compiled(program: Program, num_per_message: int, most_ahead: int, *, expects
     found: list[Step] = []
     ahead: list[int] = []
     writes: list[tuple[int, int]] = []
-    for index, actions in enumerate(program):
+    for index, moves in enumerate(program):
         puts: dict[int, list[Step]] = {}
         takes: dict[int, list[Step]] = {}
         copies: list[Step] = []
-        for action in actions:
-            if isinstance(action, Copy):
-                copies.append(Step(COPY, -1, action.begin, action.begin + action.length, action.into))
-                writes.append((action.into, action.into + action.length))
+        for move in moves:
+            if move.target == rank:
+                writes.append((move.into, move.into + move.length))
+            if move.source == move.target:
+                copies.append(Step(COPY, -1, move.begin, move.begin + move.length, move.into))
                 continue
-            kind = PUT if isinstance(action, Send) else ADD if action.adds else KEEP
-            side = puts if isinstance(action, Send) else takes
-            if isinstance(action, Receive):
-                writes.append((action.begin, action.begin + action.length))
-            parts = side.setdefault(action.peer, [])
-            for begin in range(action.begin, action.begin + max(action.length, 1), num_per_message):
-                end = min(begin + num_per_message, action.begin + action.length)
-                parts.append(Step(kind, action.peer, begin, end))
+            kind, side, peer, first = ADD if move.adds else KEEP, takes, move.source, move.into
+            if move.source == rank:
+                kind, side, peer, first = PUT, puts, move.target, move.begin
+            parts = side.setdefault(peer, [])
+            for begin in range(first, first + max(move.length, 1), num_per_message):
+                parts.append(Step(kind, peer, begin, min(begin + num_per_message, first + move.length)))
         this = _in_turn(list(puts.values()), list(takes.values()), expects)
         _check(this)
         if not index and not copies:

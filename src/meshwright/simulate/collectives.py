@@ -7,7 +7,7 @@ from functools import cache, partial
 from meshwright.cost.alpha_beta import gamma_s_per_byte
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
-from meshwright.schedules.collectives.steps import Receive, Send, Steps, programs
+from meshwright.schedules.collectives.steps import Move, Steps, programs
 from meshwright.simulate.network import Fabric, Links
 
 Link = Callable[[int, int], tuple[str, float, float]]
@@ -68,7 +68,7 @@ class _Play:
         self._links = Links(Fabric(cluster, Mesh.of(all=steps.num_ranks)))
         self._item_bytes, self._gamma = item_bytes, gamma_s_per_byte(cluster.device)
         self._programs = [deque(program) for program in programs(steps)]
-        self._todo: list[deque[Receive]] = [deque() for _ in self._programs]  # of this round
+        self._todo: list[deque[Move]] = [deque() for _ in self._programs]  # of this round
         self._leaving = [0] * len(self._programs)
         self._now = [0.0] * len(self._programs)
         self._came: defaultdict[tuple[int, int], deque[float]] = defaultdict(deque)
@@ -87,22 +87,22 @@ class _Play:
         while True:
             todo = self._todo[rank]
             while todo:
-                came = self._came[todo[0].peer, rank]
+                came = self._came[todo[0].source, rank]
                 if not came:
                     return
-                action = todo.popleft()
-                added = action.length * self._item_bytes * self._gamma * action.adds
+                taken = todo.popleft()
+                added = taken.length * self._item_bytes * self._gamma * taken.adds
                 self._now[rank] = max(self._now[rank], came.popleft()) + added
             if self._leaving[rank] or not self._programs[rank]:
                 return
             self._now[rank] = max(self._now[rank], time_s)
-            actions = self._programs[rank].popleft()
-            self._todo[rank] = deque(one for one in actions if isinstance(one, Receive))
-            for one in actions:
-                if isinstance(one, Send):
+            messages = [one for one in self._programs[rank].popleft() if one.source != one.target]
+            self._todo[rank] = deque(one for one in messages if one.target == rank)
+            for one in messages:
+                if one.source == rank:
                     self._leaving[rank] += 1
-                    flows = self._links.message(one.length * self._item_bytes, rank, one.peer)
-                    self._links.start(partial(self._arrive, rank, one.peer), self._now[rank], flows)
+                    flows = self._links.message(one.length * self._item_bytes, rank, one.target)
+                    self._links.start(partial(self._arrive, rank, one.target), self._now[rank], flows)
 
     def _arrive(self, source: int, target: int, time_s: float) -> None:
         self._came[source, target].append(time_s)

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from meshwright.errors import ScheduleError
-from meshwright.schedules.collectives.steps import Action, Copy, Part, Program, Receive, Send, Span, Steps, programs
+from meshwright.schedules.collectives.steps import Move, Part, Program, Span, Steps, programs
 
 _Key = tuple[int, int]
 """A term: the rank that brought it, and how much further on it began there."""
@@ -129,22 +129,17 @@ class _Run:
         for rank, spans in enumerate(steps.before):
             for span in spans:
                 self.memories[rank].write([(span, self.sums.term((rank, 0)))] if span[0] < span[1] else [])
-        self._todo = [deque(action for actions in program for action in actions) for program in each]
+        self._todo = [deque(move for moves in program for move in moves) for program in each]
         self._under_way: dict[tuple[int, int], deque[tuple[list[tuple[Span, int]], int, set[int]]]] = {}
 
     def all(self) -> None:
         while any(self._todo):
             moved = [self._go_on(rank) for rank in range(len(self._todo))]
             if not any(moved):
-                waiting = {rank: todo[0] for rank, todo in enumerate(self._todo) if todo}
-                rank = min(waiting)
+                waiting = {rank: todo[0].source for rank, todo in enumerate(self._todo) if todo}
                 raise ScheduleError(
-                    "; ".join(
-                        f"rank {one} waits for rank {action.peer}"
-                        for one, action in waiting.items()
-                        if isinstance(action, Receive)
-                    ),
-                    where=self.place(rank),
+                    "; ".join(f"rank {rank} waits for rank {source}" for rank, source in waiting.items()),
+                    where=self.place(min(waiting)),
                     remedy="every receive needs its send, sent before the sender waits for this rank",
                 )
         for (source, target), queue in self._under_way.items():
@@ -163,25 +158,26 @@ class _Run:
             moved = True
         return moved
 
-    def _done(self, rank: int, action: Action) -> bool:
-        if isinstance(action, Send):
-            queue = self._under_way.setdefault((rank, action.peer), deque())
-            queue.append((self._read(rank, action.begin, action.length), action.length, set(self.heard[rank])))
-        elif isinstance(action, Copy):
-            self._take(rank, self._read(rank, action.begin, action.length), action.into, action.adds)
-        else:
-            queue = self._under_way.setdefault((action.peer, rank), deque())
-            if not queue:
-                return False
-            parts, length, heard = queue.popleft()
-            if length != action.length:
-                raise ScheduleError(
-                    f"it takes {action.length} elements of rank {action.peer}, which sends {length}",
-                    where=self.place(rank),
-                    remedy="both must name the same elements",
-                )
-            self.heard[rank] |= heard
-            self._take(rank, parts, action.begin, action.adds)
+    def _done(self, rank: int, move: Move) -> bool:
+        queue = self._under_way.setdefault((move.source, move.target), deque())
+        if move.source == rank:
+            parts = self._read(rank, move.begin, move.length)
+            if move.target == rank:
+                self._take(rank, parts, move.into, move.adds)
+            else:
+                queue.append((parts, move.length, set(self.heard[rank])))
+            return True
+        if not queue:
+            return False
+        parts, length, heard = queue.popleft()
+        if length != move.length:
+            raise ScheduleError(
+                f"it takes {move.length} elements of rank {move.source}, which sends {length}",
+                where=self.place(rank),
+                remedy="both must name the same elements",
+            )
+        self.heard[rank] |= heard
+        self._take(rank, parts, move.into, move.adds)
         return True
 
     def _read(self, rank: int, begin: int, length: int) -> list[tuple[Span, int]]:

@@ -1,6 +1,6 @@
 """Collectives as lists of steps: who sends which elements to whom in each round, and who adds them up. Pure data."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise, zip_longest
 
@@ -94,51 +94,21 @@ def count(steps: Steps) -> Count:
     )
 
 
-class Send(msgspec.Struct, frozen=True, gc=False):
-    """Send ``length`` elements at ``begin`` to rank ``peer``."""
-
-    peer: int
-    begin: int
-    length: int
-
-
-class Receive(msgspec.Struct, frozen=True, gc=False):
-    """Take ``length`` elements of rank ``peer`` to ``begin``, in place of what is there or added to it."""
-
-    peer: int
-    begin: int
-    length: int
-    adds: bool
-
-
-class Copy(msgspec.Struct, frozen=True, gc=False):
-    """Copy within the memory."""
-
-    begin: int
-    into: int
-    length: int
-    adds: bool
-
-
-Action = Send | Receive | Copy
-Program = tuple[tuple[Action, ...], ...]
-"""What one rank does, round by round: all its sends, then all its receives; rounds without it are left out."""
+Program = tuple[tuple[Move, ...], ...]
+"""What one rank does, round by round: all its sends, then what it takes and copies; rounds without it are left out."""
 
 
 def programs(steps: Steps) -> tuple[Program, ...]:
     """The rounds, as each rank sees them."""
-    found: list[list[tuple[Action, ...]]] = [[] for _ in range(steps.num_ranks)]
+    found: list[list[tuple[Move, ...]]] = [[] for _ in range(steps.num_ranks)]
     for moves in steps.rounds:
-        sends: dict[int, list[Action]] = {}
-        takes: dict[int, list[Action]] = {}
+        sends, takes = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
         for one in moves:
-            if one.source == one.target:
-                takes.setdefault(one.source, []).append(Copy(one.begin, one.into, one.length, one.adds))
-                continue
-            sends.setdefault(one.source, []).append(Send(one.target, one.begin, one.length))
-            takes.setdefault(one.target, []).append(Receive(one.source, one.into, one.length, one.adds))
+            if one.source != one.target:
+                sends[one.source].append(one)
+            takes[one.target].append(one)
         for rank in sends.keys() | takes.keys():
-            found[rank].append((*sends.get(rank, ()), *takes.get(rank, ())))
+            found[rank].append((*sends[rank], *takes[rank]))
     return tuple(map(tuple, found))
 
 
