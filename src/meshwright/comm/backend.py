@@ -168,12 +168,9 @@ def reduce_to_parts_start(
 def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[list[int], list[int]]:
     """Which of many parts go in one message, copied together, and which alone: all together by torch.distributed, which
     knows no other way; else those that take longer to be sent alone than to be copied."""
-    together: list[int] = []
-    alone: list[int] = []
-    for index, count in enumerate(counts):
-        short = algorithm == NATIVE or count * itemsize <= TOGETHER_BYTES
-        (together if short else alone).append(index)
-    return together, alone
+    most = max(counts) if algorithm == NATIVE else TOGETHER_BYTES // itemsize
+    together = [index for index, count in enumerate(counts) if count <= most]
+    return together, [index for index, count in enumerate(counts) if count > most]
 
 
 def _empty(like: Tensor, count: int, ranks: _Ranks, again: bool) -> Tensor:

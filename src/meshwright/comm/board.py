@@ -7,8 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.comm.attendance import Attendance
-from meshwright.comm.transport.base import LATE, timeout_of
-from meshwright.errors import LostRankError
+from meshwright.comm.transport.base import late, timeout_of
 
 PIECE_BYTES = 4 * 2**20
 """torch's store takes no value of more than 8 MiB."""
@@ -56,11 +55,7 @@ class Board:
                     self._attendance.check(rank)
                 look = time.monotonic()
             if time.monotonic() > deadline:
-                raise LostRankError(
-                    f"it has left no note {key!r} for {self._timeout_s:g} s",
-                    where=f"rank {rank}",
-                    remedy=LATE,
-                )
+                raise late(rank, f"it has left no note {key!r} for {self._timeout_s:g} s")
             time.sleep(LOOK_EVERY_S)
         num_pieces = int(self._store.get(f"board/{key}"))
         return pickle.loads(b"".join(self._store.get(f"board/{key}/{number}") for number in range(num_pieces)))

@@ -13,8 +13,7 @@ MESSAGE_BYTES = 512 * 1024
 """The most that one message of a lane holds: what one rank writes, the other finds in the cache that they share."""
 
 OWN_ERROR = "look for its own error"
-LATE = "look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others"
-"""Remedies: where a rank has failed, and where it may only be slow."""
+"""The remedy where another rank has failed."""
 
 
 class Work(Protocol):
@@ -58,6 +57,12 @@ class Trouble(NamedTuple):
     def error(self, waiting: str = "this rank waits") -> LostRankError:
         """The error of a rank that waits in vain; ``waiting`` says for what."""
         return LostRankError(f"{self.problem}, and {waiting}", where=self.where, remedy=OWN_ERROR)
+
+
+def late(rank: int, problem: str) -> LostRankError:
+    """The error of a rank that has waited for another one, which may only be slow."""
+    remedy = "look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others"
+    return LostRankError(problem, where=f"rank {rank}", remedy=remedy)
 
 
 class Lane:

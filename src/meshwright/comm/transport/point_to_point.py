@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.attendance import Attendance, close
-from meshwright.comm.transport.base import LATE, MESSAGE_BYTES, Lane, Trouble, UnderWay, Work, check_message, first_line
+from meshwright.comm.transport.base import MESSAGE_BYTES, Lane, Trouble, UnderWay, Work, check_message, first_line, late
 from meshwright.comm.transport.progress import Progress
-from meshwright.errors import LostRankError
 
 T = TypeVar("T")
 
@@ -56,8 +55,7 @@ class PointToPoint:
             found = self._attendance.culprit() if self._attendance is not None else None
             if found is not None:
                 raise found.error(f"{what} is due") from error
-            said = f"{otherwise}, and {what} is due: {first_line(error)}"
-            raise LostRankError(said, where=f"rank {self._name}", remedy=LATE) from error
+            raise late(self._name, f"{otherwise}, and {what} is due: {first_line(error)}") from error
 
 
 class Wire(Lane):
@@ -166,7 +164,7 @@ class Wire(Lane):
         except RuntimeError as error:
             if (found := self.trouble(0)) is not None:
                 raise found.error() from error
-            raise LostRankError(f"{otherwise}: {first_line(error)}", where=f"rank {self._name}", remedy=LATE) from error
+            raise late(self._name, f"{otherwise}: {first_line(error)}") from error
 
 
 class _Room:

@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.transport.base import LATE, OWN_ERROR, Lane, Trouble, check_message
+from meshwright.comm.transport.base import OWN_ERROR, Lane, Trouble, check_message, late
 from meshwright.comm.transport.process import Process, box
 from meshwright.comm.transport.segment import BECAUSE, TOKEN_AT, TOLD, Segment, allocate
 from meshwright.errors import LostRankError, RankError
@@ -61,7 +61,7 @@ class SharedMemory(Lane):
         self.peer, self.timeout_s = peer, timeout_s
         self._mine, self._theirs, self._slots, self.process = mine, theirs, slots, process
         self._futex = ctypes.CDLL(None).syscall
-        self._long, self._nap, self._short = _timespec(SLEEP_S), _timespec(NAP_S), _timespec(FLUSH_S)
+        self._long, self._nap, self._short = (_Timespec(int(s), int(s % 1 * 1e9)) for s in (SLEEP_S, NAP_S, FLUSH_S))
         self._num_put = 0
         self._num_taken = 0
 
@@ -279,11 +279,7 @@ class SharedMemory(Lane):
         if self.has_ended() and (word.value - number) & _BEHIND:
             raise self.blame(self.peer).error(f"{what} is due")
         if time.monotonic() > deadline:
-            raise LostRankError(
-                f"it has sent nothing for {self.timeout_s:g} s, and {what} is due",
-                where=f"rank {self.peer}",
-                remedy=LATE,
-            )
+            raise late(self.peer, f"it has sent nothing for {self.timeout_s:g} s, and {what} is due")
 
 
 def _answer(
@@ -314,7 +310,3 @@ def _answer(
 
 def _ended(peer: int) -> LostRankError:
     return Trouble(f"rank {peer}", ENDED).error("memory was to be shared with it")
-
-
-def _timespec(seconds: float) -> _Timespec:
-    return _Timespec(int(seconds), int(seconds % 1 * 1e9))

@@ -129,14 +129,8 @@ def _read_named(text: str, depth: int) -> Boxes:
 
 
 def all_reduce_in_levels(found: Leveled, length: int) -> Rounds:
-    """Rounds: inside every level but the outermost, and across that.
-
-    Raises:
-        ScheduleError: there is no such algorithm, or the boxes do not hold the ranks 0, 1, ... once each.
-    """
-    _check(found, "all_reduce")
-    sides = [_one_piece(found, piece) for piece in cut((0, length), found.pieces)]
-    return _one_behind_the_other(sides)
+    """Rounds: inside every level but the outermost, and across that."""
+    return _one_behind_the_other([_one_piece(found, piece) for piece in cut((0, length), found.pieces)])
 
 
 def _one_piece(found: Leveled, whole: Span) -> tuple[Rounds, Rounds, Rounds]:
@@ -167,13 +161,8 @@ def reduce_scatter_in_levels(found: Leveled, owned: Owned) -> Rounds:
     is this backwards.
 
     Raises:
-        ScheduleError: as an all-reduce; or the boxes are not equal, or there are several pieces.
+        ScheduleError: the boxes are not equal.
     """
-    _check(found, "reduce_scatter")
-    if found.pieces > 1:
-        raise ScheduleError(
-            f"it goes in {found.pieces} pieces", where="reduce_scatter", remedy="only an all-reduce does: leave /PIECES"
-        )
     return _scattered(found.boxes, dict(enumerate(owned)), found)
 
 
@@ -195,20 +184,6 @@ def _scattered(boxes: Boxes, owned: Mapping[int, Sequence[Span]], found: Leveled
     across = HALVES_ACROSS[found.across]
     peers = [list(ranks) for ranks in zip(*units, strict=True)]
     return beside(inside) + beside(across(ranks, [owned[rank] for rank in ranks]) for ranks in peers)
-
-
-def _check(found: Leveled, operation: str) -> None:
-    if found.inside not in INSIDE or found.across not in ACROSS_BY_OPERATION[operation]:
-        raise ScheduleError(
-            f"there is no algorithm '{found.inside}+{found.across}' along levels",
-            where=operation,
-            remedy=f"INSIDE+ACROSS, of {', '.join(INSIDE)} and {', '.join(ACROSS_BY_OPERATION[operation])}",
-        )
-    ranks = leaves(found.boxes)
-    if sorted(ranks) != list(range(len(ranks))):
-        raise ScheduleError(
-            f"the boxes hold the ranks {', '.join(map(str, ranks))}", where="boxes", remedy="name 0, 1, ... once each"
-        )
 
 
 def _reduced(box: Boxes | int, whole: Span, inside: str) -> tuple[Rounds, _Owners]:

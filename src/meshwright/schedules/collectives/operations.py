@@ -278,10 +278,14 @@ def _check(operation: str, algorithm: str, num_ranks: int, length: int) -> None:
             remedy=f"one of {', '.join(ALGORITHMS[operation])}"
             + (", or one along levels: star+ring@2x4" if operation in ACROSS_BY_OPERATION else ""),
         )
-    if (leveled := read(algorithm)) is not None and (held := len(leaves(leveled.boxes))) != num_ranks:
-        raise ScheduleError(
-            f"{num_ranks} ranks, of which the boxes hold {held}", where=algorithm, remedy="name every rank once"
-        )
+    if (leveled := read(algorithm)) is not None:
+        held = leaves(leveled.boxes)
+        if len(held) != num_ranks:
+            problem = f"{num_ranks} ranks, of which the boxes hold {len(held)}"
+            raise ScheduleError(problem, where=algorithm, remedy="name every rank once")
+        if sorted(held) != list(range(num_ranks)):
+            problem = f"the boxes hold the ranks {', '.join(map(str, held))}"
+            raise ScheduleError(problem, where="boxes", remedy="name 0, 1, ... once each")
     for what, value, least in (("ranks", num_ranks, 1), ("elements", length, 0)):
         if value < least:
             raise ScheduleError(f"{value} {what}", where=operation, remedy=f"give {least} or more")
