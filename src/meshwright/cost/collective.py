@@ -127,7 +127,7 @@ class Network:
     def algorithms(self, group: Group) -> str:
         """Which algorithm is the fastest from which size on, as plans write it (``schedules/collectives/choice.py``);
         nothing where nothing was measured for such a group."""
-        ranges = {}
+        ranges: dict[str, list[tuple[int, str]]] = {}
         for operation in CHOSEN:
             tables = self._tables(operation, group)
             if runnable := {name: rows for name, rows in tables.items() if runs(operation, name)}:
