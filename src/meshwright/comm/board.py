@@ -25,9 +25,8 @@ class Board:
     def __init__(self, attendance: Attendance | None = None) -> None:
         self._store: Any = None
         self._attendance = attendance
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            world = dist.group.WORLD
-            assert world is not None
+        world = dist.group.WORLD
+        if world is not None and world.size() > 1:
             self._timeout_s = timeout_of(world).total_seconds()
             self._store = world.get_group_store().clone()  # type: ignore[attr-defined]
 

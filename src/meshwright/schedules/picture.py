@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from meshwright.ir.schedule import Action, Schedule
+from meshwright.ir.schedule import Schedule
 from meshwright.schedules.timing import Times
 
 WIDTH = 120
@@ -37,7 +37,11 @@ def timeline(schedule: Schedule, times: tuple[Times, ...], *, whole: bool = True
             for row in computing[:MOST_RANKS]
         ]
     several = any(len({action.stage for action, _, _ in row}) > 1 for row in computing)
-    texts = {action: _cell(action, several) for row in computing for action, _, _ in row}
+    texts = {
+        action: str(action) if several else f"{action.kind.value}{action.microbatch}"
+        for row in computing
+        for action, _, _ in row
+    }
     width = max(map(len, texts.values())) + 1
     rows = []
     for row in computing:
@@ -87,10 +91,6 @@ def grid(schedule: Schedule, marks: Mapping[int, int]) -> str:
         line = "".join(cell.ljust(width) for cell in cells[first : first + columns])
         lines.append(f"  {name:<{margin}}{line}".rstrip())
     return "\n".join(lines)
-
-
-def _cell(action: Action, with_stage: bool) -> str:
-    return str(action) if with_stage else f"{action.kind.value}{action.microbatch}"
 
 
 def _round(number: float) -> int:

@@ -11,7 +11,7 @@ from meshwright.ir.placement import Partial, Placements, Shard, local_shape
 Box = tuple[tuple[int, int], ...]
 """(start, stop) on every dim of a local tensor."""
 
-_Runs = list[tuple[int, int]]
+_Runs = tuple[tuple[int, int], ...]
 """(start, stop) in the whole dim, rising: what a rank holds of the dim, one run after another in its local tensor."""
 
 _Region = tuple[_Runs, ...]
@@ -130,7 +130,8 @@ def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, in
         at = dict(zip(sizes, coordinates, strict=True))
         region: list[_Runs] = []
         for dim, size in enumerate(shape):
-            runs, done = [(0, size)], list[tuple[Shard, int]]()
+            runs: _Runs = ((0, size),)
+            done: list[tuple[Shard, int]] = []
             for axis, placement in placements.items():
                 if not isinstance(placement, Shard) or placement.dim != dim:
                     continue
@@ -156,10 +157,10 @@ def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, in
 
 def _holders(regions: list[_Region]) -> list[tuple[_Region, list[int]]]:
     """The different parts, each with the ranks that hold it, by their first rank."""
-    found: dict[tuple[tuple[tuple[int, int], ...], ...], list[int]] = {}
+    found: dict[_Region, list[int]] = {}
     for rank, region in enumerate(regions):
-        found.setdefault(tuple(tuple(runs) for runs in region), []).append(rank)
-    return [(regions[ranks[0]], ranks) for ranks in found.values()]
+        found.setdefault(region, []).append(rank)
+    return list(found.items())
 
 
 def _gather(ranks: list[int], shape: tuple[int, ...]) -> Gather:
@@ -175,7 +176,7 @@ def _gather(ranks: list[int], shape: tuple[int, ...]) -> Gather:
 
 def _cut(runs: _Runs, block: int, part: int, index: int) -> _Runs:
     """Of every ``block`` local positions, the part number ``index``."""
-    result: _Runs = []
+    result: list[tuple[int, int]] = []
     at = 0
     for first, last in runs:
         stop = at + last - first
@@ -184,7 +185,7 @@ def _cut(runs: _Runs, block: int, part: int, index: int) -> _Runs:
             if low < high:
                 result.append((first + low - at, first + high - at))
         at = stop
-    return result
+    return tuple(result)
 
 
 def _common(source: _Region, target: _Region, box: Box) -> list[tuple[Box, Box]]:

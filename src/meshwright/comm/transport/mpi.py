@@ -10,8 +10,6 @@ from torch import Tensor
 from meshwright.comm.transport.base import UnderWay, Work
 from meshwright.errors import RankError
 
-_OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
-
 
 def is_there() -> bool:
     """Whether the ranks of torch.distributed are those of an MPI, in the same order. It loads nothing: who starts the
@@ -56,7 +54,7 @@ class Mpi:
         return UnderWay(self._ranks.Iallgather(self._buffer(value), self._buffer(into)).Wait, value, into)
 
     def _op(self, op: str) -> Any:
-        return getattr(self._mpi, _OPS[op])
+        return getattr(self._mpi, op.upper())
 
     def _buffer(self, value: Tensor) -> Any:
         if value.dtype in (torch.bfloat16, torch.float16) or value.device.type != "cpu":

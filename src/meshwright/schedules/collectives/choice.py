@@ -38,13 +38,11 @@ def chosen(text: str, operation: str, num_bytes: int) -> str:
     Raises:
         PlanError: the text names what there is not.
     """
-    if " " not in text:
-        return _plain(operation, _known(operation, text, text))
-    found = NATIVE
-    for least, name in parsed(text).get(operation, ()):
+    found = NATIVE if " " in text else _known(operation, text, text)
+    for least, name in parsed(text).get(operation, ()) if " " in text else ():
         if num_bytes >= least:
             found = name
-    return _plain(operation, found)
+    return EXCHANGE[operation] if found == "exchange" else found
 
 
 def runs(operation: str, name: str) -> bool:
@@ -64,9 +62,7 @@ def candidates(operation: str, num_ranks: int, boxes: str = "") -> tuple[str, ..
     if num_ranks == 2:  # where the others are one of these
         return (NATIVE, "butterfly", "ring") if whole else (NATIVE, "star")
     flat = ("butterfly", "shares", "ring", "rabenseifner") if whole else ("star", "ring", "halving")
-    if not boxes:
-        return (NATIVE, *flat)
-    return (NATIVE, *flat, *(name for name in _along(operation, boxes) if is_there(operation, name)))
+    return (NATIVE, *flat, *(_along(operation, boxes) if boxes else ()))
 
 
 def in_pieces(name: str) -> bool:
@@ -83,10 +79,6 @@ def _along(operation: str, boxes: str) -> Iterator[str]:
         if across != "tree" and across not in same:  # a butterfly takes half as long as a tree
             for pieces in (1, PIECES) if operation == "all_reduce" else (1,):
                 yield hierarchy.written("star", across, boxes, pieces)
-
-
-def _plain(operation: str, name: str) -> str:
-    return EXCHANGE[operation] if name == "exchange" else name
 
 
 @lru_cache(maxsize=256)
