@@ -15,7 +15,7 @@ from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.simulate.faults import Faults
 from meshwright.simulate.fold import Classes, classes
 from meshwright.simulate.network import Fabric, Links
-from meshwright.simulate.program import Entry, Meet, Message, Post, Program, Until, programs
+from meshwright.simulate.program import Entry, Meet, Post, Program, Until, programs
 
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
 """Streams: computing, what is under way between ranks, and how long computing stood still for that."""
@@ -154,7 +154,7 @@ class _Rank:
 
 
 _MeetingKey = tuple[str, tuple[int, ...], int]
-_MessageKey = tuple[int, Message]
+_MessageKey = tuple[int, Action]
 
 
 class _Engine:
@@ -203,7 +203,7 @@ class _Engine:
                     if arrival is None or (arrival > rank.death_s and now < arrival):
                         return self._stop(one, rank, now, place, op, (one, receives), arrival)
                     if arrival > now:
-                        spans.append((WAIT, Action(receives[1], receives[0], receives[2]), now, arrival, 0, 0.0))
+                        spans.append((WAIT, receives, now, arrival, 0, 0.0))
                         now = arrival
                 op = 0
                 if born or workspace:
@@ -266,7 +266,7 @@ class _Engine:
     # --- what ranks do together --------------------------------------------------------------------------------------
 
     def _post(self, one: int, piece: Post, label: str | Action, now: float) -> None:
-        key = (self._folded.groups["pp"][one][piece.target], piece.message)
+        key = (self._folded.groups["pp"][one][piece.target], piece.received)
         self._messages[key] = (one, label, now, piece.bytes)
         if self._links is None:
             self._arrive(key, now + piece.seconds)
@@ -365,6 +365,4 @@ class _Engine:
     def _label(entry: Entry, awaited: object, one: int) -> str:
         if isinstance(awaited, _Meeting):
             return awaited.names[one]
-        assert entry.receives is not None
-        kind, stage, microbatch = entry.receives
-        return str(Action(stage, kind, microbatch))
+        return str(entry.receives)

@@ -12,9 +12,6 @@ from meshwright.schedules.passes import add_communication
 from meshwright.schedules.timing import PARTNER, communicates
 from meshwright.simulate.network import Fabric
 
-Message = tuple[ActionKind, int, int | None]
-"""The receive that takes a message: its kind, stage and micro-batch."""
-
 
 class Meet(NamedTuple):
     """Coming to a collective along an axis, which takes ``seconds`` when all of the group are there."""
@@ -32,9 +29,9 @@ class Until(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Sending a message to another pipeline rank."""
+    """Sending a message to another pipeline rank, which takes it by the action ``received``."""
 
-    message: Message
+    received: Action
     target: int
     bytes: int
     seconds: float
@@ -48,7 +45,7 @@ class Entry(NamedTuple):
     ``workspace`` while it lasts) and fewer after its end."""
 
     label: str | Action
-    receives: Message | None
+    receives: Action | None
     ops: tuple[Op, ...]
     born: int = 0
     workspace: int = 0
@@ -115,7 +112,7 @@ class _Builder:
         stage, kind = self.work.stages[action.stage], action.kind
         receives, receive = None, _RECEIVED_BY.get(kind)
         if receive is not None and self.homes.get(action.stage + PARTNER[receive][0], self.rank) != self.rank:
-            receives = (receive, action.stage, action.microbatch)
+            receives = Action(action.stage, receive, action.microbatch)
         saved, workspace = (round(self.work.heap_factor * size) for size in (stage.saved_bytes, stage.workspace_bytes))
         return Entry(
             action,
@@ -148,8 +145,8 @@ class _Builder:
         num_bytes = stage.sent_up_bytes if step > 0 else stage.sent_down_bytes
         target = self.homes[action.stage + step]
         seconds = self.fabric.send_s(num_bytes, self.rank, target)
-        message = (receive, action.stage + step, action.microbatch)
-        return Entry(action, None, (Post(message, target, num_bytes, seconds),))
+        received = Action(action.stage + step, receive, action.microbatch)
+        return Entry(action, None, (Post(received, target, num_bytes, seconds),))
 
     def _ops(self, pieces: Sequence[Piece], stage: int, label: str = "") -> tuple[Op, ...]:
         """Computing that nothing interrupts is one op, called as the action; around the schedule, each by its name."""
