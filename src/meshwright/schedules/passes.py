@@ -1,6 +1,7 @@
 """Passes over schedules: they add sends and receives, and the reduction of gradients."""
 
 from collections import deque
+from collections.abc import Container
 
 import msgspec
 
@@ -29,14 +30,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: the schedule communicates already, or ``check`` refuses it.
     """
-    for rank, actions in enumerate(schedule.ranks):
-        for position, action in enumerate(actions):
-            if action.kind.transfers:
-                raise ScheduleError(
-                    f"`{action}`: the schedule communicates already",
-                    where=f"rank {rank}, position {position}",
-                    remedy="give one that only computes",
-                )
+    _refuse(schedule, PARTNER, "communicates", "give one that only computes")
     report = check(schedule)
     rank_of = {stage: rank for rank, one in enumerate(report.ranks) for stage in one.stages}
     sends: dict[Action, Action] = {}
@@ -69,18 +63,13 @@ def add_reduction(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: the schedule reduces gradients already.
     """
+    _refuse(schedule, (ActionKind.REDUCE_GRAD,), "reduces gradients", "give one that does not")
     ranks = []
-    for rank, actions in enumerate(schedule.ranks):
+    for actions in schedule.ranks:
         last = {action.stage: at for at, action in enumerate(actions) if action.kind in (ActionKind.B, ActionKind.W)}
         reduced: list[Action] = []
         due: list[Action] = []
         for position, action in enumerate(actions):
-            if action.kind is ActionKind.REDUCE_GRAD:
-                raise ScheduleError(
-                    f"`{action}`: the schedule reduces gradients already",
-                    where=f"rank {rank}, position {position}",
-                    remedy="give one that does not",
-                )
             if action.kind not in (ActionKind.SEND_F, ActionKind.SEND_B):
                 reduced += due
                 due = []
@@ -89,6 +78,14 @@ def add_reduction(schedule: Schedule) -> Schedule:
                 due.append(Action(action.stage, ActionKind.REDUCE_GRAD))
         ranks.append([*reduced, *due])
     return _with_ranks(schedule, ranks)
+
+
+def _refuse(schedule: Schedule, kinds: Container[ActionKind], does: str, remedy: str) -> None:
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.kind in kinds:
+                problem = f"`{action}`: the schedule {does} already"
+                raise ScheduleError(problem, where=f"rank {rank}, position {position}", remedy=remedy)
 
 
 def _with_ranks(schedule: Schedule, ranks: list[list[Action]]) -> Schedule:

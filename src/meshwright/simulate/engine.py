@@ -182,11 +182,8 @@ class _Engine:
             while self._ready:
                 one = self._ready.popleft()
                 self._play(one, self._ranks[one])
-            ended = self._links.advance() if self._links is not None else None
-            if ended is None:
+            if self._links is None or not self._links.advance():
                 break
-            for finish in ended[1]:
-                finish(ended[0])
         self._check_finished()
         return tuple(rank.timeline for rank in self._ranks)
 

@@ -102,11 +102,11 @@ class Links:
         self._now_s = 0.0
 
     def start(self, finish: Finish, time_s: float, flows: tuple[Flow, ...]) -> None:
-        """Begin a transfer (its flows one after the other), at a time not before the last that ``advance`` gave."""
+        """Begin a transfer (its flows one after the other), at a time not before the last end that was told."""
         heapq.heappush(self._pending, (time_s + flows[0].latency_s, next(self._numbers), finish, flows))
 
-    def advance(self) -> tuple[float, list[Finish]] | None:
-        """Go on to when transfers next end: the time, and whom to tell; None where none is left."""
+    def advance(self) -> bool:
+        """Go on to when transfers next end, and tell; false where none is left."""
         while self._pending or self._active:
             ending = {number: left / self._rates[number] for number, left in self._left.items()}
             next_end = self._now_s + min(ending.values(), default=math.inf)
@@ -129,9 +129,11 @@ class Links:
                 else:
                     ended.append(finish)
             self._share()
+            for finish in ended:
+                finish(self._now_s)
             if ended:
-                return self._now_s, ended
-        return None
+                return True
+        return False
 
     def _move(self, time_s: float) -> None:
         passed = time_s - self._now_s
