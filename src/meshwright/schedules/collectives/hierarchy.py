@@ -129,20 +129,8 @@ def _read_named(text: str, depth: int) -> Boxes:
 
 
 def all_reduce_in_levels(found: Leveled, length: int) -> Rounds:
-    """Rounds: inside every level but the outermost, and across that."""
-    return _one_behind_the_other([_one_piece(found, piece) for piece in cut((0, length), found.pieces)])
-
-
-def _one_piece(found: Leveled, whole: Span) -> tuple[Rounds, Rounds, Rounds]:
-    units = [_reduced(box, whole, found.inside) for box in found.boxes]
-    up, owners = beside(rounds for rounds, _ in units), [one for _, one in units]
-    top = beside(ACROSS[found.across](members, span) for span, members in _shared(owners))
-    up, top = ([moves for moves in rounds if moves] for rounds in (up, top))
-    return up, top, group.backwards(up)
-
-
-def _one_behind_the_other(pieces: Sequence[tuple[Rounds, Rounds, Rounds]]) -> Rounds:
-    """Each piece's rounds (before it goes across, across, after), begun when the one before it has gone across:
+    """Rounds: inside every level but the outermost, and across that. A piece begins when the one before it has gone
+    across:
 
     piece 0   in  across  in
     piece 1       in      across  in
@@ -150,8 +138,12 @@ def _one_behind_the_other(pieces: Sequence[tuple[Rounds, Rounds, Rounds]]) -> Ro
     """
     late: list[Rounds] = []
     begin = 0
-    for before, across, after in pieces:
-        late.append([[] for _ in range(begin)] + before + across + after)
+    for piece in cut((0, length), found.pieces):
+        units = [_reduced(box, piece, found.inside) for box in found.boxes]
+        shared = _shared([owners for _, owners in units])
+        inside = [moves for moves in beside(rounds for rounds, _ in units) if moves]
+        across = [moves for moves in beside(ACROSS[found.across](ranks, span) for span, ranks in shared) if moves]
+        late.append([[] for _ in range(begin)] + inside + across + group.backwards(inside))
         begin += max(1, len(across))
     return beside(late)
 
