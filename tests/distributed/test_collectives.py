@@ -531,14 +531,17 @@ def share_and_forget() -> tuple[int, int, list[str]]:
     before, usual = set(os.listdir("/dev/shm")), _shared_parts()
     me, others = _world().rank(), [one for one in range(_world().size()) if one != _world().rank()]
     store = _world().get_group_store()
-    made = {peer: shared_memory.SharedMemory.connect(store, "forgotten", me, peer, 0.2, 8) for peer in others}
+    made = {peer: shared_memory.SharedMemory.connect(store, "forgotten", me, peer, 60.0, 8) for peer in others}
+    for lane in made.values():
+        assert lane is not None
+        lane.timeout_s = 0.2
     ours = Collectives(me, _world().size(), {peer: lane for peer, lane in made.items() if lane is not None})
     held = _shared_parts() - usual
     if me == 0:
         with pytest.raises(LostRankError):
             ours.all_reduce(torch.zeros(500_000), algorithm="ring").wait()
     files = sorted(set(os.listdir("/dev/shm")) - before)
-    del ours, made
+    del ours, made, lane
     return held, _shared_parts() - usual, files
 
 
