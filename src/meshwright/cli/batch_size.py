@@ -5,9 +5,9 @@ from typing import Any
 from rich.table import Table
 
 from meshwright import config
+from meshwright.cli import display
 from meshwright.cli.overrides import overridden
 from meshwright.cli.plan import run_of
-from meshwright.errors import FileFormatError
 from meshwright.ir.result import BatchSizes
 from meshwright.ir.run import Run
 
@@ -34,28 +34,14 @@ SMALL: dict[str, Any] = {
 def small_or(target: str, arguments: list[str]) -> Run:
     """The run of ``target``, or the small one, with the options of the command line."""
     if target:
-        return run_of(target, None, None, arguments)
+        return run_of(target, arguments)
     return config.make(overridden(SMALL, arguments), where="the small run")
-
-
-def sizes_of(text: str) -> list[int]:
-    """``8,16`` as numbers.
-
-    Raises:
-        FileFormatError: it is none.
-    """
-    try:
-        return [int(one) for one in text.split(",")]
-    except ValueError:
-        raise FileFormatError(f"{text!r} are no numbers", where="--sizes", remedy="write 8,16,32") from None
 
 
 def table(found: BatchSizes) -> Table:
     """The points, by rule."""
-    shown = Table(box=None, pad_edge=False)
-    shown.add_column("rule", no_wrap=True)
-    for title in ("batch", "lr", "steps", "samples", "ms/step", "time to target"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    titles = ("rule", "batch", "lr", "steps", "samples", "ms/step", "time to target")
+    shown = display.table(titles, left=("rule",))
     for rule in dict.fromkeys(one.rule for one in found.points):
         for one in (point for point in found.points if point.rule == rule):
             reached = one.steps_to_target > 0

@@ -12,6 +12,9 @@ from meshwright.errors import FileFormatError
 from meshwright.ir import files
 from meshwright.ir.run import Run
 
+EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Settings of a command that takes such options beside its own."""
+
 
 def overridden(raw: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     """The tables changed by ``arguments`` (``--section.key value`` or ``--section.key=value``).

@@ -29,10 +29,7 @@ def write_report(
             model, cluster, devices=size or None, global_batch=batch, sequence=sequence, usd_per_hour=price or None
         )
 
-    terminal = display.console()
-    bars = display.Bars(terminal)
-    bars.begin("weighing layouts", 1 + 2 * len(FACTORS))
-    try:
+    with display.progress("weighing layouts", 1 + 2 * len(FACTORS)) as bars:
         machine = prediction.load_cluster(cluster, devices or None)
         found = found_on(machine.num_devices)
         bars.advance()
@@ -46,10 +43,8 @@ def write_report(
                     pass  # the cluster ends there, or the batch does not divide: no point of the curve
                 bars.advance()
         page = prediction.explain(found, machine, scaling=sorted(scaling.items()), command=command)
-    finally:
-        bars.end()
     if page is None:
         raise LayoutError("there is no layout to report of", where=model, remedy="take more devices")
     display.write(path, report.render(page).encode())
-    terminal.print(f"{page.verdict}: {page.sentence}\n-> {path}")
+    display.console().print(f"{page.verdict}: {page.sentence}\n-> {path}")
     return 0 if found.options else 1

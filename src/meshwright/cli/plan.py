@@ -12,7 +12,6 @@ from meshwright.cli.layouts import show_layouts
 from meshwright.cli.networks import show_network
 from meshwright.cli.overrides import overridden
 from meshwright.cli.pages import write_report
-from meshwright.cli.train import EXTRA
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.run import Run
@@ -109,17 +108,13 @@ def plan(
             return write_report(report, target, cluster, ranks, batch, sequence, price, " ".join(words))
         return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, as_json)
     limited = [f"--layout.seconds={seconds}"] if seconds is not None else []
-    run = run_of(target, dp, tp, [*limited, *context.args], cluster=cluster, strict=strict)
+    run = run_of(target, [*limited, *context.args], dp, tp, cluster, strict)
     refuse(context, OF_SIZES, f"{target} is captured as it is: its run file has batch and sequence length")
     from meshwright import api
 
-    bars = display.Bars(display.console())
-    bars.begin("capturing and planning")
-    try:
+    with display.progress("capturing and planning") as bars:
         limit = display.num_bytes(memory, "--memory") if memory else None
         found = api.plan_run(run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None)
-    finally:
-        bars.end()
     made = found.plan
     if output is not None:
         display.write(output, files.encode_json(made))
@@ -149,7 +144,12 @@ def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
 
 
 def run_of(
-    target: str, dp: int | None, tp: int | None, arguments: list[str], cluster: str = "", strict: bool = False
+    target: str,
+    arguments: list[str],
+    dp: int | None = None,
+    tp: int | None = None,
+    cluster: str = "",
+    strict: bool = False,
 ) -> Run:
     """The run of a file, or the one that stands for a model's name, with the options of the command line."""
     if target in config.REFERENCES:
@@ -175,8 +175,3 @@ def run_of(
     if strict:
         chosen.append("--layout.strict=true")
     return config.make(overridden(raw, [*chosen, *arguments]), where=target)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(context_settings=EXTRA, epilog=EPILOG)(plan)

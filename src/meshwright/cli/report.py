@@ -46,8 +46,3 @@ def report(
             )
         display.write(trace, room.trace_events(*traces))
         terminal.print(f"-> {trace}")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(report)

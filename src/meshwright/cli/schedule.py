@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import typer
-from rich.table import Table
 
 from meshwright.cli import display
 from meshwright.errors import FileFormatError, ScheduleError
@@ -115,9 +114,8 @@ def _print(made: Schedule, report: Report, num_bytes: int | None, whole: bool) -
     words = [f"{count} {what}{'' if count == 1 else 'es' if what.endswith('h') else 's'}" for count, what in counts]
     drawn = picture.timeline(made, tuple(one.times for one in report.ranks), whole=whole)
     typer.echo(f"{made.name}: {', '.join(words)}\n\n{drawn}")
-    table = Table(box=None, pad_edge=False)
-    for title in ("rank", "stages", "bubble", "live micro-batches", "sent per micro-batch"):
-        table.add_column(title, justify="left" if title == "stages" else "right", no_wrap=True)
+    titles = ("rank", "stages", "bubble", "live micro-batches", "sent per micro-batch")
+    table = display.table(titles, left=("stages",))
     for rank, one in enumerate(report.ranks if whole else report.ranks[: picture.MOST_RANKS]):
         sent = f"{one.sent_per_microbatch} tensor{'' if one.sent_per_microbatch == 1 else 's'}"
         if num_bytes is not None:
@@ -133,8 +131,3 @@ def _print(made: Schedule, report: Report, num_bytes: int | None, whole: bool) -
     )
     if not whole and "\ndrawn: " in drawn:
         terminal.print("the first ranks and slots are shown: --whole draws all of it, --text and --json print it")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(schedule)

@@ -29,7 +29,6 @@ If a rank is lost, all start again from the last checkpoint. Run the same comman
 RECALIBRATE: Any = typer.Option(
     False, "--recalibrate", help="Correct what is known of this machine by what the run measured."
 )
-EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def train(
@@ -50,11 +49,6 @@ def train(
     run_training(with_directory(config.make(raw, where=str(file)), f"runs/{file.stem}"), feed_back=feed_back)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(context_settings=EXTRA, epilog=EPILOG)(train)
-
-
 def with_directory(run: Run, directory: str) -> Run:
     """The run, lying in ``directory`` where it does not say itself where it lies."""
     return msgspec.structs.replace(
@@ -70,7 +64,7 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
     from meshwright import api
 
     if api.launched():
-        result = train_rank(run)
+        result = display.on_rank(api.train, run)
         if api.launched_rank() == 0:
             summarize(run, result, feed_back)
         return
@@ -86,26 +80,18 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
     display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} in {run.train.directory}")
     directory = Path(run.train.directory)
     again = api.Restarts(directory / "checkpoints", display.console().print)
+    port = run.train.port
     try:
-        result = api.run_ranks(
-            train_rank, run, num_ranks=num_ranks, directory=directory, port=run.train.port, again=again
-        )
+        with display.cursor_kept():
+            result = api.run_ranks(
+                display.on_rank, api.train, run, num_ranks=num_ranks, directory=directory, port=port, again=again
+            )
     except KeyboardInterrupt:
         whole = sorted((directory / "checkpoints").glob("step-*/manifest.json"))
         if whole:
             display.console().print(f"{whole[-1].parent} is saved: --train.directory {directory} goes on from there")
         raise
-    finally:
-        display.restore_cursor()
     summarize(run, result, feed_back)
-
-
-def train_rank(run: Run) -> "Trained":
-    """What every rank runs."""
-    from meshwright import api
-
-    with display.shown(api.launched_rank()) as progress:
-        return api.train(run, progress)
 
 
 def summarize(run: Run, result: "Trained", feed_back: bool) -> None:
