@@ -11,13 +11,12 @@ import torch
 
 from meshwright import api, build
 from meshwright.bench.machine import this_machine, versions
-from meshwright.bench.repeat import WARMUP_STEPS, alternate
-from meshwright.bench.scaling import NUM_BATCHES, name_of_model, scratch, settings_of
-from meshwright.errors import DataError, FileFormatError, LaunchError, LayoutError, NonFiniteLossError
+from meshwright.bench.repeat import WARMUP_STEPS, alternate, measuring
+from meshwright.bench.scaling import NUM_BATCHES, check_alone, check_rising, name_of_model, on_ranks, settings_of
+from meshwright.errors import DataError, FileFormatError, LayoutError, NonFiniteLossError
 from meshwright.ir.learning_rate import scaled_by
 from meshwright.ir.result import BatchPoint, BatchSizes, Result, Series
 from meshwright.ir.run import Run
-from meshwright.runtime import launch
 from meshwright.runtime.data import Loader
 from meshwright.runtime.loop import Progress, Silent, resumed_schedule
 from meshwright.runtime.trainer import Trainer
@@ -95,8 +94,7 @@ def batch_size(
         LaunchError: this process is a rank itself.
     """
     progress = progress or Silent()
-    if launch.launched():
-        raise LaunchError("it starts its ranks itself", where="bench batch-size", remedy="call it without torchrun")
+    check_alone("bench batch-size")
     _check(run, sizes, target, rules)
     cases = cases_of(run, sizes, rules, seeds)
     by_size = {case.batch: case.runs[0] for case in cases}
@@ -104,29 +102,13 @@ def batch_size(
     for one in by_size.values():
         api.plan_run(one, ranks)
         progress.advance()
-    before = torch.get_num_threads()
-    progress.begin(f"training {len(cases)} x {seeds} times to a loss of {target:g}")
-    try:
-        with scratch() as directory:
-            found = api.run_ranks(
-                measure,
-                cases,
-                target,
-                evaluate_every,
-                repetitions,
-                steps,
-                threads,
-                num_ranks=ranks,
-                directory=directory,
-            )
-    finally:
-        progress.end()
-        torch.set_num_threads(before)
-    accelerators = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    with measuring(progress):
+        progress.begin(f"training {len(cases)} x {seeds} times to a loss of {target:g}")
+        found = on_ranks(measure, cases, target, evaluate_every, repetitions, steps, threads, num_ranks=ranks)
     return Result(
         name="batch-size",
         command=command,
-        machine=this_machine(accelerators),
+        machine=this_machine(accelerators=True),
         versions=versions(),
         timed=TIMED.format(
             model=name_of_model(run), optimizer=type(run.optimizer).__name__, dtype=run.train.dtype,
@@ -155,10 +137,7 @@ def cases_of(run: Run, sizes: Sequence[int], rules: Sequence[str], seeds: int) -
 
 
 def _check(run: Run, sizes: Sequence[int], target: float, rules: Sequence[str]) -> None:
-    if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-        raise LayoutError(
-            f"{list(sizes)} are not at least two rising batch sizes", where="--sizes", remedy="write 8,16,32"
-        )
+    check_rising(sizes, "batch sizes", "--sizes", "write 8,16,32")
     unknown = [rule for rule in rules if rule not in RULES]
     if unknown or not rules:
         raise FileFormatError(
@@ -234,11 +213,7 @@ def _prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
     source = build.Source(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=base)))
     whole = source.training()
     whole.resize(run.data.batch_size)
-    trainer = api.parallelize(
-        build.model(run), build.loss_function(run), next(iter(whole)), plan=run.layout.chosen(), seed=run.train.seed,
-        optimizer=build.optimizer(run), max_grad_norm=run.train.max_grad_norm or None,
-        cluster=run.layout.cluster or None,
-    )  # fmt: skip
+    trainer = api.trainer_of(run, next(iter(whole)))
     loader, held_out = source.training(trainer.data_shard), source.held_out(trainer.data_shard)
     loader.resize(run.data.batch_size)
     assert held_out is not None

@@ -3,7 +3,6 @@
 import platform
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,14 +21,10 @@ WIDTHS = {"avx512f": 64, "fma": 32, "asimd": 16}
 """By a processor's flag: float32 operations a cycle and core, with two fused multiply-adds of the vector's width."""
 
 
-def this_machine(accelerators: Sequence[str] = ()) -> Machine:
-    """The machine of this process."""
-    return Machine(
-        cpu=cpu_model(),
-        cores=launch.num_cores(),
-        accelerators=tuple(accelerators),
-        system=platform.system(),
-    )
+def this_machine(*, accelerators: bool = False) -> Machine:
+    """The machine of this process; with its GPUs, where ``accelerators`` were used."""
+    names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())] if accelerators else []
+    return Machine(cpu=cpu_model(), cores=launch.num_cores(), accelerators=tuple(names), system=platform.system())
 
 
 def versions() -> dict[str, str]:

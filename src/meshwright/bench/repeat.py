@@ -1,7 +1,8 @@
 """Times programs side by side: alternating in the same processes, one figure a round, of the slowest rank."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -43,6 +44,17 @@ def alternate(
             seconds[name].append(max(from_every_rank(time.perf_counter() - start)) / steps)
         progress.advance()
     return seconds
+
+
+@contextmanager
+def measuring(progress: Progress) -> Iterator[None]:
+    """What is measured inside may begin progress, and set the number of threads, which is restored."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        progress.end()
+        torch.set_num_threads(before)
 
 
 def _settle() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from meshwright import api
 from meshwright.bench.machine import measured_peak, nominal_peak, this_machine, versions
-from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.bench.repeat import WARMUP_STEPS, alternate, measuring
 from meshwright.errors import ClusterError
 from meshwright.ir.result import Peak, Result, Series, Settings, Utilization
 from meshwright.ir.statistics import median
@@ -49,18 +49,14 @@ def utilization(
     progress = progress or Silent()
     config = config or GPTConfig()
     threads = threads or launch.num_cores()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with measuring(progress):
+        torch.set_num_threads(threads)
         progress.begin("measuring the peak", 4)
         measured = measured_peak(threads, progress)
         step, step_flops = naive_step(config, batch_size)
         product, product_flops = _product(size)
         progress.begin("measuring a matrix product and a naive step", repetitions)
         seconds = alternate({PRODUCT: product, STEP: step}, rounds=repetitions, steps=1, progress=progress)
-    finally:
-        progress.end()
-        torch.set_num_threads(before)
     peaks = _peaks(peak_flops_per_s, measured, nominal_peak(threads), product_flops / min(seconds[PRODUCT]), threads)
     run = uuid.uuid4().hex[:12]
     settings = {
