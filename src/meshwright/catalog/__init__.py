@@ -94,8 +94,8 @@ def load_device(name: str) -> Device:
     """
     found = _known_devices().get(name)
     if found is None:
-        hint = files.did_you_mean(name, device_names())
-        raise ClusterError(f"unknown device {name!r}", remedy=f"{hint} devices: {', '.join(device_names())}".strip())
+        remedy = files.did_you_mean(name, device_names(), f"devices: {', '.join(device_names())}")
+        raise ClusterError(f"unknown device {name!r}", remedy=remedy)
     return _device_file(found).device
 
 
@@ -235,11 +235,11 @@ def _unknown(name: str, why: str) -> ClusterError:
     one_box = {known.rpartition("-")[0] for known in listed} - set(device_names())
     near = sorted({*listed, *(box for box in one_box if "-" in box)})
     akin = [known for known in near if known.startswith(name.partition("-")[0])]
-    hint = files.did_you_mean(name, akin or near)
-    grammar = f"a name is DEVICE-BOX-FABRIC, such as {_EXAMPLE}, with DEVICE one of {', '.join(device_names())}"
-    return ClusterError(
-        f"unknown cluster {name!r}: {why}", remedy=f"{hint} {grammar}; a file's name ends in .toml".strip()
+    grammar = (
+        f"a name is DEVICE-BOX-FABRIC, such as {_EXAMPLE}, with DEVICE one of {', '.join(device_names())}; a file's "
+        "name ends in .toml"
     )
+    return ClusterError(f"unknown cluster {name!r}: {why}", remedy=files.did_you_mean(name, akin or near, grammar))
 
 
 @functools.cache

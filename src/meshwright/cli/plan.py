@@ -160,13 +160,8 @@ def run_of(
         from meshwright import prediction
 
         known = [*config.REFERENCES, "RUN.toml", *prediction.model_names(), *prediction.network_names()]
-        raise FileFormatError(
-            "neither a file nor a model",
-            where=target,
-            remedy=" ".join(
-                filter(None, (files.did_you_mean(target, known), f"models: {', '.join(config.REFERENCES)}"))
-            ),
-        )
+        remedy = files.did_you_mean(target, known, f"models: {', '.join(config.REFERENCES)}")
+        raise FileFormatError("neither a file nor a model", where=target, remedy=remedy)
     chosen = [f"--layout.{name}={size}" for name, size in (("dp", dp), ("tp", tp)) if size is not None]
     if tp is not None and dp is None:
         chosen.append("--layout.dp=1")

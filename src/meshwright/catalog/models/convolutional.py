@@ -172,6 +172,6 @@ def load_network(name: str) -> ConvNet:
         LayoutError: there is none of that name; the message says which are near.
     """
     if name not in _BUILDERS:
-        hint = files.did_you_mean(name, _BUILDERS)
-        raise LayoutError(f"unknown network {name!r}", remedy=f"{hint} networks: {', '.join(network_names())}".strip())
+        remedy = files.did_you_mean(name, _BUILDERS, f"networks: {', '.join(network_names())}")
+        raise LayoutError(f"unknown network {name!r}", remedy=remedy)
     return _BUILDERS[name](name)
