@@ -11,17 +11,14 @@ from meshwright.cli.plan import run_of
 from meshwright.ir.result import BatchSizes
 from meshwright.ir.run import Run
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright bench batch-size --sizes 8,16,32 --target 2.7
-
-  meshwright bench batch-size --sizes 8,32,128 --target 2.6 --rules none,sqrt --seeds 3 --optimizer.name lamb
-
-  meshwright bench batch-size RUN.toml --sizes 16,64,256 --target 1.9 --ranks 2 --schedule.warmup_steps 100
-
+EPILOG = display.examples(
+    "meshwright bench batch-size --sizes 8,16,32 --target 2.7",
+    "meshwright bench batch-size --sizes 8,32,128 --target 2.6 --rules none,sqrt --seeds 3 --optimizer.name lamb",
+    "meshwright bench batch-size RUN.toml --sizes 16,64,256 --target 1.9 --ranks 2 --schedule.warmup_steps 100",
+    note="""\
 The learning rate and schedule.warmup_steps are those of the smallest size; every size makes at most train.steps steps.
-The knee is the critical batch size: beyond it, a larger batch takes many more samples for few steps less.
-"""
+The knee is the critical batch size: beyond it, a larger batch takes many more samples for few steps less.""",
+)
 SMALL: dict[str, Any] = {
     "model": {"name": "gpt", "layers": 2, "width": 64, "heads": 2},
     "data": {"kind": "text", "sequence_length": 64, "max_bytes": 1_000_000, "held_out": 0.02},

@@ -18,40 +18,29 @@ from meshwright.ir.result import BatchSizes, Comparison, Result, Scaling, Utiliz
 if TYPE_CHECKING:
     from meshwright.bench.lint import Refusal
 
-SCALING_EPILOG = """[bold]Examples[/bold]
-
-  meshwright bench scaling
-
-  meshwright bench scaling gpt --kind batch --ranks 2 --json
-
-  meshwright bench scaling RUN.toml --kind strong --ranks 1,2,4 --layout.dp 1 --layout.tp -1 -o scaling.json
-
-  meshwright bench scaling gpt --kind model --grow layers
-
+SCALING_EPILOG = display.examples(
+    "meshwright bench scaling",
+    "meshwright bench scaling gpt --kind batch --ranks 2 --json",
+    "meshwright bench scaling RUN.toml --kind strong --ranks 1,2,4 --layout.dp 1 --layout.tp -1 -o scaling.json",
+    "meshwright bench scaling gpt --kind model --grow layers",
+    note="""\
 In strong scaling model and batch stay; otherwise the batch or the model grows with the ranks. What grows with the model
-is divided by tensor parallelism where the layout says nothing. More ranks than cores are measured and marked.
-"""
-UTILIZATION_EPILOG = """[bold]Examples[/bold]
-
-  meshwright bench utilization
-
-  meshwright bench utilization --size 4096 --threads 1 --json
-
-  meshwright bench utilization --peak 224e9
-
+is divided by tensor parallelism where the layout says nothing. More ranks than cores are measured and marked.""",
+)
+UTILIZATION_EPILOG = display.examples(
+    "meshwright bench utilization",
+    "meshwright bench utilization --size 4096 --threads 1 --json",
+    "meshwright bench utilization --peak 224e9",
+    note="""\
 The peak is the larger of what the fastest matrix product reaches here and of clock x vector width x cores, as far as
-Linux tells them (a virtual machine often tells the base clock); --peak takes that of a data sheet.
-"""
-LINT_EPILOG = """[bold]Examples[/bold]
-
-  meshwright bench lint RESULT.json
-
-  meshwright bench lint benchmarks/results/foundation.json --json
-
-  meshwright bench lint --rules
-
-The exit code is 1 where something is refused. The format is explained in docs/reference/result-file.md.
-"""
+Linux tells them (a virtual machine often tells the base clock); --peak takes that of a data sheet.""",
+)
+LINT_EPILOG = display.examples(
+    "meshwright bench lint RESULT.json",
+    "meshwright bench lint benchmarks/results/foundation.json --json",
+    "meshwright bench lint --rules",
+    note="The exit code is 1 where something is refused. The format is explained in docs/reference/result-file.md.",
+)
 TARGET = typer.Argument(
     "gpt", metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
 )

@@ -10,20 +10,14 @@ from meshwright.cli import display
 if TYPE_CHECKING:
     from meshwright.api import Cluster
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright calibrate
-
-  meshwright calibrate --output machine.toml
-
-  meshwright calibrate --if-stale --json
-
-  torchrun --nnodes 2 ... --no-python meshwright calibrate --output cluster.toml
-
-  mpirun -n 4 meshwright calibrate --output machine.toml
-
-The file is a cluster file: `meshwright clusters FILE` shows it, and --cluster FILE plans for it.
-"""
+EPILOG = display.examples(
+    "meshwright calibrate",
+    "meshwright calibrate --output machine.toml",
+    "meshwright calibrate --if-stale --json",
+    "torchrun --nnodes 2 ... --no-python meshwright calibrate --output cluster.toml",
+    "mpirun -n 4 meshwright calibrate --output machine.toml",
+    note="The file is a cluster file: `meshwright clusters FILE` shows it, and --cluster FILE plans for it.",
+)
 
 
 def calibrate(

@@ -4,14 +4,11 @@ import typer
 
 from meshwright.cli import display
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright clusters
-
-  meshwright clusters a100-80gb-dgx-hdr200x8
-
-  meshwright clusters cpu-local --json
-"""
+EPILOG = display.examples(
+    "meshwright clusters",
+    "meshwright clusters a100-80gb-dgx-hdr200x8",
+    "meshwright clusters cpu-local --json",
+)
 
 
 def clusters(

@@ -9,14 +9,11 @@ from meshwright.schedules.collectives.picture import rounds
 
 MOST_DRAWN = 256
 """Ranks whose rounds are drawn."""
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright collectives --ranks 8 --bytes 1MiB
-
-  meshwright collectives all_gather --ranks 16 --bytes 64MiB --cluster h100-dgx-ndr400x8
-
-  meshwright collectives --ranks 4 --picture ring
-"""
+EPILOG = display.examples(
+    "meshwright collectives --ranks 8 --bytes 1MiB",
+    "meshwright collectives all_gather --ranks 16 --bytes 64MiB --cluster h100-dgx-ndr400x8",
+    "meshwright collectives --ranks 4 --picture ring",
+)
 
 
 def collectives(

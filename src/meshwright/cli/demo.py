@@ -6,17 +6,15 @@ from importlib import resources
 import typer
 
 from meshwright import config
+from meshwright.cli import display
 from meshwright.cli.overrides import overridden
 from meshwright.cli.train import RECALIBRATE, run_training, with_directory
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright demo
-
-  meshwright demo --steps 100 --layout.tp 2
-
-  meshwright demo --print > RUN.toml     a file to start from
-"""
+EPILOG = display.examples(
+    "meshwright demo",
+    "meshwright demo --steps 100 --layout.tp 2",
+    "meshwright demo --print > RUN.toml     a file to start from",
+)
 
 
 def demo(

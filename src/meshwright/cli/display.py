@@ -26,6 +26,11 @@ UNITS: dict[str, float] = {
 }  # fmt: skip
 
 
+def examples(*calls: str, note: str = "") -> str:
+    """The end of a command's help: how it is called, then a note."""
+    return "\n\n".join(["[bold]Examples[/bold]", *(f"  {call}" for call in calls), *filter(None, [note])]) + "\n"
+
+
 def console() -> Console:
     """The terminal, where lines are as long as they are: a log line is one line."""
     width = None if sys.stdout.isatty() else 160

@@ -10,16 +10,12 @@ if TYPE_CHECKING:
     from meshwright.ir.convnet import ConvNet
     from meshwright.ir.transformer import Transformer
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright models
-
-  meshwright models llama3-70b --json
-
-  meshwright models resnet50
-
-  meshwright models path/to/config.json
-"""
+EPILOG = display.examples(
+    "meshwright models",
+    "meshwright models llama3-70b --json",
+    "meshwright models resnet50",
+    "meshwright models path/to/config.json",
+)
 
 
 def models(

@@ -17,28 +17,20 @@ from meshwright.ir import files
 from meshwright.ir.run import Run
 from meshwright.report.program_text import program_text
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright plan gpt --dp 2 --tp 2
-
-  meshwright plan RUN.toml --ranks 8 --cluster a100-80gb-dgx --output plan.json
-
-  meshwright plan gpt --tp 4 --model.width 1024 --model.heads 16 --json
-
-  meshwright plan gpt --dp 2 --layout.microbatches 4 --program
-
-  meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --batch 512
-
-  meshwright plan gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --batch 1536 --vary devices=256..2048
-
-  meshwright plan llama3-8b --cluster h100-dgx-ndr400x8 --ranks 32 --vary cluster=h100-dgx-ndr400x8,h200-dgx-ndr400x8
-
-  meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --report plan.html
-
-  meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024
-
-A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by its sizes.
-"""
+EPILOG = display.examples(
+    "meshwright plan gpt --dp 2 --tp 2",
+    "meshwright plan RUN.toml --ranks 8 --cluster a100-80gb-dgx --output plan.json",
+    "meshwright plan gpt --tp 4 --model.width 1024 --model.heads 16 --json",
+    "meshwright plan gpt --dp 2 --layout.microbatches 4 --program",
+    "meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --batch 512",
+    "meshwright plan gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --batch 1536 --vary devices=256..2048",
+    "meshwright plan llama3-8b --cluster h100-dgx-ndr400x8 --ranks 32 "
+    "--vary cluster=h100-dgx-ndr400x8,h200-dgx-ndr400x8",
+    "meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --report plan.html",
+    "meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024",
+    note="A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by "
+    "its sizes.",
+)
 TARGET: Any = typer.Argument(
     ..., metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
 )

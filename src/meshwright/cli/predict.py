@@ -9,16 +9,12 @@ from meshwright.cli import display
 if TYPE_CHECKING:
     from meshwright.prediction import Prediction
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright predict gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --devices 64 --tp 8 --pp 8 --global-batch 64
-
-  meshwright predict llama3-8b --cluster h100-dgx-ndr400x8 --devices 8 --zero 3 --micro-batch 2 --global-batch 16
-
-  meshwright predict path/to/config.json --cluster a100-40gb-dgx --tp 8 --global-batch 8 --json
-
-The exit code is 1 where it does not fit.
-"""
+EPILOG = display.examples(
+    "meshwright predict gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --devices 64 --tp 8 --pp 8 --global-batch 64",
+    "meshwright predict llama3-8b --cluster h100-dgx-ndr400x8 --devices 8 --zero 3 --micro-batch 2 --global-batch 16",
+    "meshwright predict path/to/config.json --cluster a100-40gb-dgx --tp 8 --global-batch 8 --json",
+    note="The exit code is 1 where it does not fit.",
+)
 
 
 def predict(

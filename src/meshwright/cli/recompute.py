@@ -9,16 +9,12 @@ from meshwright.cli import display
 if TYPE_CHECKING:
     from meshwright.prediction import Worked
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright recompute
-
-  meshwright recompute bubbles
-
-  meshwright recompute allreduce-table --json
-
-Verdicts: agrees, rounds (within 5 %), claim wrong, and of what was measured: we differ.
-"""
+EPILOG = display.examples(
+    "meshwright recompute",
+    "meshwright recompute bubbles",
+    "meshwright recompute allreduce-table --json",
+    note="Verdicts: agrees, rounds (within 5 %), claim wrong, and of what was measured: we differ.",
+)
 
 
 def recompute(

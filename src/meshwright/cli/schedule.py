@@ -12,16 +12,12 @@ from meshwright.ir.schedule import Schedule
 from meshwright.schedules import passes, picture, pipeline
 from meshwright.schedules.check import Report, check
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright schedule 1f1b --stages 4 --microbatches 8
-
-  meshwright schedule interleaved --stages 4 --microbatches 8 --chunks 2 --bytes 16MiB
-
-  meshwright schedule zb-h1 --stages 4 --microbatches 8 --text > zb-h1.csv
-
-  meshwright schedule --file zb-h1.csv
-"""
+EPILOG = display.examples(
+    "meshwright schedule 1f1b --stages 4 --microbatches 8",
+    "meshwright schedule interleaved --stages 4 --microbatches 8 --chunks 2 --bytes 16MiB",
+    "meshwright schedule zb-h1 --stages 4 --microbatches 8 --text > zb-h1.csv",
+    "meshwright schedule --file zb-h1.csv",
+)
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,14 +12,11 @@ from meshwright.ir.summary import RankTimes, summarize
 from meshwright.ir.trace import Trace
 from meshwright.report.trace_event import trace_events
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright simulate gpt --dp 2
-
-  meshwright simulate RUN.toml --layout.pp 4 --layout.microbatches 8 --ranks 4 --slow 2=1.3
-
-  meshwright simulate gpt --tp 2 --trace step.json     for ui.perfetto.dev
-"""
+EPILOG = display.examples(
+    "meshwright simulate gpt --dp 2",
+    "meshwright simulate RUN.toml --layout.pp 4 --layout.microbatches 8 --ranks 4 --slow 2=1.3",
+    "meshwright simulate gpt --tp 2 --trace step.json     for ui.perfetto.dev",
+)
 
 
 def simulate(

@@ -16,16 +16,13 @@ from meshwright.ir.run import Run
 if TYPE_CHECKING:
     from meshwright.api import Trained
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright train gpt.toml
-
-  meshwright train gpt.toml --optimizer.lr 3e-4 --layout.tp 2
-
-  torchrun --nproc-per-node 4 -m meshwright.cli train gpt.toml
-
-If a rank is lost, all start again from the last checkpoint. Run the same command again, and it goes on from there too.
-"""
+EPILOG = display.examples(
+    "meshwright train gpt.toml",
+    "meshwright train gpt.toml --optimizer.lr 3e-4 --layout.tp 2",
+    "torchrun --nproc-per-node 4 -m meshwright.cli train gpt.toml",
+    note="If a rank is lost, all start again from the last checkpoint. Run the same command again, and it goes on "
+    "from there too.",
+)
 RECALIBRATE: Any = typer.Option(
     False, "--recalibrate", help="Correct what is known of this machine by what the run measured."
 )

@@ -10,16 +10,12 @@ from meshwright.cli import display
 if TYPE_CHECKING:
     from meshwright.prediction import Validation
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright validate CASES.csv
-
-  meshwright validate CASES.csv --json
-
-  meshwright validate --columns
-
-Rows that cannot be read are left out and listed. The columns are explained in docs/reference/cases.md.
-"""
+EPILOG = display.examples(
+    "meshwright validate CASES.csv",
+    "meshwright validate CASES.csv --json",
+    "meshwright validate --columns",
+    note="Rows that cannot be read are left out and listed. The columns are explained in docs/reference/cases.md.",
+)
 
 
 def validate(

@@ -13,14 +13,11 @@ from meshwright.cli.plan import DP, STRICT, TARGET, TP, run_of
 if TYPE_CHECKING:
     from meshwright.api import Comparison
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright verify gpt --tp 2
-
-  meshwright verify RUN.toml --dp 2 --tp 2 --steps 5
-
-The exit code is 1 where a difference is larger than is allowed.
-"""
+EPILOG = display.examples(
+    "meshwright verify gpt --tp 2",
+    "meshwright verify RUN.toml --dp 2 --tp 2 --steps 5",
+    note="The exit code is 1 where a difference is larger than is allowed.",
+)
 
 
 def verify(
