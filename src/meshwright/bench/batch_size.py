@@ -146,12 +146,11 @@ def _check(run: Run, sizes: Sequence[int], target: float, rules: Sequence[str]) 
         )  # fmt: skip
     if not math.isfinite(target):
         raise FileFormatError(f"{target} is no loss", where="--target", remedy="give a number, such as 2.5")
-    schedule = run.schedule
-    for key, given in (("name", schedule.name != "none"), ("scaling", schedule.scaling != "none"),
-                       ("batch_sizes", bool(schedule.batch_sizes))):  # fmt: skip
-        if given:
+    for key in ("name", "scaling", "batch_sizes"):
+        given = getattr(run.schedule, key)
+        if given not in ("none", ()):
             raise FileFormatError(
-                f"it is {getattr(schedule, key)!r}: how long it takes would depend on it", where=f"schedule.{key}",
+                f"it is {given!r}: how long it takes would depend on it", where=f"schedule.{key}",
                 remedy="leave it out; warmup_steps may stay",
             )  # fmt: skip
     if run.layout.file:

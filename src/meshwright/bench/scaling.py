@@ -13,7 +13,7 @@ import torch
 
 from meshwright import api, build
 from meshwright.bench.machine import this_machine, versions
-from meshwright.bench.repeat import WARMUP_STEPS, alternate, measuring
+from meshwright.bench.repeat import WARMUP_STEPS, alternate, eager_step, measuring
 from meshwright.errors import FileFormatError, LaunchError, LayoutError, MeshwrightError
 from meshwright.ir.result import Comparison, Finding, Point, Result, Scalar, Scaling, Series, Settings
 from meshwright.ir.run import Run, RunLayout
@@ -211,20 +211,12 @@ def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
 def _eager(run: Run, device: torch.device) -> Callable[[Any], object]:
     """The same step in plain eager PyTorch."""
     model, loss_fn = build.model(run).to(device).train(), build.loss_function(run)
-    optimizer = build.optimizer(run)(list(model.named_parameters()))
+    step = eager_step(model, loss_fn, build.optimizer(run)(list(model.named_parameters())), run.train.max_grad_norm)
 
-    def step(batch: Any) -> torch.Tensor:
-        batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
-        optimizer.zero_grad()
-        loss = loss_fn(model, batch)
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        loss.backward()
-        if run.train.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), run.train.max_grad_norm)
-        optimizer.step()
-        return loss.detach()
+    def moved(batch: Any) -> object:
+        return step({name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()})
 
-    return step
+    return moved
 
 
 def _over(step: Callable[[Any], object], batches: Sequence[Any]) -> Callable[[], object]:

@@ -192,19 +192,11 @@ def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts
         raise _unknown(name, f"{text!r} is not a box ({', '.join(known)})")
     available = [link for link in kind.links if link in links]
     if not available:
-        raise _unknown(
-            name, f"a {text} joins devices by {' or '.join(kind.links)}, and {device} has {', '.join(links)}"
-        )
-    link = links[available[0]]
-    return Level(
-        name="box",
-        fan_out=devices,
-        alpha_s=link.alpha_s,
-        beta_s_per_byte=link.beta_s_per_byte,
-        rings=link.rings,
-        source=f"{available[0]}; {link.source}",
-        origin="catalog",
-    )
+        ways = f"{' or '.join(kind.links)}, and {device} has {', '.join(links)}"
+        raise _unknown(name, f"a {text} joins devices by {ways}")
+    found = msgspec.structs.asdict(links[available[0]])
+    found["source"] = f"{available[0]}; {found['source']}"
+    return Level(name="box", fan_out=devices, origin="catalog", **found)
 
 
 def _fabric(name: str, text: str, parts: Parts) -> Level:

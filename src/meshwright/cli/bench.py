@@ -1,16 +1,14 @@
 """``meshwright bench``: measures this machine and models on it, and refuses results that mislead."""
 
-import shlex
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
 
 from meshwright import config
-from meshwright.cli import batch_size, display
-from meshwright.cli.overrides import EXTRA
+from meshwright.cli import display
+from meshwright.cli.overrides import EXTRA, overridden
 from meshwright.cli.plan import run_of
 from meshwright.ir import files
 from meshwright.ir.result import BatchSizes, Comparison, Result, Scaling, Utilization
@@ -35,12 +33,27 @@ UTILIZATION_EPILOG = display.examples(
 The peak is the larger of what the fastest matrix product reaches here and of clock x vector width x cores, as far as
 Linux tells them (a virtual machine often tells the base clock); --peak takes that of a data sheet.""",
 )
+BATCH_SIZE_EPILOG = display.examples(
+    "meshwright bench batch-size --sizes 8,16,32 --target 2.7",
+    "meshwright bench batch-size --sizes 8,32,128 --target 2.6 --rules none,sqrt --seeds 3 --optimizer.name lamb",
+    "meshwright bench batch-size RUN.toml --sizes 16,64,256 --target 1.9 --ranks 2 --schedule.warmup_steps 100",
+    note="""\
+The learning rate and schedule.warmup_steps are those of the smallest size; every size makes at most train.steps steps.
+The knee is the critical batch size: beyond it, a larger batch takes many more samples for few steps less.""",
+)
 LINT_EPILOG = display.examples(
     "meshwright bench lint RESULT.json",
     "meshwright bench lint benchmarks/results/foundation.json --json",
     "meshwright bench lint --rules",
     note="The exit code is 1 where something is refused. The format is explained in docs/reference/result-file.md.",
 )
+SMALL: dict[str, Any] = {
+    "model": {"name": "gpt", "layers": 2, "width": 64, "heads": 2},
+    "data": {"kind": "text", "sequence_length": 64, "max_bytes": 1_000_000, "held_out": 0.02},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "train": {"steps": 400},
+}
+"""The run whose batch sizes are measured where none is given: a small GPT on text of the standard library."""
 TARGET = typer.Argument(
     "gpt", metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
 )
@@ -71,7 +84,7 @@ def scaling(
     counts = counts_of(ranks, api.num_devices())
     numbers = {"turns": turns, "repetitions": repetitions, "steps": steps, "threads": threads}
     options = {"kind": kind, "ranks": ",".join(map(str, counts)), **numbers, "grow": grow}
-    command = _command("scaling", target, options, arguments)
+    command = display.command("bench", "scaling", target, options=options, arguments=arguments)
     with display.cursor_kept(), display.progress() as bars:
         result = measure_scaling(run, kind, counts, grow=grow, command=command, progress=bars, **numbers)
     _deliver(result, as_json, output)
@@ -93,12 +106,13 @@ def utilization(
     with display.progress() as bars:
         result = measure_utilization(
             size=size, batch_size=batch, repetitions=repetitions, threads=threads, peak_flops_per_s=peak,
-            command=_command("utilization", "", options | {"peak": peak and f"{peak:g}"}), progress=bars,
+            command=display.command("bench", "utilization", options=options | {"peak": peak and f"{peak:g}"}),
+            progress=bars,
         )  # fmt: skip
     _deliver(result, as_json, output)
 
 
-def measure_batch_sizes(
+def batch_size(
     context: typer.Context,
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
     sizes: str = typer.Option(..., help="Rising sizes of the global batch, such as 8,16,32."),
@@ -115,7 +129,7 @@ def measure_batch_sizes(
 ) -> None:
     """Train to a target loss at several batch sizes: steps, samples and time, and the knee, by learning-rate rule."""
     target, arguments = _target(context, target, "")
-    run = batch_size.small_or(target, arguments)
+    run = run_of(target, arguments) if target else config.make(overridden(SMALL, arguments), where="the small run")
     from meshwright.bench.batch_size import batch_size as measure
 
     rising = display.numbers(sizes, "--sizes", "write 8,16,32")
@@ -124,7 +138,7 @@ def measure_batch_sizes(
         "threads": threads,
     }  # fmt: skip
     options = {"sizes": sizes, "target": f"{loss:g}", "rules": rules, **numbers}
-    command = _command("batch-size", target, options, arguments)
+    command = display.command("bench", "batch-size", target, options=options, arguments=arguments)
     with display.cursor_kept(), display.progress() as bars:
         result = measure(run, rising, loss, rules=rules.split(","), command=command, progress=bars, **numbers)
     _deliver(result, as_json, output)
@@ -176,15 +190,6 @@ def _target(context: typer.Context, target: str, default: str) -> tuple[str, lis
     return target, list(context.args)
 
 
-def _command(name: str, target: str, options: Mapping[str, object], arguments: Iterable[str] = ()) -> str:
-    """The command line that measures the same again; without the options that are 0 or empty."""
-    words = ["meshwright", "bench", name, *filter(None, [target])]
-    for option, value in options.items():
-        if value:
-            words += [f"--{option.replace('_', '-')}", str(value)]
-    return shlex.join([*words, *arguments])
-
-
 def _print_refusals(found: "dict[str, tuple[Refusal, ...]]") -> None:
     from meshwright.bench.lint import RULES
 
@@ -214,7 +219,7 @@ def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
             terminal.print(_points(result, finding))
         elif isinstance(finding, BatchSizes):
             terminal.print(f"\n{finding.target}; {finding.measured}\n")
-            terminal.print(batch_size.table(finding))
+            terminal.print(_sizes(finding))
         elif isinstance(finding, Comparison):
             sides = ", ".join(f"{name} {series.value_s * 1e3:.4g} ms" for name, series in finding.series.items())
             terminal.print(f"\n{finding.target}: {finding.measured}; {sides}")
@@ -246,6 +251,21 @@ def _points(result: Result, finding: Scaling) -> Table:
     return table
 
 
+def _sizes(finding: BatchSizes) -> Table:
+    titles = ("rule", "batch", "lr", "steps", "samples", "ms/step", "time to target")
+    table = display.table(titles, left=("rule",))
+    rules = list(dict.fromkeys(point.rule for point in finding.points))
+    for point in sorted(finding.points, key=lambda point: rules.index(point.rule)):
+        reached = point.steps_to_target > 0
+        table.add_row(
+            point.rule, f"{point.batch}", f"{point.lr:.3g}",
+            f"{point.steps_to_target:,}" if reached else "not reached",
+            f"{point.samples_to_target:,}" if reached else "", f"{point.series.value_s * 1e3:.4g}",
+            f"{point.target_s:.3g} s" if reached else "",
+        )  # fmt: skip
+    return table
+
+
 def _fractions(shown: list[Utilization]) -> Table:
     titles = ("", "ms", "least", "most", "GFLOP/s", "of the peak", "95 %")
     table = display.table(titles, left=("",))
@@ -272,5 +292,5 @@ group = typer.Typer(
 group.callback(invoke_without_command=True)(_help)
 group.command(context_settings=EXTRA, epilog=SCALING_EPILOG)(scaling)
 group.command(epilog=UTILIZATION_EPILOG)(utilization)
-group.command("batch-size", context_settings=EXTRA, epilog=batch_size.EPILOG)(measure_batch_sizes)
+group.command(context_settings=EXTRA, epilog=BATCH_SIZE_EPILOG)(batch_size)
 group.command(epilog=LINT_EPILOG)(lint)

@@ -2,9 +2,11 @@
 
 import logging
 import re
+import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +31,12 @@ UNITS: dict[str, float] = {
 def examples(*calls: str, note: str = "") -> str:
     """The end of a command's help: how it is called, then a note."""
     return "\n\n".join(["[bold]Examples[/bold]", *(f"  {call}" for call in calls), *filter(None, [note])]) + "\n"
+
+
+def command(*words: str, options: Mapping[str, object], arguments: Iterable[str] = ()) -> str:
+    """The command line that does the same again, without the words and options that are 0 or empty."""
+    given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value]
+    return shlex.join(["meshwright", *filter(None, words), *chain.from_iterable(given), *arguments])
 
 
 def console() -> Console:

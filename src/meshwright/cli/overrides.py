@@ -41,19 +41,17 @@ def keys() -> Iterator[tuple[str, str, str]]:
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """``--a.b value`` and ``--a.b=value`` as (``a.b``, value)."""
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
+    words = iter(arguments)
+    for word in words:
         if not word.startswith("--"):
             raise FileFormatError(
                 f"unexpected argument {word!r}", where="command line", remedy="write keys as --section.key value"
             )
         name, has_value, value = word[2:].partition("=")
-        if not has_value:
-            if not rest:
-                raise FileFormatError("has no value", where=word, remedy=f"write {word} VALUE")
-            value = rest.pop(0)
-        yield name, value
+        given = value if has_value else next(words, None)
+        if given is None:
+            raise FileFormatError("has no value", where=word, remedy=f"write {word} VALUE")
+        yield name, given
 
 
 def _override(raw: dict[str, Any], option: str, text: str) -> None:

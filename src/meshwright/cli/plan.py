@@ -75,11 +75,10 @@ def plan(
 
     by_name = prediction.is_model(target) or prediction.is_network(target)
     if target not in config.REFERENCES and by_name:
-        refuse(context, OF_CAPTURED, f"{target} is not captured, but weighed by its sizes")
+        reason = f"{target} is not captured, but weighed by its sizes"
+        refuse(context, OF_CAPTURED, reason)
         if context.args:
-            raise LayoutError(
-                f"{target} is not captured, but weighed by its sizes", where=context.args[0], remedy="leave it out"
-            )
+            raise LayoutError(reason, where=context.args[0], remedy="leave it out")
         if scaling not in ("strong", "weak"):
             raise LayoutError(f"unknown scaling {scaling!r}", where="--scaling", remedy="write strong or weak")
         if not cluster:
@@ -94,10 +93,15 @@ def plan(
                 raise LayoutError(
                     "a report is of one plan", where="--report", remedy="leave out --vary: the page has a scaling curve"
                 )
-            words = ["meshwright", "plan", target, "--cluster", cluster, "--ranks", f"{ranks}", "--batch", f"{batch}"]
-            words += ["--seq", f"{sequence}"] if sequence else []
-            words += ["--price", f"{price:g}"] if price else []
-            return write_report(report, target, cluster, ranks, batch, sequence, price, " ".join(words))
+            options = {
+                "cluster": cluster,
+                "ranks": f"{ranks}",
+                "batch": batch,
+                "seq": sequence,
+                "price": f"{price:g}" if price else "",
+            }
+            command = display.command("plan", target, options=options)
+            return write_report(report, target, cluster, ranks, batch, sequence, price, command)
         return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, as_json)
     limited = [f"--layout.seconds={seconds}"] if seconds is not None else []
     run = run_of(target, [*limited, *context.args], dp, tp, cluster, strict)

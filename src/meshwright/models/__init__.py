@@ -11,19 +11,6 @@ from meshwright.models.unet import UNet
 from meshwright.models.vgg import VGG
 
 __all__ = [
-    "GPT",
-    "MLP",
-    "VGG",
-    "AlexNet",
-    "GPTConfig",
-    "GoogLeNet",
-    "LeNet",
-    "ResNet",
-    "UNet",
-    "WideResNet",
-    "classification_loss",
-    "demo_gpt",
-    "gpt_s",
-    "language_model_loss",
-    "segmentation_loss",
-]
+    "GPT", "MLP", "VGG", "AlexNet", "GPTConfig", "GoogLeNet", "LeNet", "ResNet", "UNet", "WideResNet",
+    "classification_loss", "demo_gpt", "gpt_s", "language_model_loss", "segmentation_loss",
+]  # fmt: skip
