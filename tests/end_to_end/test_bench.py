@@ -146,7 +146,7 @@ def test_more_ranks_than_cores_are_marked(
 ) -> None:
     counted = []
 
-    def instead(function: Any, *args: Any, num_ranks: int, directory: Path) -> Measured:
+    def instead(function: Any, *args: Any, num_ranks: int) -> Measured:
         counted.append(num_ranks)
         return measured(1 / num_ranks, 1.0, 8, *([OURS, EAGER] if num_ranks == 1 else [OURS]))
 

@@ -4,6 +4,7 @@ import math
 import statistics
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import cycle, islice
 
 import msgspec
@@ -12,7 +13,7 @@ import torch
 from meshwright import api, build
 from meshwright.bench.machine import this_machine, versions
 from meshwright.bench.repeat import WARMUP_STEPS, alternate, measuring
-from meshwright.bench.scaling import NUM_BATCHES, check_alone, check_rising, name_of_model, on_ranks, settings_of
+from meshwright.bench.scaling import NUM_BATCHES, check_alone, check_rising, name_of_model, settings_of
 from meshwright.errors import DataError, FileFormatError, LayoutError, NonFiniteLossError
 from meshwright.ir.learning_rate import scaled_by
 from meshwright.ir.result import BatchPoint, BatchSizes, Result, Series
@@ -104,7 +105,7 @@ def batch_size(
         progress.advance()
     with measuring(progress):
         progress.begin(f"training {len(cases)} x {seeds} times to a loss of {target:g}")
-        found = on_ranks(measure, cases, target, evaluate_every, repetitions, steps, threads, num_ranks=ranks)
+        found = api.run_ranks(measure, cases, target, evaluate_every, repetitions, steps, threads, num_ranks=ranks)
     return Result(
         name="batch-size",
         command=command,
@@ -185,7 +186,7 @@ def _to_target(run: Run, base: int, target: float, every: int) -> tuple[int, flo
     """Steps until the held-out loss is at most ``target`` (0: never), and that loss."""
     trainer, loader, held_out = _prepared(run, base)
     schedule, batches, loss = resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()), iter(loader), 0.0
-    try:
+    with suppress(NonFiniteLossError):  # what too high a learning rate does is a result
         for step in range(1, run.train.steps + 1):
             trainer.step(next(batches), local=True)
             schedule.step()
@@ -193,8 +194,6 @@ def _to_target(run: Run, base: int, target: float, every: int) -> tuple[int, flo
                 loss = _mean_loss(trainer, held_out)
                 if loss <= target:
                     return step, loss
-    except NonFiniteLossError:  # what too high a learning rate does is a result
-        return 0, loss
     return 0, loss
 
 

@@ -1,28 +1,24 @@
 """How a model's training scales over the ranks of this machine: strong, with the batch, or with the model."""
 
-import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from meshwright import api, build
 from meshwright.bench.machine import this_machine, versions
 from meshwright.bench.repeat import WARMUP_STEPS, alternate, eager_step, measuring
-from meshwright.errors import FileFormatError, LaunchError, LayoutError, MeshwrightError
+from meshwright.errors import FileFormatError, LaunchError, LayoutError
 from meshwright.ir.result import Comparison, Finding, Point, Result, Scalar, Scaling, Series, Settings
 from meshwright.ir.run import Run, RunLayout
 from meshwright.ir.run_model import FactoryModel, GPTModel
 from meshwright.ir.statistics import ratio
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
-
-T = TypeVar("T")
 
 KINDS = {"strong": "nothing", "batch": "the batch", "model": "the model"}
 """What grows with the ranks, by kind."""
@@ -85,7 +81,7 @@ def scaling(
         for turn in range(turns):
             for count in [*counts[turn % len(counts) :], *counts[: turn % len(counts)]]:
                 arguments = (runs[count], repetitions, steps, threads)
-                found[count].append(on_ranks(measure, *arguments, num_ranks=count))
+                found[count].append(api.run_ranks(measure, *arguments, num_ranks=count))
                 progress.advance()
     return Result(
         name=f"scaling-{kind}",
@@ -147,20 +143,6 @@ def check_rising(numbers: Sequence[int], what: str, where: str, remedy: str) -> 
         raise LayoutError(f"{list(numbers)} are not at least two rising {what}", where=where, remedy=remedy)
 
 
-def on_ranks(function: Callable[..., T], *arguments: Any, num_ranks: int) -> T:
-    """``function(*arguments)`` on ranks of this machine; their output stays after their errors, which name it."""
-    directory = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
-    try:
-        result = api.run_ranks(function, *arguments, num_ranks=num_ranks, directory=directory)
-    except MeshwrightError:
-        raise
-    except BaseException:
-        shutil.rmtree(directory)
-        raise
-    shutil.rmtree(directory)
-    return result
-
-
 def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Progress) -> dict[int, Run]:
     """The runs by number of ranks, each planned once, so that what cannot be is said before anything is measured."""
     if kind not in KINDS:
@@ -194,12 +176,12 @@ def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
     source = build.Source(run)
     batches = list(islice(source.training(), NUM_BATCHES))
     trainer = api.trainer_of(run, batches[0])
-    sides: dict[str, Callable[[], object]] = {OURS: _over(trainer.step, batches)}
+    sides = {OURS: _over(trainer.step, batches)}
     if trainer.plan.mesh.world_size == 1:
         sides[EAGER] = _over(_eager(run, trainer.device), batches)
     items, unit = source.items_per_step
     return Measured(
-        losses={name: [_loss(step()) for _ in range(2)] for name, step in sides.items()},
+        losses={name: [float(step()) for _ in range(2)] for name, step in sides.items()},
         seconds=alternate(sides, rounds=repetitions, steps=steps),
         parameters=sum(value.numel() for value in build.model(run).parameters()),
         flops=trainer.graph.flops(),
@@ -208,25 +190,18 @@ def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
     )
 
 
-def _eager(run: Run, device: torch.device) -> Callable[[Any], object]:
+def _eager(run: Run, device: torch.device) -> Callable[[Any], Tensor]:
     """The same step in plain eager PyTorch."""
     model, loss_fn = build.model(run).to(device).train(), build.loss_function(run)
     step = eager_step(model, loss_fn, build.optimizer(run)(list(model.named_parameters())), run.train.max_grad_norm)
-
-    def moved(batch: Any) -> object:
-        return step({name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()})
-
-    return moved
+    return lambda batch: step(
+        {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    )
 
 
-def _over(step: Callable[[Any], object], batches: Sequence[Any]) -> Callable[[], object]:
+def _over(step: Callable[[Any], Tensor], batches: Sequence[Any]) -> Callable[[], Tensor]:
     turn = cycle(batches)
     return lambda: step(next(turn))
-
-
-def _loss(value: object) -> float:
-    assert isinstance(value, torch.Tensor)
-    return float(value)
 
 
 # --- what was found --------------------------------------------------------------------------------------------------

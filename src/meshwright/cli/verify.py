@@ -1,8 +1,5 @@
 """``meshwright verify``: whether a model trained in parallel is the model trained in one process."""
 
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -36,11 +33,9 @@ def verify(
     if api.launched():
         rows = display.on_rank(api.verify_run, run, steps)
     else:
-        directory = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
         num_ranks = run.num_ranks(api.num_devices())
         with display.cursor_kept():
-            rows = api.run_ranks(display.on_rank, api.verify_run, run, steps, num_ranks=num_ranks, directory=directory)
-        shutil.rmtree(directory)  # after an error it stays: it holds the ranks' output
+            rows = api.run_ranks(display.on_rank, api.verify_run, run, steps, num_ranks=num_ranks)
     if api.launched_rank() == 0:
         _print(rows, as_json)
     return 0 if all(row.ok for row in rows) else 1
