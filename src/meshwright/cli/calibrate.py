@@ -63,7 +63,7 @@ def _print(found: "Cluster") -> None:
     peaks = ", ".join(f"{peak / 1e9:.1f} GFLOP/s {dtype}" for dtype, peak in device.peak_flops_per_s.items())
     cores = "1 core" if found.num_devices == 1 else f"{found.num_devices} cores"
     terminal.print(f"{device.name}: {cores} of {peaks}")
-    conditions = [_name(one.ranks, one.threads) for one in device.conditions]
+    conditions = [f"{one.threads} threads" if one.ranks == 1 else f"{one.ranks} at once" for one in device.conditions]
     first = "best of the peak"
     table = display.table((first, "alone", *conditions), left=(first,), wrapped=("alone", *conditions))
     curves = [device.efficiency, *(one.efficiency for one in device.conditions)]
@@ -81,7 +81,3 @@ def _print(found: "Cluster") -> None:
             "the processor. Compute was measured all the same; what is between cores may come out slow: "
             "calibrate again when it is idle"
         )
-
-
-def _name(ranks: int, threads: int) -> str:
-    return f"{threads} threads" if ranks == 1 else f"{ranks} at once"

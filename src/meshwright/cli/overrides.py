@@ -112,10 +112,6 @@ def _unknown_option(option: str, beside: Sequence[str] = ()) -> FileFormatError:
     hint = f"did you mean {' or '.join(f'`--{name}`' for name in near)}?" if near and option not in near else ""
     if option in known:
         hint = f"only another {option.partition('.')[0]} has it"
-    return FileFormatError(
-        "there is no such key in RUN.toml",
-        where=f"--{option}",
-        remedy=hint
-        or files.did_you_mean(f"--{option}", [f"--{name}" for name in beside or known])
-        or "`meshwright train --help` lists the keys",
-    )
+    hint = hint or files.did_you_mean(f"--{option}", [f"--{name}" for name in beside or known])
+    remedy = hint or "`meshwright train --help` lists the keys"
+    return FileFormatError("there is no such key in RUN.toml", where=f"--{option}", remedy=remedy)

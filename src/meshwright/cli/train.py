@@ -10,6 +10,7 @@ from meshwright import config
 from meshwright.cli import display
 from meshwright.cli.calibrate import calibrate_once
 from meshwright.cli.overrides import keys, overridden
+from meshwright.cli.plan import STRICT
 from meshwright.errors import ClusterError
 from meshwright.ir.run import Run
 
@@ -32,7 +33,7 @@ def train(
     context: typer.Context,
     file: Path = typer.Argument(..., metavar="RUN.toml", help="What to train, on what, how and where."),
     feed_back: bool = RECALIBRATE,
-    strict: bool = typer.Option(False, "--strict", help="Refuse a model with an operator that no rule splits."),
+    strict: bool = STRICT,
     compile: bool = typer.Option(False, "--compile", help="Join operators into kernels; needs a C++ compiler."),
     list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults, and stop."),
 ) -> None:
