@@ -41,12 +41,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FileFormatError: the file cannot be read or is not TOML.
     """
-    try:
-        return tables(Path(path).read_bytes(), where=str(path))
-    except OSError as error:
-        raise FileFormatError(
-            f"cannot read the file: {error.strerror}", where=str(path), remedy="check the path"
-        ) from None
+    return tables(files.read_bytes(path), where=str(path))
 
 
 def tables(text: bytes, *, where: str) -> dict[str, Any]:
@@ -117,16 +112,14 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
         place = f"{where}: {at}"
         if tag not in raw:
             raise FileFormatError(f"`{tag}` is missing", where=place, remedy=f"add {tag} = one of {', '.join(known)}")
-        hint = files.did_you_mean(str(raw[tag]), known)
-        remedy = " ".join(filter(None, (hint, f"known: {', '.join(known)}")))
+        remedy = files.did_you_mean(str(raw[tag]), known, f"known: {', '.join(known)}")
         raise FileFormatError(f"unknown {tag} {raw[tag]!r}", where=f"{place}.{tag}", remedy=remedy)
     for struct in meant[:1]:
         fields = {field.encode_name: field.type for field in struct.fields}
         known = [*fields, *([struct.tag_field] if struct.tag_field else [])]
         for key, value in raw.items():
             if key not in known:
-                hint = files.did_you_mean(key, known)
-                remedy = " ".join(filter(None, (hint, f"known keys: {', '.join(known)}")))
+                remedy = files.did_you_mean(key, known, f"known keys: {', '.join(known)}")
                 raise FileFormatError("unknown key", where=f"{where}: {f'{at}.{key}' if at else key}", remedy=remedy)
             if key in fields:
                 _check_keys(fields[key], value, where, f"{at}.{key}" if at else key)

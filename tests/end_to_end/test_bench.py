@@ -13,7 +13,7 @@ import torch
 from meshwright import config
 from meshwright.bench import machine
 from meshwright.bench.lint import lint
-from meshwright.bench.scaling import EAGER, OURS, Measured, findings, grown
+from meshwright.bench.scaling import EAGER, OURS, Measured, findings, grown, measure
 from meshwright.bench.utilization import utilization
 from meshwright.cli import run as cli
 from meshwright.cli.bench import counts_of
@@ -146,7 +146,7 @@ def test_more_ranks_than_cores_are_marked(
 ) -> None:
     counted = []
 
-    def instead(function: Any, *args: Any, num_ranks: int, directory: Path) -> Measured:
+    def instead(function: Any, *args: Any, num_ranks: int) -> Measured:
         counted.append(num_ranks)
         return measured(1 / num_ranks, 1.0, 8, *([OURS, EAGER] if num_ranks == 1 else [OURS]))
 
@@ -227,3 +227,21 @@ def test_bench_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     for name in ("scaling", "utilization", "lint"):
         assert cli(["bench", name, "--help"]) == 0
         assert f"meshwright bench {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["layout.seconds", "layout.strict", "train.compile"])
+def test_a_benchmark_trains_as_the_run_file_says(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the keys that decide how, not only what."""
+    given: list[dict[str, Any]] = []
+
+    def instead(*args: Any, **options: Any) -> None:
+        given.append(options)
+        raise InterruptedError
+
+    monkeypatch.setattr("meshwright.api.runs.parallelize", instead)
+    table, _, name = key.partition(".")
+    value = 1.5 if name == "seconds" else True
+    run = config.make({**config.REFERENCES["mlp"], table: {name: value}}, where="mlp")
+    with pytest.raises(InterruptedError):
+        measure(run, 5, 1, torch.get_num_threads())
+    assert given[0][name] == value

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -375,6 +376,16 @@ def test_one_rank_that_raises_is_told_in_a_line_too(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(raise_at_once, num_ranks=1, directory=tmp_path)
     assert re.match(r"rank 0 failed: KeyError: 'gone'\n  -> its traceback is in .*0\.traceback", str(caught.value))
+
+
+def test_a_directory_of_its_own_stays_only_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert run_ranks(os.getpid, num_ranks=1) == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RankError) as caught:
+        run_ranks(raise_at_once, num_ranks=1)
+    (left,) = tmp_path.iterdir()
+    assert str(left) in str(caught.value)
 
 
 def raise_at_once() -> None:

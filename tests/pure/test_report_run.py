@@ -18,7 +18,7 @@ from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import PARTS, Ledger, make_ledger
 from meshwright.ir.plan import Alternative, Bucket, Note
 from meshwright.ir.trace import MemorySample, Span, Trace
-from meshwright.report import read_run, render_run, run_drawing
+from meshwright.report import read_run, render_run, run_drawing, svg
 from tests.pure.test_ledger import BOX, MIB, plan_of, step
 from tests.pure.test_report import balanced
 
@@ -280,7 +280,7 @@ def test_memory_is_held_until_the_next_sample_and_of_many_ranks_some_are_drawn()
     samples = tuple(MemorySample(rank, time_s, 1) for rank in range(50) for time_s in (0.0, 1.0))
     trace = Trace(source="simulated", spans=(Span(0, "compute", "0F0", 0.0, 2.0),), memory=samples)
     drawn = run_drawing.memory_lines({"predicted": trace})
-    assert drawn.count("<polyline") == run_drawing.MOST_LINES
+    assert drawn.count("<polyline") == svg.MOST_LINES
     assert "rank 49, predicted: at most" in drawn
     points = re.findall(r'points="([^"]*)"', drawn)[0].split()
     assert len(points) == 5

@@ -2,7 +2,7 @@
 
 from meshwright.api.machine import calibrate, calibrated, calibration_file, is_busy, measure_machine, recalibrate
 from meshwright.api.plans import capture, plan, simulate
-from meshwright.api.runs import Trained, plan_run, simulate_run, train, verify_run
+from meshwright.api.runs import Trained, plan_run, simulate_run, train, trainer_of, verify_run
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster
@@ -16,5 +16,5 @@ __all__ = [
     "Cluster", "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "auto_parallelize", "calibrate",
     "calibrated", "calibration_file", "capture", "cluster_names", "is_busy", "launched", "launched_rank",
     "load_cluster", "measure_machine", "num_devices", "parallelize", "plan", "plan_run", "recalibrate", "run_ranks",
-    "simulate", "simulate_run", "train", "verify", "verify_run",
+    "simulate", "simulate_run", "train", "trainer_of", "verify", "verify_run",
 ]  # fmt: skip

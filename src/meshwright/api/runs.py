@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -170,6 +170,26 @@ def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ..
     )
 
 
+def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Trainer:
+    """The trainer of what a RUN.toml names, for batches like ``batch``; ``plan`` in place of the one that it names.
+    Every rank must call it."""
+    return parallelize(
+        build.model(run),
+        build.loss_function(run),
+        batch,
+        plan=plan or run.layout.chosen(),
+        optimizer=build.optimizer(run),
+        max_grad_norm=run.train.max_grad_norm or None,
+        seed=run.train.seed,
+        precision=run.layout.precision,
+        offload=run.layout.offload != "none",
+        seconds=run.layout.seconds,
+        cluster=run.layout.cluster or None,
+        strict=run.layout.strict,
+        compile=run.train.compile,
+    )
+
+
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """What ``train`` did. ``text`` is what the model wrote, where the run has a ``[sample]``."""
 
@@ -202,21 +222,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     source = build.Source(run)
     status.set("while capturing and planning")
     progress.begin("capturing and planning")
-    trainer = parallelize(
-        build.model(run),
-        build.loss_function(run),
-        next(iter(source.training())),
-        plan=_asked(run, directory),
-        optimizer=build.optimizer(run),
-        max_grad_norm=run.train.max_grad_norm or None,
-        seed=run.train.seed,
-        precision=run.layout.precision,
-        offload=run.layout.offload != "none",
-        seconds=run.layout.seconds,
-        cluster=run.layout.cluster or None,
-        strict=run.layout.strict,
-        compile=run.train.compile,
-    )
+    trainer = trainer_of(run, next(iter(source.training())), _asked(run, directory))
     held_bytes = _held_besides(trainer, device)
     foretold = _foretold(run, trainer, device) if rank == 0 and not run.schedule.batch_sizes else None
     progress.end()

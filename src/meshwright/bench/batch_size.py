@@ -4,6 +4,7 @@ import math
 import statistics
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import cycle, islice
 
 import msgspec
@@ -11,13 +12,12 @@ import torch
 
 from meshwright import api, build
 from meshwright.bench.machine import this_machine, versions
-from meshwright.bench.repeat import WARMUP_STEPS, alternate
-from meshwright.bench.scaling import NUM_BATCHES, name_of_model, scratch, settings_of
-from meshwright.errors import DataError, FileFormatError, LaunchError, LayoutError, NonFiniteLossError
+from meshwright.bench.repeat import WARMUP_STEPS, alternate, measuring
+from meshwright.bench.scaling import NUM_BATCHES, check_alone, check_rising, name_of_model, settings_of
+from meshwright.errors import DataError, FileFormatError, LayoutError, NonFiniteLossError
 from meshwright.ir.learning_rate import scaled_by
 from meshwright.ir.result import BatchPoint, BatchSizes, Result, Series
 from meshwright.ir.run import Run
-from meshwright.runtime import launch
 from meshwright.runtime.data import Loader
 from meshwright.runtime.loop import Progress, Silent, resumed_schedule
 from meshwright.runtime.trainer import Trainer
@@ -95,8 +95,7 @@ def batch_size(
         LaunchError: this process is a rank itself.
     """
     progress = progress or Silent()
-    if launch.launched():
-        raise LaunchError("it starts its ranks itself", where="bench batch-size", remedy="call it without torchrun")
+    check_alone("bench batch-size")
     _check(run, sizes, target, rules)
     cases = cases_of(run, sizes, rules, seeds)
     by_size = {case.batch: case.runs[0] for case in cases}
@@ -104,29 +103,13 @@ def batch_size(
     for one in by_size.values():
         api.plan_run(one, ranks)
         progress.advance()
-    before = torch.get_num_threads()
-    progress.begin(f"training {len(cases)} x {seeds} times to a loss of {target:g}")
-    try:
-        with scratch() as directory:
-            found = api.run_ranks(
-                measure,
-                cases,
-                target,
-                evaluate_every,
-                repetitions,
-                steps,
-                threads,
-                num_ranks=ranks,
-                directory=directory,
-            )
-    finally:
-        progress.end()
-        torch.set_num_threads(before)
-    accelerators = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    with measuring(progress):
+        progress.begin(f"training {len(cases)} x {seeds} times to a loss of {target:g}")
+        found = api.run_ranks(measure, cases, target, evaluate_every, repetitions, steps, threads, num_ranks=ranks)
     return Result(
         name="batch-size",
         command=command,
-        machine=this_machine(accelerators),
+        machine=this_machine(accelerators=True),
         versions=versions(),
         timed=TIMED.format(
             model=name_of_model(run), optimizer=type(run.optimizer).__name__, dtype=run.train.dtype,
@@ -155,10 +138,7 @@ def cases_of(run: Run, sizes: Sequence[int], rules: Sequence[str], seeds: int) -
 
 
 def _check(run: Run, sizes: Sequence[int], target: float, rules: Sequence[str]) -> None:
-    if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-        raise LayoutError(
-            f"{list(sizes)} are not at least two rising batch sizes", where="--sizes", remedy="write 8,16,32"
-        )
+    check_rising(sizes, "batch sizes", "--sizes", "write 8,16,32")
     unknown = [rule for rule in rules if rule not in RULES]
     if unknown or not rules:
         raise FileFormatError(
@@ -167,12 +147,11 @@ def _check(run: Run, sizes: Sequence[int], target: float, rules: Sequence[str]) 
         )  # fmt: skip
     if not math.isfinite(target):
         raise FileFormatError(f"{target} is no loss", where="--target", remedy="give a number, such as 2.5")
-    schedule = run.schedule
-    for key, given in (("name", schedule.name != "none"), ("scaling", schedule.scaling != "none"),
-                       ("batch_sizes", bool(schedule.batch_sizes))):  # fmt: skip
-        if given:
+    for key in ("name", "scaling", "batch_sizes"):
+        given = getattr(run.schedule, key)
+        if given not in ("none", ()):
             raise FileFormatError(
-                f"it is {getattr(schedule, key)!r}: how long it takes would depend on it", where=f"schedule.{key}",
+                f"it is {given!r}: how long it takes would depend on it", where=f"schedule.{key}",
                 remedy="leave it out; warmup_steps may stay",
             )  # fmt: skip
     if run.layout.file:
@@ -207,7 +186,7 @@ def _to_target(run: Run, base: int, target: float, every: int) -> tuple[int, flo
     """Steps until the held-out loss is at most ``target`` (0: never), and that loss."""
     trainer, loader, held_out = _prepared(run, base)
     schedule, batches, loss = resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()), iter(loader), 0.0
-    try:
+    with suppress(NonFiniteLossError):  # what too high a learning rate does is a result
         for step in range(1, run.train.steps + 1):
             trainer.step(next(batches), local=True)
             schedule.step()
@@ -215,8 +194,6 @@ def _to_target(run: Run, base: int, target: float, every: int) -> tuple[int, flo
                 loss = _mean_loss(trainer, held_out)
                 if loss <= target:
                     return step, loss
-    except NonFiniteLossError:  # what too high a learning rate does is a result
-        return 0, loss
     return 0, loss
 
 
@@ -234,11 +211,7 @@ def _prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
     source = build.Source(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=base)))
     whole = source.training()
     whole.resize(run.data.batch_size)
-    trainer = api.parallelize(
-        build.model(run), build.loss_function(run), next(iter(whole)), plan=run.layout.chosen(), seed=run.train.seed,
-        optimizer=build.optimizer(run), max_grad_norm=run.train.max_grad_norm or None,
-        cluster=run.layout.cluster or None,
-    )  # fmt: skip
+    trainer = api.trainer_of(run, next(iter(whole)))
     loader, held_out = source.training(trainer.data_shard), source.held_out(trainer.data_shard)
     loader.resize(run.data.batch_size)
     assert held_out is not None

@@ -3,7 +3,7 @@
 import platform
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,14 +22,10 @@ WIDTHS = {"avx512f": 64, "fma": 32, "asimd": 16}
 """By a processor's flag: float32 operations a cycle and core, with two fused multiply-adds of the vector's width."""
 
 
-def this_machine(accelerators: Sequence[str] = ()) -> Machine:
-    """The machine of this process."""
-    return Machine(
-        cpu=cpu_model(),
-        cores=launch.num_cores(),
-        accelerators=tuple(accelerators),
-        system=platform.system(),
-    )
+def this_machine(*, accelerators: bool = False) -> Machine:
+    """The machine of this process; with its GPUs, where ``accelerators`` were used."""
+    names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())] if accelerators else []
+    return Machine(cpu=cpu_model(), cores=launch.num_cores(), accelerators=tuple(names), system=platform.system())
 
 
 def versions() -> dict[str, str]:
@@ -44,12 +40,12 @@ def measured_peak(threads: int, progress: Progress) -> Peak:
     """
     best_flops_per_s, best_size = 0.0, 0
     for size in SIZES:
-        left, right, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
+        product, flops = square_product(size)
         begin, count = time.perf_counter(), 0
         while count < 5 or time.perf_counter() - begin < LEAST_S:
             start = time.perf_counter()
-            torch.mm(left, right, out=out)
-            rate = 2 * size**3 / (time.perf_counter() - start)
+            product()
+            rate = flops / (time.perf_counter() - start)
             count += 1
             if rate > best_flops_per_s:
                 best_flops_per_s, best_size = rate, size
@@ -61,6 +57,12 @@ def measured_peak(threads: int, progress: Progress) -> Peak:
         found=f"measured: the fastest product of square matrices ({best_size}; of {sizes}) on {threads} threads, "
         "a lower bound",
     )
+
+
+def square_product(size: int) -> tuple[Callable[[], object], float]:
+    """A product of two random square float32 matrices into a third, and its FLOPs."""
+    left, right, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
+    return (lambda: torch.mm(left, right, out=out)), 2.0 * size**3
 
 
 def nominal_peak(threads: int) -> Peak | None:

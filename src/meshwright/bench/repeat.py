@@ -1,9 +1,12 @@
 """Times programs side by side: alternating in the same processes, one figure a round, of the slowest rank."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from meshwright.comm.groups import from_every_rank
 from meshwright.runtime.loop import Progress, Silent
@@ -43,6 +46,35 @@ def alternate(
             seconds[name].append(max(from_every_rank(time.perf_counter() - start)) / steps)
         progress.advance()
     return seconds
+
+
+def eager_step(
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any], optimizer: torch.optim.Optimizer, max_norm: float = 0.0
+) -> Callable[[Any], Tensor]:
+    """A training step in plain eager PyTorch, from a batch to its loss; ``max_norm`` clips gradients, 0 does not."""
+
+    def step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        found = loss_fn(model, batch)
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+        loss.backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+@contextmanager
+def measuring(progress: Progress) -> Iterator[None]:
+    """What is measured inside may begin progress, and set the number of threads, which is restored."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        progress.end()
+        torch.set_num_threads(before)
 
 
 def _settle() -> None:

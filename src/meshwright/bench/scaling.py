@@ -1,21 +1,18 @@
 """How a model's training scales over the ranks of this machine: strong, with the batch, or with the model."""
 
-import shutil
-import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from meshwright import api, build
 from meshwright.bench.machine import this_machine, versions
-from meshwright.bench.repeat import WARMUP_STEPS, alternate
-from meshwright.errors import FileFormatError, LaunchError, LayoutError, MeshwrightError
+from meshwright.bench.repeat import WARMUP_STEPS, alternate, eager_step, measuring
+from meshwright.errors import FileFormatError, LaunchError, LayoutError
 from meshwright.ir.result import Comparison, Finding, Point, Result, Scalar, Scaling, Series, Settings
 from meshwright.ir.run import Run, RunLayout
 from meshwright.ir.run_model import FactoryModel, GPTModel
@@ -76,41 +73,30 @@ def scaling(
         LaunchError: this process is a rank itself.
     """
     progress = progress or Silent()
-    if launch.launched():
-        raise LaunchError("it starts its ranks itself", where="bench scaling", remedy="call it without torchrun")
+    check_alone("bench scaling")
     runs = _planned(run, kind, counts, grow, progress)
     found: dict[int, list[Measured]] = {count: [] for count in counts}
-    before = torch.get_num_threads()
-    progress.begin(f"measuring {' '.join(map(str, counts))} ranks", turns * len(counts))
-    try:
+    with measuring(progress):
+        progress.begin(f"measuring {' '.join(map(str, counts))} ranks", turns * len(counts))
         for turn in range(turns):
             for count in [*counts[turn % len(counts) :], *counts[: turn % len(counts)]]:
                 arguments = (runs[count], repetitions, steps, threads)
-                with scratch() as directory:
-                    found[count].append(api.run_ranks(measure, *arguments, num_ranks=count, directory=directory))
+                found[count].append(api.run_ranks(measure, *arguments, num_ranks=count))
                 progress.advance()
-    finally:
-        progress.end()
-        torch.set_num_threads(before)
-    accelerators = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     return Result(
         name=f"scaling-{kind}",
         command=command,
-        machine=this_machine(accelerators),
+        machine=this_machine(accelerators=True),
         versions=versions(),
         timed=TIMED.format(
-            model=name_of_model(run),
-            optimizer=type(run.optimizer).__name__,
-            dtype=run.train.dtype,
+            model=name_of_model(run), optimizer=type(run.optimizer).__name__, dtype=run.train.dtype,
             turns="once" if turns == 1 else f"{turns} times, by turns",
-            threads="one thread" if threads == 1 else f"{threads} threads",
-            warmup=WARMUP_STEPS,
-            repetitions=repetitions,
-            steps=steps,
+            threads="one thread" if threads == 1 else f"{threads} threads", warmup=WARMUP_STEPS,
+            repetitions=repetitions, steps=steps,
         ),
         settings={name_of(count): settings_of(runs[count], count, threads) for count in counts},
         findings=findings(kind, {count: runs[count].data.batch_size for count in counts}, found, steps),
-    )
+    )  # fmt: skip
 
 
 def grown(run: Run, kind: str, factor: int, grow: str = "") -> Run:
@@ -145,29 +131,23 @@ def grown(run: Run, kind: str, factor: int, grow: str = "") -> Run:
     return replace(run, model=replace(run.model, **({"arguments": values | larger} if inside else larger)))
 
 
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A directory for the ranks' output; it stays after their errors, which name it."""
-    directory = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
-    try:
-        yield directory
-    except MeshwrightError:
-        raise
-    except BaseException:
-        shutil.rmtree(directory)
-        raise
-    shutil.rmtree(directory)
+def check_alone(where: str) -> None:
+    """A LaunchError where this process is a rank itself: ``where`` starts ranks of its own."""
+    if launch.launched():
+        raise LaunchError("it starts its ranks itself", where=where, remedy="call it without torchrun")
+
+
+def check_rising(numbers: Sequence[int], what: str, where: str, remedy: str) -> None:
+    """A LayoutError unless there are at least two numbers of ``what``, rising from 1 or more."""
+    if len(numbers) < 2 or list(numbers) != sorted(set(numbers)) or numbers[0] < 1:
+        raise LayoutError(f"{list(numbers)} are not at least two rising {what}", where=where, remedy=remedy)
 
 
 def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Progress) -> dict[int, Run]:
     """The runs by number of ranks, each planned once, so that what cannot be is said before anything is measured."""
     if kind not in KINDS:
         raise LayoutError(f"unknown kind {kind!r}", where="--kind", remedy=f"write {', '.join(KINDS)}")
-    if len(counts) < 2 or list(counts) != sorted(set(counts)) or counts[0] < 1:
-        raise LayoutError(
-            f"{list(counts)} are not at least two rising numbers of ranks", where="--ranks",
-            remedy="give the most, as in 4, or several, as in 1,2,4",
-        )  # fmt: skip
+    check_rising(counts, "numbers of ranks", "--ranks", "give the most, as in 4, or several, as in 1,2,4")
     if run.layout.file:
         raise LayoutError(
             "a plan is for one number of ranks", where="layout.plan", remedy="give sizes, such as dp = -1, instead"
@@ -195,17 +175,13 @@ def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
     torch.set_num_threads(threads)
     source = build.Source(run)
     batches = list(islice(source.training(), NUM_BATCHES))
-    trainer = api.parallelize(
-        build.model(run), build.loss_function(run), batches[0], plan=run.layout.chosen(), seed=run.train.seed,
-        optimizer=build.optimizer(run), max_grad_norm=run.train.max_grad_norm or None,
-        cluster=run.layout.cluster or None,
-    )  # fmt: skip
-    sides: dict[str, Callable[[], object]] = {OURS: _over(trainer.step, batches)}
+    trainer = api.trainer_of(run, batches[0])
+    sides = {OURS: _over(trainer.step, batches)}
     if trainer.plan.mesh.world_size == 1:
         sides[EAGER] = _over(_eager(run, trainer.device), batches)
     items, unit = source.items_per_step
     return Measured(
-        losses={name: [_loss(step()) for _ in range(2)] for name, step in sides.items()},
+        losses={name: [float(step()) for _ in range(2)] for name, step in sides.items()},
         seconds=alternate(sides, rounds=repetitions, steps=steps),
         parameters=sum(value.numel() for value in build.model(run).parameters()),
         flops=trainer.graph.flops(),
@@ -214,33 +190,18 @@ def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
     )
 
 
-def _eager(run: Run, device: torch.device) -> Callable[[Any], object]:
+def _eager(run: Run, device: torch.device) -> Callable[[Any], Tensor]:
     """The same step in plain eager PyTorch."""
     model, loss_fn = build.model(run).to(device).train(), build.loss_function(run)
-    optimizer = build.optimizer(run)(list(model.named_parameters()))
-
-    def step(batch: Any) -> torch.Tensor:
-        batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
-        optimizer.zero_grad()
-        loss = loss_fn(model, batch)
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        loss.backward()
-        if run.train.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), run.train.max_grad_norm)
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    step = eager_step(model, loss_fn, build.optimizer(run)(list(model.named_parameters())), run.train.max_grad_norm)
+    return lambda batch: step(
+        {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    )
 
 
-def _over(step: Callable[[Any], object], batches: Sequence[Any]) -> Callable[[], object]:
+def _over(step: Callable[[Any], Tensor], batches: Sequence[Any]) -> Callable[[], Tensor]:
     turn = cycle(batches)
     return lambda: step(next(turn))
-
-
-def _loss(value: object) -> float:
-    assert isinstance(value, torch.Tensor)
-    return float(value)
 
 
 # --- what was found --------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 
 from meshwright import api
-from meshwright.bench.machine import measured_peak, nominal_peak, this_machine, versions
-from meshwright.bench.repeat import WARMUP_STEPS, alternate
+from meshwright.bench.machine import measured_peak, nominal_peak, square_product, this_machine, versions
+from meshwright.bench.repeat import WARMUP_STEPS, alternate, eager_step, measuring
 from meshwright.errors import ClusterError
 from meshwright.ir.result import Peak, Result, Series, Settings, Utilization
 from meshwright.ir.statistics import median
@@ -49,18 +49,14 @@ def utilization(
     progress = progress or Silent()
     config = config or GPTConfig()
     threads = threads or launch.num_cores()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with measuring(progress):
+        torch.set_num_threads(threads)
         progress.begin("measuring the peak", 4)
         measured = measured_peak(threads, progress)
         step, step_flops = naive_step(config, batch_size)
-        product, product_flops = _product(size)
+        product, product_flops = square_product(size)
         progress.begin("measuring a matrix product and a naive step", repetitions)
         seconds = alternate({PRODUCT: product, STEP: step}, rounds=repetitions, steps=1, progress=progress)
-    finally:
-        progress.end()
-        torch.set_num_threads(before)
     peaks = _peaks(peak_flops_per_s, measured, nominal_peak(threads), product_flops / min(seconds[PRODUCT]), threads)
     run = uuid.uuid4().hex[:12]
     settings = {
@@ -86,27 +82,14 @@ def naive_step(config: GPTConfig, batch_size: int) -> tuple[Callable[[], object]
     tokens = torch.randint(config.vocabulary, (batch_size, config.sequence_length + 1))
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
     flops = api.capture(model, language_model_loss, batch).flops()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss, _ = language_model_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
-
-    return step, flops
+    step = eager_step(model, language_model_loss, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    return (lambda: step(batch)), flops
 
 
 def sizes_of(config: GPTConfig, batch_size: int) -> dict[str, int | str | float | bool]:
     """The sizes that decide the time of a GPT's step."""
     names = ("layers", "width", "heads", "vocabulary", "sequence_length")
     return {name: getattr(config, name) for name in names} | {"batch": batch_size}
-
-
-def _product(size: int) -> tuple[Callable[[], object], float]:
-    left, right, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
-    return (lambda: torch.mm(left, right, out=out)), 2.0 * size**3
 
 
 def _peaks(given: float, measured: Peak, nominal: Peak | None, product: float, threads: int) -> list[Peak]:

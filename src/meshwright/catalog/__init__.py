@@ -94,8 +94,8 @@ def load_device(name: str) -> Device:
     """
     found = _known_devices().get(name)
     if found is None:
-        hint = files.did_you_mean(name, device_names())
-        raise ClusterError(f"unknown device {name!r}", remedy=f"{hint} devices: {', '.join(device_names())}".strip())
+        remedy = files.did_you_mean(name, device_names(), f"devices: {', '.join(device_names())}")
+        raise ClusterError(f"unknown device {name!r}", remedy=remedy)
     return _device_file(found).device
 
 
@@ -192,19 +192,11 @@ def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts
         raise _unknown(name, f"{text!r} is not a box ({', '.join(known)})")
     available = [link for link in kind.links if link in links]
     if not available:
-        raise _unknown(
-            name, f"a {text} joins devices by {' or '.join(kind.links)}, and {device} has {', '.join(links)}"
-        )
-    link = links[available[0]]
-    return Level(
-        name="box",
-        fan_out=devices,
-        alpha_s=link.alpha_s,
-        beta_s_per_byte=link.beta_s_per_byte,
-        rings=link.rings,
-        source=f"{available[0]}; {link.source}",
-        origin="catalog",
-    )
+        ways = f"{' or '.join(kind.links)}, and {device} has {', '.join(links)}"
+        raise _unknown(name, f"a {text} joins devices by {ways}")
+    found = msgspec.structs.asdict(links[available[0]])
+    found["source"] = f"{available[0]}; {found['source']}"
+    return Level(name="box", fan_out=devices, origin="catalog", **found)
 
 
 def _fabric(name: str, text: str, parts: Parts) -> Level:
@@ -235,11 +227,11 @@ def _unknown(name: str, why: str) -> ClusterError:
     one_box = {known.rpartition("-")[0] for known in listed} - set(device_names())
     near = sorted({*listed, *(box for box in one_box if "-" in box)})
     akin = [known for known in near if known.startswith(name.partition("-")[0])]
-    hint = files.did_you_mean(name, akin or near)
-    grammar = f"a name is DEVICE-BOX-FABRIC, such as {_EXAMPLE}, with DEVICE one of {', '.join(device_names())}"
-    return ClusterError(
-        f"unknown cluster {name!r}: {why}", remedy=f"{hint} {grammar}; a file's name ends in .toml".strip()
+    grammar = (
+        f"a name is DEVICE-BOX-FABRIC, such as {_EXAMPLE}, with DEVICE one of {', '.join(device_names())}; a file's "
+        "name ends in .toml"
     )
+    return ClusterError(f"unknown cluster {name!r}: {why}", remedy=files.did_you_mean(name, akin or near, grammar))
 
 
 @functools.cache

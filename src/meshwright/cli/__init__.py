@@ -27,6 +27,7 @@ from meshwright.cli import (
     validate,
     verify,
 )
+from meshwright.cli.overrides import EXTRA
 from meshwright.errors import MeshwrightError
 
 INTERRUPTED = 130
@@ -40,11 +41,14 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
+for _module in (
     demo, train, report, plan, simulate, predict, validate, recompute, verify, schedule, collectives, calibrate,
-    clusters, models, bench,
+    clusters, models,
 ):  # fmt: skip
-    command.add_to(app)
+    _name = _module.__name__.rpartition(".")[2]  # a command is the function that is called as its module is
+    _settings = EXTRA if _module in (demo, train, plan, simulate, verify) else None
+    app.command(epilog=_module.EPILOG, context_settings=_settings)(getattr(_module, _name))
+app.add_typer(bench.group)
 
 
 @app.callback(invoke_without_command=True)

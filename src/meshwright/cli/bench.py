@@ -1,58 +1,59 @@
 """``meshwright bench``: measures this machine and models on it, and refuses results that mislead."""
 
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import typer
 from rich.table import Table
 
 from meshwright import config
-from meshwright.cli import batch_size, display
+from meshwright.cli import display
+from meshwright.cli.overrides import EXTRA, overridden
 from meshwright.cli.plan import run_of
-from meshwright.cli.train import EXTRA
-from meshwright.errors import LayoutError
 from meshwright.ir import files
 from meshwright.ir.result import BatchSizes, Comparison, Result, Scaling, Utilization
 
 if TYPE_CHECKING:
     from meshwright.bench.lint import Refusal
 
-SCALING_EPILOG = """[bold]Examples[/bold]
-
-  meshwright bench scaling
-
-  meshwright bench scaling gpt --kind batch --ranks 2 --json
-
-  meshwright bench scaling RUN.toml --kind strong --ranks 1,2,4 --layout.dp 1 --layout.tp -1 -o scaling.json
-
-  meshwright bench scaling gpt --kind model --grow layers
-
+SCALING_EPILOG = display.examples(
+    "meshwright bench scaling",
+    "meshwright bench scaling gpt --kind batch --ranks 2 --json",
+    "meshwright bench scaling RUN.toml --kind strong --ranks 1,2,4 --layout.dp 1 --layout.tp -1 -o scaling.json",
+    "meshwright bench scaling gpt --kind model --grow layers",
+    note="""\
 In strong scaling model and batch stay; otherwise the batch or the model grows with the ranks. What grows with the model
-is divided by tensor parallelism where the layout says nothing. More ranks than cores are measured and marked.
-"""
-UTILIZATION_EPILOG = """[bold]Examples[/bold]
-
-  meshwright bench utilization
-
-  meshwright bench utilization --size 4096 --threads 1 --json
-
-  meshwright bench utilization --peak 224e9
-
+is divided by tensor parallelism where the layout says nothing. More ranks than cores are measured and marked.""",
+)
+UTILIZATION_EPILOG = display.examples(
+    "meshwright bench utilization",
+    "meshwright bench utilization --size 4096 --threads 1 --json",
+    "meshwright bench utilization --peak 224e9",
+    note="""\
 The peak is the larger of what the fastest matrix product reaches here and of clock x vector width x cores, as far as
-Linux tells them (a virtual machine often tells the base clock); --peak takes that of a data sheet.
-"""
-LINT_EPILOG = """[bold]Examples[/bold]
-
-  meshwright bench lint RESULT.json
-
-  meshwright bench lint benchmarks/results/foundation.json --json
-
-  meshwright bench lint --rules
-
-The exit code is 1 where something is refused. The format is explained in docs/reference/result-file.md.
-"""
+Linux tells them (a virtual machine often tells the base clock); --peak takes that of a data sheet.""",
+)
+BATCH_SIZE_EPILOG = display.examples(
+    "meshwright bench batch-size --sizes 8,16,32 --target 2.7",
+    "meshwright bench batch-size --sizes 8,32,128 --target 2.6 --rules none,sqrt --seeds 3 --optimizer.name lamb",
+    "meshwright bench batch-size RUN.toml --sizes 16,64,256 --target 1.9 --ranks 2 --schedule.warmup_steps 100",
+    note="""\
+The learning rate and schedule.warmup_steps are those of the smallest size; every size makes at most train.steps steps.
+The knee is the critical batch size: beyond it, a larger batch takes many more samples for few steps less.""",
+)
+LINT_EPILOG = display.examples(
+    "meshwright bench lint RESULT.json",
+    "meshwright bench lint benchmarks/results/foundation.json --json",
+    "meshwright bench lint --rules",
+    note="The exit code is 1 where something is refused. The format is explained in docs/reference/result-file.md.",
+)
+SMALL: dict[str, Any] = {
+    "model": {"name": "gpt", "layers": 2, "width": 64, "heads": 2},
+    "data": {"kind": "text", "sequence_length": 64, "max_bytes": 1_000_000, "held_out": 0.02},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "train": {"steps": 400},
+}
+"""The run whose batch sizes are measured where none is given: a small GPT on text of the standard library."""
 TARGET = typer.Argument(
     "gpt", metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
 )
@@ -75,26 +76,17 @@ def scaling(
     output: Path | None = OUTPUT,
 ) -> None:
     """Time the training of a model on 1 to N ranks of this machine: speed-up, efficiency, and their spread."""
-    arguments = list(context.args)
-    if target.startswith("--"):  # an option of the run, and no target was given
-        target, arguments = "gpt", [target, *arguments]
-    run = run_of(target, None, None, arguments)
+    target, arguments = _target(context, target, "gpt")
+    run = run_of(target, arguments)
     from meshwright import api
     from meshwright.bench.scaling import scaling as measure_scaling
 
     counts = counts_of(ranks, api.num_devices())
-    command = ["meshwright", "bench", "scaling", target, "--kind", kind, "--ranks", ",".join(map(str, counts))]
-    for name, value in (("turns", turns), ("repetitions", repetitions), ("steps", steps), ("threads", threads)):
-        command += [f"--{name}", str(value)]
-    bars = display.Bars(display.console())
-    try:
-        result = measure_scaling(
-            run, kind, counts, turns=turns, repetitions=repetitions, steps=steps, threads=threads, grow=grow,
-            command=shlex.join([*command, *(["--grow", grow] if grow else []), *arguments]), progress=bars,
-        )  # fmt: skip
-    finally:
-        bars.end()
-        display.restore_cursor()
+    numbers = {"turns": turns, "repetitions": repetitions, "steps": steps, "threads": threads}
+    options = {"kind": kind, "ranks": ",".join(map(str, counts)), **numbers, "grow": grow}
+    command = display.command("bench", "scaling", target, options=options, arguments=arguments)
+    with display.cursor_kept(), display.progress() as bars:
+        result = measure_scaling(run, kind, counts, grow=grow, command=command, progress=bars, **numbers)
     _deliver(result, as_json, output)
 
 
@@ -110,16 +102,17 @@ def utilization(
     """Measure a large matrix product and a naive training step as percent of this CPU's peak, in float32."""
     from meshwright.bench.utilization import utilization as measure_utilization
 
-    command = f"meshwright bench utilization --size {size} --batch {batch} --repetitions {repetitions}"
-    result = measure_utilization(
-        size=size, batch_size=batch, repetitions=repetitions, threads=threads, peak_flops_per_s=peak,
-        command=command + (f" --threads {threads}" if threads else "") + (f" --peak {peak:g}" if peak else ""),
-        progress=display.Bars(display.console()),
-    )  # fmt: skip
+    options = {"size": size, "batch": batch, "repetitions": repetitions, "threads": threads}
+    with display.progress() as bars:
+        result = measure_utilization(
+            size=size, batch_size=batch, repetitions=repetitions, threads=threads, peak_flops_per_s=peak,
+            command=display.command("bench", "utilization", options=options | {"peak": peak and f"{peak:g}"}),
+            progress=bars,
+        )  # fmt: skip
     _deliver(result, as_json, output)
 
 
-def measure_batch_sizes(
+def batch_size(
     context: typer.Context,
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
     sizes: str = typer.Option(..., help="Rising sizes of the global batch, such as 8,16,32."),
@@ -135,29 +128,19 @@ def measure_batch_sizes(
     output: Path | None = OUTPUT,
 ) -> None:
     """Train to a target loss at several batch sizes: steps, samples and time, and the knee, by learning-rate rule."""
-    arguments = list(context.args)
-    if target.startswith("--"):  # an option of the run, and no target was given
-        target, arguments = "", [target, *arguments]
-    run = batch_size.small_or(target, arguments)
+    target, arguments = _target(context, target, "")
+    run = run_of(target, arguments) if target else config.make(overridden(SMALL, arguments), where="the small run")
     from meshwright.bench.batch_size import batch_size as measure
 
-    command = ["meshwright", "bench", "batch-size", *([target] if target else []), "--sizes", sizes]
-    command += ["--target", f"{loss:g}", "--rules", rules]
+    rising = display.numbers(sizes, "--sizes", "write 8,16,32")
     numbers = {
         "seeds": seeds, "evaluate_every": evaluate_every, "ranks": ranks, "repetitions": repetitions, "steps": steps,
         "threads": threads,
     }  # fmt: skip
-    for name, value in numbers.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
-    bars = display.Bars(display.console())
-    try:
-        result = measure(
-            run, batch_size.sizes_of(sizes), loss, rules=rules.split(","), command=shlex.join([*command, *arguments]),
-            progress=bars, **numbers,
-        )  # fmt: skip
-    finally:
-        bars.end()
-        display.restore_cursor()
+    options = {"sizes": sizes, "target": f"{loss:g}", "rules": rules, **numbers}
+    command = display.command("bench", "batch-size", target, options=options, arguments=arguments)
+    with display.cursor_kept(), display.progress() as bars:
+        result = measure(run, rising, loss, rules=rules.split(","), command=command, progress=bars, **numbers)
     _deliver(result, as_json, output)
 
 
@@ -171,9 +154,8 @@ def lint(
     from meshwright.bench.lint import lint as refusals_of
 
     if rules:
-        table = Table(box=None, pad_edge=False)
-        for title in ("rule", "asks for", "source"):
-            table.add_column(title, no_wrap=True)
+        titles = ("rule", "asks for", "source")
+        table = display.table(titles, left=titles)
         for rule in RULES:
             table.add_row(rule.name, rule.asks, rule.source)
         display.console().print(table)
@@ -182,7 +164,7 @@ def lint(
         raise typer.BadParameter("give a file: meshwright bench lint RESULT.json")
     found = {str(path): refusals_of(files.load(path, Result)) for path in result_files}
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        display.print_json(found)
     else:
         _print_refusals(found)
     return 1 if any(found.values()) else 0
@@ -192,16 +174,20 @@ def counts_of(text: str, cores: int) -> list[int]:
     """``4`` is 1, 2, 4; ``6`` is 1, 2, 4, 6; ``1,3`` is itself; nothing is all cores.
 
     Raises:
-        LayoutError: the text is no number.
+        FileFormatError: the text is no number.
     """
-    try:
-        numbers = [int(one) for one in text.split(",")] if text else [cores]
-    except ValueError:
-        raise LayoutError(f"{text!r} are no numbers", where="--ranks", remedy="write 4, or 1,2,4") from None
+    numbers = display.numbers(text, "--ranks", "write 4, or 1,2,4") if text else [cores]
     if len(numbers) > 1:
         return numbers
     most = numbers[0]
     return sorted({most, *(2**power for power in range(max(most, 1).bit_length()) if 2**power <= most)})
+
+
+def _target(context: typer.Context, target: str, default: str) -> tuple[str, list[str]]:
+    """The target and the other arguments: an option in its place belongs to the run, and the target is the default."""
+    if target.startswith("--"):
+        return default, [target, *context.args]
+    return target, list(context.args)
 
 
 def _print_refusals(found: "dict[str, tuple[Refusal, ...]]") -> None:
@@ -233,7 +219,7 @@ def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
             terminal.print(_points(result, finding))
         elif isinstance(finding, BatchSizes):
             terminal.print(f"\n{finding.target}; {finding.measured}\n")
-            terminal.print(batch_size.table(finding))
+            terminal.print(_sizes(finding))
         elif isinstance(finding, Comparison):
             sides = ", ".join(f"{name} {series.value_s * 1e3:.4g} ms" for name, series in finding.series.items())
             terminal.print(f"\n{finding.target}: {finding.measured}; {sides}")
@@ -247,11 +233,9 @@ def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
 
 
 def _points(result: Result, finding: Scaling) -> Table:
-    table = Table(box=None, pad_edge=False)
     unit = "GFLOP/s" if finding.work_unit == "FLOP" else f"{finding.work_unit}/s"
-    for title in ("ranks", "batch", "parameters", "ms/step", "least", "most", unit, "speed-up", "95 %", "efficiency"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    titles = ("ranks", "batch", "parameters", "ms/step", "least", "most", unit, "speed-up", "95 %", "efficiency", "")
+    table = display.table(titles, left=("",))
     for point in finding.points:
         seconds = point.series.seconds
         rate = point.work / point.series.value_s
@@ -267,10 +251,24 @@ def _points(result: Result, finding: Scaling) -> Table:
     return table
 
 
+def _sizes(finding: BatchSizes) -> Table:
+    titles = ("rule", "batch", "lr", "steps", "samples", "ms/step", "time to target")
+    table = display.table(titles, left=("rule",))
+    rules = list(dict.fromkeys(point.rule for point in finding.points))
+    for point in sorted(finding.points, key=lambda point: rules.index(point.rule)):
+        reached = point.steps_to_target > 0
+        table.add_row(
+            point.rule, f"{point.batch}", f"{point.lr:.3g}",
+            f"{point.steps_to_target:,}" if reached else "not reached",
+            f"{point.samples_to_target:,}" if reached else "", f"{point.series.value_s * 1e3:.4g}",
+            f"{point.target_s:.3g} s" if reached else "",
+        )  # fmt: skip
+    return table
+
+
 def _fractions(shown: list[Utilization]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("", "ms", "least", "most", "GFLOP/s", "of the peak", "95 %"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    titles = ("", "ms", "least", "most", "GFLOP/s", "of the peak", "95 %")
+    table = display.table(titles, left=("",))
     for one in shown:
         seconds, (low, high) = one.series.seconds, one.interval or (one.fraction, one.fraction)
         table.add_row(
@@ -286,16 +284,13 @@ def _help(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def add_to(app: typer.Typer) -> None:
-    """Make it a command with four of its own."""
-    group = typer.Typer(
-        name="bench",
-        help="Measure scaling, utilization and batch sizes on this machine, and refuse results that mislead.",
-        rich_markup_mode="rich",
-    )
-    group.callback(invoke_without_command=True)(_help)
-    group.command(context_settings=EXTRA, epilog=SCALING_EPILOG)(scaling)
-    group.command(epilog=UTILIZATION_EPILOG)(utilization)
-    group.command("batch-size", context_settings=EXTRA, epilog=batch_size.EPILOG)(measure_batch_sizes)
-    group.command(epilog=LINT_EPILOG)(lint)
-    app.add_typer(group)
+group = typer.Typer(
+    name="bench",
+    help="Measure scaling, utilization and batch sizes on this machine, and refuse results that mislead.",
+    rich_markup_mode="rich",
+)
+group.callback(invoke_without_command=True)(_help)
+group.command(context_settings=EXTRA, epilog=SCALING_EPILOG)(scaling)
+group.command(epilog=UTILIZATION_EPILOG)(utilization)
+group.command(context_settings=EXTRA, epilog=BATCH_SIZE_EPILOG)(batch_size)
+group.command(epilog=LINT_EPILOG)(lint)

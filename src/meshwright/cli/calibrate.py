@@ -3,47 +3,37 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import typer
-from rich.table import Table
 
 from meshwright.cli import display
 
 if TYPE_CHECKING:
     from meshwright.api import Cluster
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright calibrate
-
-  meshwright calibrate --output machine.toml
-
-  meshwright calibrate --if-stale --json
-
-  torchrun --nnodes 2 ... --no-python meshwright calibrate --output cluster.toml
-
-  mpirun -n 4 meshwright calibrate --output machine.toml
-
-The file is a cluster file: `meshwright clusters FILE` shows it, and --cluster FILE plans for it.
-"""
+EPILOG = display.examples(
+    "meshwright calibrate",
+    "meshwright calibrate --output machine.toml",
+    "meshwright calibrate --if-stale --json",
+    "torchrun --nnodes 2 ... --no-python meshwright calibrate --output cluster.toml",
+    "mpirun -n 4 meshwright calibrate --output machine.toml",
+    note="The file is a cluster file: `meshwright clusters FILE` shows it, and --cluster FILE plans for it.",
+)
 
 
 def calibrate(
     output: Path | None = typer.Option(None, help="Where to write the cluster file; default: the user's cache."),
     if_stale: bool = typer.Option(False, "--if-stale", help="Only where the last one no longer holds."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = display.JSON,
 ) -> None:
     """Measure this machine's cores and what joins them: a few seconds, best while nothing else runs."""
     from meshwright import api
 
-    try:
+    with display.cursor_kept():
         found = api.calibrate(output, again=not if_stale, measured_by=measure_rank)
-    finally:
-        display.restore_cursor()
     if api.launched_rank() > 0:
         return
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        display.print_json(found)
         return
     _print(found)
     display.console().print(f"\nwritten to {output or api.calibration_file()}")
@@ -55,18 +45,15 @@ def calibrate_once() -> None:
 
     if api.calibrated() is None:
         display.console().print("measuring this machine, once (meshwright calibrate)")
-        try:
+        with display.cursor_kept():
             api.calibrate(measured_by=measure_rank)
-        finally:
-            display.restore_cursor()
 
 
 def measure_rank() -> "Cluster | None":
     """What every rank runs."""
     from meshwright import api
 
-    with display.shown(api.launched_rank()) as progress:
-        return api.measure_machine(progress)
+    return display.on_rank(api.measure_machine)
 
 
 def _print(found: "Cluster") -> None:
@@ -76,10 +63,9 @@ def _print(found: "Cluster") -> None:
     peaks = ", ".join(f"{peak / 1e9:.1f} GFLOP/s {dtype}" for dtype, peak in device.peak_flops_per_s.items())
     cores = "1 core" if found.num_devices == 1 else f"{found.num_devices} cores"
     terminal.print(f"{device.name}: {cores} of {peaks}")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("best of the peak", no_wrap=True)
-    for title in ("alone", *(_name(one.ranks, one.threads) for one in device.conditions)):
-        table.add_column(title, justify="right")
+    conditions = [f"{one.threads} threads" if one.ranks == 1 else f"{one.ranks} at once" for one in device.conditions]
+    first = "best of the peak"
+    table = display.table((first, "alone", *conditions), left=(first,), wrapped=("alone", *conditions))
     curves = [device.efficiency, *(one.efficiency for one in device.conditions)]
     for kind in device.efficiency:
         table.add_row(kind, *(f"{max(fraction for _, fraction in curve[kind]):.0%}" for curve in curves))
@@ -95,12 +81,3 @@ def _print(found: "Cluster") -> None:
             "the processor. Compute was measured all the same; what is between cores may come out slow: "
             "calibrate again when it is idle"
         )
-
-
-def _name(ranks: int, threads: int) -> str:
-    return f"{threads} threads" if ranks == 1 else f"{ranks} at once"
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(calibrate)

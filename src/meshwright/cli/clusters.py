@@ -1,36 +1,30 @@
 """``meshwright clusters``: the machines that are known by name."""
 
-import msgspec
 import typer
-from rich.table import Table
 
 from meshwright.cli import display
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright clusters
-
-  meshwright clusters a100-80gb-dgx-hdr200x8
-
-  meshwright clusters cpu-local --json
-"""
+EPILOG = display.examples(
+    "meshwright clusters",
+    "meshwright clusters a100-80gb-dgx-hdr200x8",
+    "meshwright clusters cpu-local --json",
+)
 
 
 def clusters(
     name: str = typer.Argument("", help="One cluster: a name, DEVICE-BOX-FABRIC, or a .toml file."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = display.JSON,
 ) -> None:
     """List the clusters of the catalog, or show one."""
     from meshwright import api
 
     found = [api.load_cluster(name)] if name else [api.load_cluster(one) for one in api.cluster_names()]
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found[0] if name else found)).decode())
+        display.print_json(found[0] if name else found)
         return
     terminal = display.console()
-    table = Table(box=None, pad_edge=False)
-    for title, right in (("cluster", False), ("devices", True), ("device", False), ("memory", True), ("peak", False)):
-        table.add_column(title, justify="right" if right else "left", no_wrap=True)
+    titles = ("cluster", "devices", "device", "memory", "peak")
+    table = display.table(titles, left=("cluster", "device", "peak"))
     for one in found:
         peak = max(one.device.peak_flops_per_s.items(), key=lambda item: item[1])
         size = f"{one.num_devices}{'+' if one.open_ended else ''}"
@@ -49,8 +43,3 @@ def clusters(
             f"{level.name}: {level.fan_out} together, {level.alpha_s * 1e6:.3g} us a message, {rate:.3g} GB/s"
             f"{f' x {level.links} links' if level.links > 1 else ''}: {level.origin}  ({level.source})"
         )
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(clusters)

@@ -1,8 +1,6 @@
 """``meshwright collectives``: the algorithms of a collective beside each other, and their rounds drawn."""
 
-import msgspec
 import typer
-from rich.table import Table
 
 from meshwright.cli import display
 from meshwright.errors import ScheduleError
@@ -11,14 +9,11 @@ from meshwright.schedules.collectives.picture import rounds
 
 MOST_DRAWN = 256
 """Ranks whose rounds are drawn."""
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright collectives --ranks 8 --bytes 1MiB
-
-  meshwright collectives all_gather --ranks 16 --bytes 64MiB --cluster h100-dgx-ndr400x8
-
-  meshwright collectives --ranks 4 --picture ring
-"""
+EPILOG = display.examples(
+    "meshwright collectives --ranks 8 --bytes 1MiB",
+    "meshwright collectives all_gather --ranks 16 --bytes 64MiB --cluster h100-dgx-ndr400x8",
+    "meshwright collectives --ranks 4 --picture ring",
+)
 
 
 def collectives(
@@ -27,7 +22,7 @@ def collectives(
     size: str = typer.Option("1MiB", "--bytes", help="The whole vector on one rank, in float32."),
     cluster: str = typer.Option("a100-80gb-dgx-hdr200x8", help="A name of `meshwright clusters`, or a .toml file."),
     picture: str = typer.Option("", help="Draw the rounds of this algorithm instead."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = display.JSON,
 ) -> None:
     """Compare the algorithms of a collective: rounds, bytes, the most at one rank, time on a cluster, crossovers."""
     num_bytes = display.num_bytes(size, "--bytes")
@@ -36,20 +31,15 @@ def collectives(
         return
     from meshwright.prediction.collectives import compare
 
-    bars = display.Bars(display.console())
-    bars.begin("simulating")
-    try:
+    with display.progress("simulating"):
         found = compare(operation, cluster, ranks, num_bytes)
-    finally:
-        bars.end()
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        display.print_json(found)
         return
     terminal = display.console()
     typer.echo(f"{operation} of {_size(num_bytes)} over {ranks} ranks of {found.cluster}, float32\n")
-    table = Table(box=None, pad_edge=False)
-    for title in ("", "rounds", "moved", "busiest", "peak", "fan-in", "alone", "shared links", "bits"):
-        table.add_column(title, justify="left" if title in ("", "bits") else "right", no_wrap=True)
+    titles = ("", "rounds", "moved", "busiest", "peak", "fan-in", "alone", "shared links", "bits")
+    table = display.table(titles, left=("", "bits"))
     for row in found.rows:
         counted = row.count
         shared = "" if row.shared_s is None else _time(row.shared_s)
@@ -76,7 +66,7 @@ def _draw(operation: str, algorithm: str, ranks: int, as_json: bool) -> None:
     pieces = 1 if operation == "barrier" else 2 * ranks  # enough for any algorithm to cut
     steps = build(operation, algorithm, ranks, pieces)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(steps)).decode())
+        display.print_json(steps)
         return
     typer.echo(f"{operation} {algorithm}: b>2+ sends piece b to rank 2, which adds it; b>2: which keeps it\n")
     typer.echo(rounds(steps), nl=False)
@@ -89,8 +79,3 @@ def _size(num_bytes: float) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.4g} us" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(collectives)

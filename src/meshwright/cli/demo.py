@@ -2,22 +2,19 @@
 
 import time
 from importlib import resources
-from typing import Any
 
 import typer
 
 from meshwright import config
+from meshwright.cli import display
 from meshwright.cli.overrides import overridden
-from meshwright.cli.train import EXTRA, RECALIBRATE, run_training, with_directory
+from meshwright.cli.train import RECALIBRATE, run_training, with_directory
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright demo
-
-  meshwright demo --steps 100 --layout.tp 2
-
-  meshwright demo --print > RUN.toml     a file to start from
-"""
+EPILOG = display.examples(
+    "meshwright demo",
+    "meshwright demo --steps 100 --layout.tp 2",
+    "meshwright demo --print > RUN.toml     a file to start from",
+)
 
 
 def demo(
@@ -32,16 +29,6 @@ def demo(
         typer.echo(text, nl=False)
         return
     chosen = [f"--train.steps={steps}"] if steps else []
-    raw = overridden(tables(text), [*chosen, *context.args])
+    raw = overridden(config.tables(text.encode(), where="demo.toml"), [*chosen, *context.args])
     run = config.make(raw, where="demo.toml")
     run_training(with_directory(run, f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}"), feed_back=feed_back)
-
-
-def tables(text: str) -> dict[str, Any]:
-    """The tables of the demo's file."""
-    return config.tables(text.encode(), where="demo.toml")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(context_settings=EXTRA, epilog=EPILOG)(demo)

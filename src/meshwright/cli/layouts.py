@@ -4,8 +4,6 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import typer
 from rich.table import Table
 
 from meshwright.cli import display
@@ -31,9 +29,7 @@ def show_layouts(
     asked: dict[str, Any] = {"cluster": cluster, "devices": devices, "seq": sequence, "batch": batch}
     values = varied(vary, asked) if vary else [asked]
     rows = []
-    bars = display.Bars(display.console())
-    bars.begin("weighing layouts", len(values) if vary else 0)
-    try:
+    with display.progress("weighing layouts", len(values) if vary else 0) as bars:
         for value in values:
             if vary.startswith("devices") and scaling == "weak":
                 value["batch"] = max(1, batch * int(value["devices"]) // int(values[0]["devices"]))
@@ -44,17 +40,16 @@ def show_layouts(
             )  # fmt: skip
             rows.append((value, found, time.perf_counter() - started))
             bars.advance()
-    finally:
-        bars.end()
     if as_json:
-        told = [_as_json(value, found) for value, found, _ in rows]
-        if vary and not vary.startswith("seq"):  # sequences of unlike lengths are not the same work
+        answers = [
+            {**value, "considered": found.considered, "options": found.options, "front": found.front}
+            for value, found, _ in rows
+        ]
+        if vary and not vary.startswith("seq"):  # sequences of different lengths are different work
             joint = prediction.front(option for _, found, _ in rows for option in found.front)
-            told = [
-                one | {"joint_front": [option for option in found.front if option in joint]}
-                for one, (_, found, _) in zip(told, rows, strict=True)
-            ]
-        typer.echo(msgspec.json.format(msgspec.json.encode(told if vary else told[0])).decode())
+            for answer in answers:
+                answer["joint_front"] = [option for option in answer["front"] if option in joint]
+        display.print_json(answers if vary else answers[0])
     elif vary:
         _print_varied(vary, scaling, rows)
     else:
@@ -91,10 +86,6 @@ def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
     return [asked | {key: number} for number in numbers]
 
 
-def _as_json(value: dict[str, Any], found: "Found") -> dict[str, Any]:
-    return {**value, "considered": found.considered, "options": found.options, "front": found.front}
-
-
 def _print(model: str, value: dict[str, Any], found: "Found", seconds: float) -> None:
     from meshwright.prediction import load_cluster
 
@@ -120,9 +111,8 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Fou
     terminal = display.console()
     if key == "devices":
         terminal.print(f"{scaling} scaling: the batch {'grows with the devices' if scaling == 'weak' else 'stays'}\n")
-    table = Table(box=None, pad_edge=False)
-    for title in (key, "batch", "step", "sequences/s", "a device", "", "1,000 sequences", "layout"):
-        table.add_column(title, justify="left" if title == "layout" else "right", no_wrap=title != "layout")
+    titles = (key, "batch", "step", "sequences/s", "a device", "", "1,000 sequences", "layout")
+    table = display.table(titles, left=("layout",), wrapped=("layout",))
     for value, found, _ in rows:
         if not found.options:
             table.add_row(f"{value[key]}", f"{value['batch']}", "", "", "", "", "", "nothing fits")
@@ -153,15 +143,20 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Fou
 def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
     """Options as rows; ``key`` heads a column for the second of each pair."""
     priced = any(option.usd is not None for option, _ in options)
-    table = Table(box=None, pad_edge=False)
-    titles = [key, "step", "memory", "", "a device", "1,000 sequences", "layout"]
-    shown = [title for title in titles if title not in ({"1,000 sequences"} if not priced else set())]
-    for title in shown if key else shown[1:]:
-        table.add_column(title, justify="left" if title in ("layout", "") else "right", no_wrap=title != "layout")
-    for one, value in options:
-        rate = one.flops_per_s / one.setup.world_size / 1e12
-        cells = [f"{one.step_s:.4g} s", f"{one.memory.peak_bytes / 2**30:.1f} GiB", one.verdict]
-        cells += [f"{rate:.0f} TFLOP/s", *([_dollars(one)] if priced else []), one.text]
+    titles = [
+        *filter(None, [key]),
+        "step",
+        "memory",
+        "",
+        "a device",
+        *(["1,000 sequences"] if priced else []),
+        "layout",
+    ]
+    table = display.table(titles, left=("layout", ""), wrapped=("layout",))
+    for option, value in options:
+        rate = option.flops_per_s / option.setup.world_size / 1e12
+        cells = [f"{option.step_s:.4g} s", f"{option.memory.peak_bytes / 2**30:.1f} GiB", option.verdict]
+        cells += [f"{rate:.0f} TFLOP/s", *([_dollars(option)] if priced else []), option.text]
         table.add_row(*([value] if key else []), *cells)
     return table
 

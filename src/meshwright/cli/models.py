@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import typer
-from rich.table import Table
 
 from meshwright.cli import display
 
@@ -12,22 +10,18 @@ if TYPE_CHECKING:
     from meshwright.ir.convnet import ConvNet
     from meshwright.ir.transformer import Transformer
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright models
-
-  meshwright models llama3-70b --json
-
-  meshwright models resnet50
-
-  meshwright models path/to/config.json
-"""
+EPILOG = display.examples(
+    "meshwright models",
+    "meshwright models llama3-70b --json",
+    "meshwright models resnet50",
+    "meshwright models path/to/config.json",
+)
 
 
 def models(
     name: str = typer.Argument("", help="One model: a name, or the path of a Hugging Face config.json."),
     families: bool = typer.Option(False, "--families", help="List the families instead."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = display.JSON,
 ) -> None:
     """List the models of the catalog, or show one."""
     from meshwright import prediction
@@ -40,7 +34,7 @@ def models(
     networks = [prediction.load_network(one) for one in known if name in ("", one)]
     if as_json:
         told = [*found, *networks]
-        typer.echo(msgspec.json.format(msgspec.json.encode(told[0] if name else told)).decode())
+        display.print_json(told[0] if name else told)
         return
     if found:
         _print_transformers(found)
@@ -51,10 +45,8 @@ def models(
 
 
 def _print_transformers(found: "list[Transformer]") -> None:
-    table = Table(box=None, pad_edge=False)
     titles = ("model", "parameters", "active", "layers", "hidden", "heads", "ffn", "vocabulary", "sequence", "source")
-    for title in titles:
-        table.add_column(title, justify="left" if title in ("model", "source") else "right", no_wrap=title != "source")
+    table = display.table(titles, left=("model", "source"), wrapped=("source",))
     for one in found:
         table.add_row(
             one.name, _count(one.parameters), _count(one.active_parameters) if one.experts else "", f"{one.layers}",
@@ -65,12 +57,8 @@ def _print_transformers(found: "list[Transformer]") -> None:
 
 
 def _print_networks(networks: "list[ConvNet]", *, by_layer: bool) -> None:
-    table = Table(box=None, pad_edge=False)
     titles = ("network", "parameters", "in dense layers", "GFLOP an image", "layers", "image", "source")
-    for title in titles:
-        table.add_column(
-            title, justify="left" if title in ("network", "source") else "right", no_wrap=title != "source"
-        )
+    table = display.table(titles, left=("network", "source"), wrapped=("source",))
     for one in networks:
         table.add_row(
             one.name, _count(one.parameters), f"{one.share('dense')[1]:.1%}", f"{one.forward_flops / 1e9:,.4g}",
@@ -80,9 +68,8 @@ def _print_networks(networks: "list[ConvNet]", *, by_layer: bool) -> None:
     terminal.print(table)
     if not by_layer:
         return
-    layers = Table(box=None, pad_edge=False)
-    for title in ("layer", "inputs", "outputs", "kernel", "positions", "parameters", "GFLOP an image"):
-        layers.add_column(title, justify="left" if title == "layer" else "right", no_wrap=True)
+    titles = ("layer", "inputs", "outputs", "kernel", "positions", "parameters", "GFLOP an image")
+    layers = display.table(titles, left=("layer",))
     for layer in networks[0].layers:
         layers.add_row(
             layer.name, f"{layer.inputs}", f"{layer.outputs}", f"{layer.kernel}", f"{layer.pixels_out}",
@@ -94,8 +81,3 @@ def _print_networks(networks: "list[ConvNet]", *, by_layer: bool) -> None:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.0f} M"
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(models)

@@ -2,10 +2,6 @@
 
 from itertools import groupby
 
-import msgspec
-import typer
-from rich.table import Table
-
 from meshwright.cli import display
 from meshwright.errors import LayoutError
 
@@ -28,18 +24,17 @@ def show_network(name: str, cluster: str, devices: int, images: int, vary: str, 
             remedy="leave it out, and give --cluster, --ranks and --batch",
         )
     found = prediction.divide_network(name, cluster, devices=devices or None, images=images)
+    code = 1 if found.verdict == "does not fit" else 0
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
-        return 0 if found.verdict != "does not fit" else 1
+        display.print_json(found)
+        return code
     terminal = display.console()
     alone = "" if found.all_data_s is None else f"   all layers data parallel: {found.all_data_s * 1e3:.4g} ms"
     terminal.print(f"{found.network} on {found.ranks} devices of {cluster}, {found.images} images a step, fp16")
     terminal.print(f"constants of the cluster: {prediction.load_cluster(cluster).constants}\n")
     terminal.print(f"step {found.step_s * 1e3:.4g} ms   {found.images / found.step_s:,.0f} images/s{alone}")
     terminal.print(f"memory {found.peak_bytes / 2**30:.1f} GiB: {found.verdict}\n")
-    table = Table(box=None, pad_edge=False)
-    for title in ("layers", "", "compute", "moving", "gradients", "optimizer"):
-        table.add_column(title, justify="left" if title in ("layers", "") else "right", no_wrap=True)
+    table = display.table(("layers", "", "compute", "moving", "gradients", "optimizer"), left=("layers", ""))
     for way, group in groupby(found.choices, key=lambda choice: choice.way):
         chosen = list(group)
         names = [chosen[0].layer] if len(chosen) == 1 else [chosen[0].layer, chosen[-1].layer]
@@ -47,4 +42,4 @@ def show_network(name: str, cluster: str, devices: int, images: int, vary: str, 
         sums = [f"{1e3 * sum(getattr(one, part) for one in chosen):.3g} ms" for part in parts]
         table.add_row(" to ".join(names), WAYS[way], *sums)
     terminal.print(table)
-    return 0 if found.verdict != "does not fit" else 1
+    return code

@@ -12,6 +12,9 @@ from meshwright.errors import FileFormatError
 from meshwright.ir import files
 from meshwright.ir.run import Run
 
+EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Settings of a command that takes such options beside its own."""
+
 
 def overridden(raw: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     """The tables changed by ``arguments`` (``--section.key value`` or ``--section.key=value``).
@@ -38,19 +41,17 @@ def keys() -> Iterator[tuple[str, str, str]]:
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """``--a.b value`` and ``--a.b=value`` as (``a.b``, value)."""
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
+    words = iter(arguments)
+    for word in words:
         if not word.startswith("--"):
             raise FileFormatError(
                 f"unexpected argument {word!r}", where="command line", remedy="write keys as --section.key value"
             )
         name, has_value, value = word[2:].partition("=")
-        if not has_value:
-            if not rest:
-                raise FileFormatError("has no value", where=word, remedy=f"write {word} VALUE")
-            value = rest.pop(0)
-        yield name, value
+        given = value if has_value else next(words, None)
+        if given is None:
+            raise FileFormatError("has no value", where=word, remedy=f"write {word} VALUE")
+        yield name, given
 
 
 def _override(raw: dict[str, Any], option: str, text: str) -> None:
@@ -111,10 +112,6 @@ def _unknown_option(option: str, beside: Sequence[str] = ()) -> FileFormatError:
     hint = f"did you mean {' or '.join(f'`--{name}`' for name in near)}?" if near and option not in near else ""
     if option in known:
         hint = f"only another {option.partition('.')[0]} has it"
-    return FileFormatError(
-        "there is no such key in RUN.toml",
-        where=f"--{option}",
-        remedy=hint
-        or files.did_you_mean(f"--{option}", [f"--{name}" for name in beside or known])
-        or "`meshwright train --help` lists the keys",
-    )
+    hint = hint or files.did_you_mean(f"--{option}", [f"--{name}" for name in beside or known])
+    remedy = hint or "`meshwright train --help` lists the keys"
+    return FileFormatError("there is no such key in RUN.toml", where=f"--{option}", remedy=remedy)

@@ -1,12 +1,13 @@
 """The report of a plan as a file: ``meshwright plan MODEL ... --report FILE.html``."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.cli import display
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 
-FACTORS = (4, 2)
-"""The scaling curve goes from a quarter of the devices to four times as many."""
+FACTORS = (0.25, 0.5, 2, 4)
+"""The scaling curve also has these multiples of the devices."""
 
 
 def write_report(
@@ -29,27 +30,19 @@ def write_report(
             model, cluster, devices=size or None, global_batch=batch, sequence=sequence, usd_per_hour=price or None
         )
 
-    terminal = display.console()
-    bars = display.Bars(terminal)
-    bars.begin("weighing layouts", 1 + 2 * len(FACTORS))
-    try:
+    with display.progress("weighing layouts", 1 + len(FACTORS)) as bars:
         machine = prediction.load_cluster(cluster, devices or None)
         found = found_on(machine.num_devices)
         bars.advance()
         scaling = {machine.num_devices: found}
-        for factor in FACTORS:
-            for size in (machine.num_devices // factor, machine.num_devices * factor):
-                try:
-                    if size:
-                        scaling[size] = found_on(size)
-                except (ClusterError, LayoutError):
-                    pass  # the cluster ends there, or the batch does not divide: no point of the curve
-                bars.advance()
+        for size in (int(machine.num_devices * factor) for factor in FACTORS):
+            with suppress(ClusterError, LayoutError):  # the cluster ends there, or the batch does not divide
+                if size:
+                    scaling[size] = found_on(size)
+            bars.advance()
         page = prediction.explain(found, machine, scaling=sorted(scaling.items()), command=command)
-    finally:
-        bars.end()
     if page is None:
         raise LayoutError("there is no layout to report of", where=model, remedy="take more devices")
     display.write(path, report.render(page).encode())
-    terminal.print(f"{page.verdict}: {page.sentence}\n-> {path}")
+    display.console().print(f"{page.verdict}: {page.sentence}\n-> {path}")
     return 0 if found.options else 1

@@ -12,34 +12,25 @@ from meshwright.cli.layouts import show_layouts
 from meshwright.cli.networks import show_network
 from meshwright.cli.overrides import overridden
 from meshwright.cli.pages import write_report
-from meshwright.cli.train import EXTRA
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.run import Run
 from meshwright.report.program_text import program_text
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright plan gpt --dp 2 --tp 2
-
-  meshwright plan RUN.toml --ranks 8 --cluster a100-80gb-dgx --output plan.json
-
-  meshwright plan gpt --tp 4 --model.width 1024 --model.heads 16 --json
-
-  meshwright plan gpt --dp 2 --layout.microbatches 4 --program
-
-  meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --batch 512
-
-  meshwright plan gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --batch 1536 --vary devices=256..2048
-
-  meshwright plan llama3-8b --cluster h100-dgx-ndr400x8 --ranks 32 --vary cluster=h100-dgx-ndr400x8,h200-dgx-ndr400x8
-
-  meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --report plan.html
-
-  meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024
-
-A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by its sizes.
-"""
+EPILOG = display.examples(
+    "meshwright plan gpt --dp 2 --tp 2",
+    "meshwright plan RUN.toml --ranks 8 --cluster a100-80gb-dgx --output plan.json",
+    "meshwright plan gpt --tp 4 --model.width 1024 --model.heads 16 --json",
+    "meshwright plan gpt --dp 2 --layout.microbatches 4 --program",
+    "meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --batch 512",
+    "meshwright plan gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --batch 1536 --vary devices=256..2048",
+    "meshwright plan llama3-8b --cluster h100-dgx-ndr400x8 --ranks 32 "
+    "--vary cluster=h100-dgx-ndr400x8,h200-dgx-ndr400x8",
+    "meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --report plan.html",
+    "meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024",
+    note="A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by "
+    "its sizes.",
+)
 TARGET: Any = typer.Argument(
     ..., metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
 )
@@ -84,11 +75,10 @@ def plan(
 
     by_name = prediction.is_model(target) or prediction.is_network(target)
     if target not in config.REFERENCES and by_name:
-        refuse(context, OF_CAPTURED, f"{target} is not captured, but weighed by its sizes")
+        reason = f"{target} is not captured, but weighed by its sizes"
+        refuse(context, OF_CAPTURED, reason)
         if context.args:
-            raise LayoutError(
-                f"{target} is not captured, but weighed by its sizes", where=context.args[0], remedy="leave it out"
-            )
+            raise LayoutError(reason, where=context.args[0], remedy="leave it out")
         if scaling not in ("strong", "weak"):
             raise LayoutError(f"unknown scaling {scaling!r}", where="--scaling", remedy="write strong or weak")
         if not cluster:
@@ -103,23 +93,24 @@ def plan(
                 raise LayoutError(
                     "a report is of one plan", where="--report", remedy="leave out --vary: the page has a scaling curve"
                 )
-            words = ["meshwright", "plan", target, "--cluster", cluster, "--ranks", f"{ranks}", "--batch", f"{batch}"]
-            words += ["--seq", f"{sequence}"] if sequence else []
-            words += ["--price", f"{price:g}"] if price else []
-            return write_report(report, target, cluster, ranks, batch, sequence, price, " ".join(words))
+            options = {
+                "cluster": cluster,
+                "ranks": f"{ranks}",
+                "batch": batch,
+                "seq": sequence,
+                "price": f"{price:g}" if price else "",
+            }
+            command = display.command("plan", target, options=options)
+            return write_report(report, target, cluster, ranks, batch, sequence, price, command)
         return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, as_json)
     limited = [f"--layout.seconds={seconds}"] if seconds is not None else []
-    run = run_of(target, dp, tp, [*limited, *context.args], cluster=cluster, strict=strict)
+    run = run_of(target, [*limited, *context.args], dp, tp, cluster, strict)
     refuse(context, OF_SIZES, f"{target} is captured as it is: its run file has batch and sequence length")
     from meshwright import api
 
-    bars = display.Bars(display.console())
-    bars.begin("capturing and planning")
-    try:
+    with display.progress("capturing and planning") as bars:
         limit = display.num_bytes(memory, "--memory") if memory else None
         found = api.plan_run(run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None)
-    finally:
-        bars.end()
     made = found.plan
     if output is not None:
         display.write(output, files.encode_json(made))
@@ -149,7 +140,12 @@ def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
 
 
 def run_of(
-    target: str, dp: int | None, tp: int | None, arguments: list[str], cluster: str = "", strict: bool = False
+    target: str,
+    arguments: list[str],
+    dp: int | None = None,
+    tp: int | None = None,
+    cluster: str = "",
+    strict: bool = False,
 ) -> Run:
     """The run of a file, or the one that stands for a model's name, with the options of the command line."""
     if target in config.REFERENCES:
@@ -160,13 +156,8 @@ def run_of(
         from meshwright import prediction
 
         known = [*config.REFERENCES, "RUN.toml", *prediction.model_names(), *prediction.network_names()]
-        raise FileFormatError(
-            "neither a file nor a model",
-            where=target,
-            remedy=" ".join(
-                filter(None, (files.did_you_mean(target, known), f"models: {', '.join(config.REFERENCES)}"))
-            ),
-        )
+        remedy = files.did_you_mean(target, known, f"models: {', '.join(config.REFERENCES)}")
+        raise FileFormatError("neither a file nor a model", where=target, remedy=remedy)
     chosen = [f"--layout.{name}={size}" for name, size in (("dp", dp), ("tp", tp)) if size is not None]
     if tp is not None and dp is None:
         chosen.append("--layout.dp=1")
@@ -175,8 +166,3 @@ def run_of(
     if strict:
         chosen.append("--layout.strict=true")
     return config.make(overridden(raw, [*chosen, *arguments]), where=target)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(context_settings=EXTRA, epilog=EPILOG)(plan)

@@ -2,25 +2,19 @@
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import typer
-from rich.table import Table
 
 from meshwright.cli import display
 
 if TYPE_CHECKING:
     from meshwright.prediction import Prediction
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright predict gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --devices 64 --tp 8 --pp 8 --global-batch 64
-
-  meshwright predict llama3-8b --cluster h100-dgx-ndr400x8 --devices 8 --zero 3 --micro-batch 2 --global-batch 16
-
-  meshwright predict path/to/config.json --cluster a100-40gb-dgx --tp 8 --global-batch 8 --json
-
-The exit code is 1 where it does not fit.
-"""
+EPILOG = display.examples(
+    "meshwright predict gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --devices 64 --tp 8 --pp 8 --global-batch 64",
+    "meshwright predict llama3-8b --cluster h100-dgx-ndr400x8 --devices 8 --zero 3 --micro-batch 2 --global-batch 16",
+    "meshwright predict path/to/config.json --cluster a100-40gb-dgx --tp 8 --global-batch 8 --json",
+    note="The exit code is 1 where it does not fit.",
+)
 
 
 def predict(
@@ -46,7 +40,7 @@ def predict(
     overlap: str = typer.Option("none", help="What of communication runs beside compute: none, dp, all."),
     inner: str = typer.Option("dp", help="Which of dp and pp has its ranks nearer to each other: dp, pp."),
     memory: float = typer.Option(0.0, min=0.0, help="Bytes a device has; 0: what the cluster says."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = display.JSON,
 ) -> int:
     """Predict a training step: will it fit, how long does it take, and what is that time made of."""
     from meshwright import prediction
@@ -60,7 +54,7 @@ def predict(
         model, cluster, devices=devices or None, sequence=sequence, memory_bytes=memory or None, **layout
     )
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        display.print_json(found)
     else:
         _print(found)
     return 1 if found.verdict == "does not fit" else 0
@@ -100,13 +94,8 @@ def _print(found: "Prediction") -> None:
 
 def _bars(parts: list[tuple[str, float, str]]) -> None:
     total = sum(size for _, size, _ in parts) or 1.0
-    table = Table(box=None, pad_edge=False, show_header=False)
+    table = display.table()
     for name, size, text in parts:
         if size:
             table.add_row(name, text, "█" * max(1, round(40 * size / total)))
     display.console().print(table)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(predict)

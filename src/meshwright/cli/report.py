@@ -7,15 +7,13 @@ import typer
 from meshwright.cli import display
 from meshwright.errors import TraceError
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright report runs/gpt
-
-  meshwright report runs/gpt -o gpt.html --trace gpt.trace.json
-
+EPILOG = display.examples(
+    "meshwright report runs/gpt",
+    "meshwright report runs/gpt -o gpt.html --trace gpt.trace.json",
+    note="""\
 The page needs no network: loss, plan, predicted over measured timeline and memory of every rank, the ledger.
-The trace file opens at https://ui.perfetto.dev, predicted ranks above measured ones.
-"""
+The trace file opens at https://ui.perfetto.dev, predicted ranks above measured ones.""",
+)
 
 
 def report(
@@ -46,8 +44,3 @@ def report(
             )
         display.write(trace, room.trace_events(*traces))
         terminal.print(f"-> {trace}")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(report)

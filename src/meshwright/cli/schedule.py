@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import typer
-from rich.table import Table
 
 from meshwright.cli import display
 from meshwright.errors import FileFormatError, ScheduleError
@@ -13,16 +12,12 @@ from meshwright.ir.schedule import Schedule
 from meshwright.schedules import passes, picture, pipeline
 from meshwright.schedules.check import Report, check
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright schedule 1f1b --stages 4 --microbatches 8
-
-  meshwright schedule interleaved --stages 4 --microbatches 8 --chunks 2 --bytes 16MiB
-
-  meshwright schedule zb-h1 --stages 4 --microbatches 8 --text > zb-h1.csv
-
-  meshwright schedule --file zb-h1.csv
-"""
+EPILOG = display.examples(
+    "meshwright schedule 1f1b --stages 4 --microbatches 8",
+    "meshwright schedule interleaved --stages 4 --microbatches 8 --chunks 2 --bytes 16MiB",
+    "meshwright schedule zb-h1 --stages 4 --microbatches 8 --text > zb-h1.csv",
+    "meshwright schedule --file zb-h1.csv",
+)
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,22 +43,18 @@ def schedule(
 ) -> None:
     """Draw and check a pipeline schedule: bubble, live micro-batches, bytes sent. A backward takes two forwards."""
     num_bytes = display.num_bytes(size, "--bytes") if size else None
-    bars = display.Bars(display.console())
-    bars.begin("building and checking the schedule")
-    try:
-        made = (
-            _built(name, stages, microbatches, chunks)
-            if file is None
-            else _read(file, name, (stages, microbatches, chunks))
-        )
-        report = check(made)
-    except ScheduleError as error:
-        known = file is None or error.where.startswith(f"{file}")
-        raise ScheduleError(
-            error.problem, where=error.where if known else f"{file}: {error.where}", remedy=error.remedy
-        ) from None
-    finally:
-        bars.end()
+    with display.progress("building and checking the schedule"):
+        if file is None:
+            made = _built(name, stages, microbatches, chunks)
+            report = check(made)
+        elif name or (stages, microbatches, chunks) != (None, None, 1):
+            raise FileFormatError(
+                "a file says itself which stages and micro-batches it has",
+                where="--file",
+                remedy="leave out NAME, --stages, --microbatches and --chunks",
+            )
+        else:
+            made, report = _read(file)
     if as_json:
         sent = None if num_bytes is None else tuple(one.sent_per_microbatch * num_bytes for one in report.ranks)
         printed = files.encode_json(Checked(schedule=made, report=report, sent_bytes_per_microbatch=sent)).decode()
@@ -75,33 +66,25 @@ def schedule(
 
 
 def _built(name: str, stages: int | None, microbatches: int | None, chunks: int) -> Schedule:
-    for option, value in (("NAME", name or None), ("--stages", stages), ("--microbatches", microbatches)):
-        if value is None:
-            raise FileFormatError(
-                "is missing", where=option, remedy="write NAME --stages P --microbatches M, or --file FILE"
-            )
-    assert stages is not None
-    assert microbatches is not None
+    if not name or stages is None or microbatches is None:
+        option = "NAME" if not name else "--stages" if stages is None else "--microbatches"
+        remedy = "write NAME --stages P --microbatches M, or --file FILE"
+        raise FileFormatError("is missing", where=option, remedy=remedy)
     computing = pipeline.build(name, stages, microbatches, chunks)
     return passes.add_reduction(passes.add_communication(computing))
 
 
-def _read(file: Path, name: str, counts: tuple[int | None, ...]) -> Schedule:
-    if name or counts != (None, None, 1):
-        raise FileFormatError(
-            "a file says itself which stages and micro-batches it has",
-            where="--file",
-            remedy="leave out NAME, --stages, --microbatches and --chunks",
-        )
-    if file.suffix == ".json":
-        return files.load(file, Schedule)
+def _read(file: Path) -> tuple[Schedule, Report]:
+    """The schedule of a file, checked; errors name the file."""
     try:
-        return Schedule.from_text(file.read_text().rstrip(), name=file.stem)
+        text = file.suffix != ".json"
+        made = Schedule.from_text(file.read_text().rstrip(), name=file.stem) if text else files.load(file, Schedule)
+        return made, check(made)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise FileFormatError(f"cannot read the file: {reason}", where=str(file), remedy="check the path") from None
     except ScheduleError as error:
-        where = f"{file}: {error.where}"
+        where = error.where if error.where.startswith(f"{file}") else f"{file}: {error.where}"
         raise ScheduleError(error.problem, where=where, remedy=error.remedy) from None
 
 
@@ -115,9 +98,8 @@ def _print(made: Schedule, report: Report, num_bytes: int | None, whole: bool) -
     words = [f"{count} {what}{'' if count == 1 else 'es' if what.endswith('h') else 's'}" for count, what in counts]
     drawn = picture.timeline(made, tuple(one.times for one in report.ranks), whole=whole)
     typer.echo(f"{made.name}: {', '.join(words)}\n\n{drawn}")
-    table = Table(box=None, pad_edge=False)
-    for title in ("rank", "stages", "bubble", "live micro-batches", "sent per micro-batch"):
-        table.add_column(title, justify="left" if title == "stages" else "right", no_wrap=True)
+    titles = ("rank", "stages", "bubble", "live micro-batches", "sent per micro-batch")
+    table = display.table(titles, left=("stages",))
     for rank, one in enumerate(report.ranks if whole else report.ranks[: picture.MOST_RANKS]):
         sent = f"{one.sent_per_microbatch} tensor{'' if one.sent_per_microbatch == 1 else 's'}"
         if num_bytes is not None:
@@ -133,8 +115,3 @@ def _print(made: Schedule, report: Report, num_bytes: int | None, whole: bool) -
     )
     if not whole and "\ndrawn: " in drawn:
         terminal.print("the first ranks and slots are shown: --whole draws all of it, --text and --json print it")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(schedule)

@@ -3,25 +3,20 @@
 from pathlib import Path
 
 import typer
-from rich.table import Table
 
 from meshwright.cli import display
 from meshwright.cli.plan import CLUSTER, DP, RANKS, TARGET, TP, run_of
-from meshwright.cli.train import EXTRA
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
 from meshwright.ir.summary import RankTimes, summarize
 from meshwright.ir.trace import Trace
 from meshwright.report.trace_event import trace_events
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright simulate gpt --dp 2
-
-  meshwright simulate RUN.toml --layout.pp 4 --layout.microbatches 8 --ranks 4 --slow 2=1.3
-
-  meshwright simulate gpt --tp 2 --trace step.json     for ui.perfetto.dev
-"""
+EPILOG = display.examples(
+    "meshwright simulate gpt --dp 2",
+    "meshwright simulate RUN.toml --layout.pp 4 --layout.microbatches 8 --ranks 4 --slow 2=1.3",
+    "meshwright simulate gpt --tp 2 --trace step.json     for ui.perfetto.dev",
+)
 
 
 def simulate(
@@ -39,16 +34,12 @@ def simulate(
     as_json: bool = typer.Option(False, "--json", help="Print the trace as JSON."),
 ) -> None:
     """Play one training step of a model under its plan: computing, communication, waiting and memory of every rank."""
-    run = run_of(target, dp, tp, context.args, cluster=cluster)
+    run = run_of(target, context.args, dp, tp, cluster)
     factors = dict(map(_factor, slow))
     from meshwright import api
 
-    bars = display.Bars(display.console())
-    bars.begin("capturing, planning and simulating")
-    try:
+    with display.progress("capturing, planning and simulating"):
         found = api.simulate_run(run, ranks, contention=contention, slow=factors, jitter=jitter, seed=seed)
-    finally:
-        bars.end()
     if trace is not None:
         display.write(trace, trace_events(found))
     if as_json:
@@ -70,16 +61,9 @@ def _factor(text: str) -> tuple[int, float]:
 def _print(found: Trace, times: tuple[RankTimes, ...]) -> None:
     terminal = display.console()
     terminal.print(f"a step takes {found.duration_s * 1e3:.4g} ms")
-    table = Table(box=None, pad_edge=False)
-    for title in ("rank", "computing", "exposed communication", "hidden", "bubble", "peak memory"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = display.table(("rank", "computing", "exposed communication", "hidden", "bubble", "peak memory"))
     for one in times:
         parts = (one.compute_s, one.exposed_s, one.hidden_s, one.bubble_s)
         cells = [f"{part * 1e3:.4g} ms" for part in parts]
         table.add_row(str(one.rank), *cells, f"{one.peak_bytes / 2**30:.3g} GiB")
     terminal.print(table)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(context_settings=EXTRA, epilog=EPILOG)(simulate)

@@ -10,33 +10,30 @@ from meshwright import config
 from meshwright.cli import display
 from meshwright.cli.calibrate import calibrate_once
 from meshwright.cli.overrides import keys, overridden
+from meshwright.cli.plan import STRICT
 from meshwright.errors import ClusterError
 from meshwright.ir.run import Run
 
 if TYPE_CHECKING:
     from meshwright.api import Trained
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright train gpt.toml
-
-  meshwright train gpt.toml --optimizer.lr 3e-4 --layout.tp 2
-
-  torchrun --nproc-per-node 4 -m meshwright.cli train gpt.toml
-
-If a rank is lost, all start again from the last checkpoint. Run the same command again, and it goes on from there too.
-"""
+EPILOG = display.examples(
+    "meshwright train gpt.toml",
+    "meshwright train gpt.toml --optimizer.lr 3e-4 --layout.tp 2",
+    "torchrun --nproc-per-node 4 -m meshwright.cli train gpt.toml",
+    note="If a rank is lost, all start again from the last checkpoint. Run the same command again, and it goes on "
+    "from there too.",
+)
 RECALIBRATE: Any = typer.Option(
     False, "--recalibrate", help="Correct what is known of this machine by what the run measured."
 )
-EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def train(
     context: typer.Context,
     file: Path = typer.Argument(..., metavar="RUN.toml", help="What to train, on what, how and where."),
     feed_back: bool = RECALIBRATE,
-    strict: bool = typer.Option(False, "--strict", help="Refuse a model with an operator that no rule splits."),
+    strict: bool = STRICT,
     compile: bool = typer.Option(False, "--compile", help="Join operators into kernels; needs a C++ compiler."),
     list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults, and stop."),
 ) -> None:
@@ -48,11 +45,6 @@ def train(
     chosen = [*(["--layout.strict=true"] if strict else []), *(["--train.compile=true"] if compile else [])]
     raw = overridden(config.read(file), [*chosen, *context.args])
     run_training(with_directory(config.make(raw, where=str(file)), f"runs/{file.stem}"), feed_back=feed_back)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(context_settings=EXTRA, epilog=EPILOG)(train)
 
 
 def with_directory(run: Run, directory: str) -> Run:
@@ -70,7 +62,7 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
     from meshwright import api
 
     if api.launched():
-        result = train_rank(run)
+        result = display.on_rank(api.train, run)
         if api.launched_rank() == 0:
             summarize(run, result, feed_back)
         return
@@ -86,26 +78,18 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
     display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} in {run.train.directory}")
     directory = Path(run.train.directory)
     again = api.Restarts(directory / "checkpoints", display.console().print)
+    port = run.train.port
     try:
-        result = api.run_ranks(
-            train_rank, run, num_ranks=num_ranks, directory=directory, port=run.train.port, again=again
-        )
+        with display.cursor_kept():
+            result = api.run_ranks(
+                display.on_rank, api.train, run, num_ranks=num_ranks, directory=directory, port=port, again=again
+            )
     except KeyboardInterrupt:
         whole = sorted((directory / "checkpoints").glob("step-*/manifest.json"))
         if whole:
             display.console().print(f"{whole[-1].parent} is saved: --train.directory {directory} goes on from there")
         raise
-    finally:
-        display.restore_cursor()
     summarize(run, result, feed_back)
-
-
-def train_rank(run: Run) -> "Trained":
-    """What every rank runs."""
-    from meshwright import api
-
-    with display.shown(api.launched_rank()) as progress:
-        return api.train(run, progress)
 
 
 def summarize(run: Run, result: "Trained", feed_back: bool) -> None:

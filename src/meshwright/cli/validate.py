@@ -3,30 +3,24 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import typer
-from rich.table import Table
 
 from meshwright.cli import display
 
 if TYPE_CHECKING:
     from meshwright.prediction import Validation
 
-EPILOG = """[bold]Examples[/bold]
-
-  meshwright validate CASES.csv
-
-  meshwright validate CASES.csv --json
-
-  meshwright validate --columns
-
-Rows that cannot be read are left out and listed. The columns are explained in docs/reference/cases.md.
-"""
+EPILOG = display.examples(
+    "meshwright validate CASES.csv",
+    "meshwright validate CASES.csv --json",
+    "meshwright validate --columns",
+    note="Rows that cannot be read are left out and listed. The columns are explained in docs/reference/cases.md.",
+)
 
 
 def validate(
     cases: Path | None = typer.Argument(None, metavar="CASES.csv", help="A table: one measured run a row."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = display.JSON,
     worst: int = typer.Option(10, min=0, help="How many rows to show, those with the largest errors first."),
     columns: bool = typer.Option(False, "--columns", help="Say what each column of a table means, and stop."),
 ) -> None:
@@ -35,7 +29,7 @@ def validate(
 
     if columns:
         terminal = display.console()
-        table = Table(box=None, pad_edge=False, show_header=False)
+        table = display.table()
         for name, meaning in {**prediction.COLUMNS, **prediction.OPTIONAL}.items():
             table.add_row(name, meaning + (" (may be left out)" if name in prediction.OPTIONAL else ""))
         terminal.print(table)
@@ -46,7 +40,7 @@ def validate(
     for row in found.left_out:
         typer.echo(f"left out: {row.case} (line {row.line}): {row.reason}", err=True)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        display.print_json(found)
         return
     _print(found, worst)
 
@@ -56,9 +50,7 @@ def _print(found: "Validation", worst: int) -> None:
     timed = [(row, 100 * (row.predicted_s / row.measured_s - 1)) for row in found.rows if row.measured_s]
     timed.sort(key=lambda one: -abs(one[1]))
     if timed and worst:
-        table = Table(box=None, pad_edge=False)
-        for title in ("case", "predicted", "measured", "error", "memory"):
-            table.add_column(title, justify="left" if title == "case" else "right", no_wrap=True)
+        table = display.table(("case", "predicted", "measured", "error", "memory"), left=("case",))
         for row, error in timed[:worst]:
             memory = f"{row.predicted_peak_bytes / 2**30:.1f} GiB{'' if row.fits else ', does not fit'}"
             table.add_row(row.case, f"{row.predicted_s:.4g} s", f"{row.measured_s:.4g} s", f"{error:+.1f} %", memory)
@@ -74,8 +66,3 @@ def _print(found: "Validation", worst: int) -> None:
         terminal.print(f"out of memory or not: balanced accuracy {found.oom_balanced_accuracy:.3f}")
     if found.left_out:
         terminal.print(f"{len(found.left_out)} rows were left out")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Make it a command."""
-    app.command(epilog=EPILOG)(validate)

@@ -71,10 +71,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         for key, kind in SPELLED:
             value, known = getattr(self, key), get_args(kind)
             if value not in known:
-                hint = did_you_mean(str(value), known)
-                raise LayoutError(
-                    f"unknown {key} {value!r}", where=key, remedy=f"{hint} one of {', '.join(known)}".strip()
-                )
+                remedy = did_you_mean(str(value), known, f"one of {', '.join(known)}")
+                raise LayoutError(f"unknown {key} {value!r}", where=key, remedy=remedy)
         _divides("tp", self.tp, "heads", model.heads)
         _divides("tp", self.tp, "ffn", model.ffn)
         _divides("dp x micro_batch", self.dp * self.micro_batch, "global_batch", self.global_batch)

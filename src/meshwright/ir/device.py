@@ -147,7 +147,7 @@ def check_device(device: Device, where: str) -> None:
             raise ClusterError(
                 f"unknown dtype {dtype!r}",
                 where=f"{where}.peak_flops_per_s",
-                remedy=f"{did_you_mean(dtype, PEAK_DTYPES)} known dtypes: {', '.join(PEAK_DTYPES)}".strip(),
+                remedy=did_you_mean(dtype, PEAK_DTYPES, f"known dtypes: {', '.join(PEAK_DTYPES)}"),
             )
         check_quantity(peak, "peak_flops_per_s", f"{where}.peak_flops_per_s.{dtype}")
     for index, one in enumerate(device.conditions):
@@ -167,7 +167,7 @@ def _check_curves(efficiency: dict[str, Curve], where: str) -> None:
             raise ClusterError(
                 f"unknown kind of operator {kind!r}",
                 where=f"{where}.efficiency",
-                remedy=f"{did_you_mean(kind, KINDS)} known kinds: {', '.join(KINDS)}".strip(),
+                remedy=did_you_mean(kind, KINDS, f"known kinds: {', '.join(KINDS)}"),
             )
         rising = all(low < high for low, high in pairwise([0.0, *(size for size, _ in curve)]))
         if not curve or not rising or not all(0 < fraction <= 1 for _, fraction in curve):

@@ -69,14 +69,17 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
         FileFormatError: the file is missing, not JSON/TOML, or a key is wrong.
         MeshwrightError: the noun itself refused the value (see ``decode``).
     """
-    path = Path(path)
+    return decode(read_bytes(path), kind, where=str(path), toml=Path(path).suffix == ".toml")
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """What the file holds; a FileFormatError where it cannot be read."""
     try:
-        data = path.read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise FileFormatError(
             f"cannot read the file: {error.strerror}", where=str(path), remedy="check the path"
         ) from None
-    return decode(data, kind, where=str(path), toml=path.suffix == ".toml")
 
 
 def save(value: msgspec.Struct, path: str | os.PathLike[str]) -> None:
@@ -107,10 +110,11 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``did you mean `a` or `b`?`` with the nearest known words, or an empty string where none is near."""
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """``did you mean `a` or `b`?`` with the nearest known words, if any is near; then ``otherwise``."""
     near = difflib.get_close_matches(word, list(known), n=3)
-    return f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
+    hint = f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
+    return f"{hint} {otherwise}".strip()
 
 
 def _lay_out(value: Any, indent: int) -> str:
@@ -160,7 +164,7 @@ def _explained(error: msgspec.ValidationError, kind: type[msgspec.Struct], where
     remedy = "correct that key"
     if unknown := _UNKNOWN.search(problem):
         known = _keys_at(kind, key)
-        remedy = " ".join(filter(None, (did_you_mean(unknown[1], known), f"known keys: {', '.join(known)}")))
+        remedy = did_you_mean(unknown[1], known, f"known keys: {', '.join(known)}")
     elif missing := _MISSING.search(problem):
         remedy = f"add `{missing[1]}`"
     return FileFormatError(problem, where=place, remedy=remedy)

@@ -1,10 +1,11 @@
 """AlexNet: five convolutions, then large dense layers that hold nearly all of its weights."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import cast
 
 from torch import Tensor, nn
+
+from meshwright.models.mlp import dense_layers
 
 
 class AlexNet(nn.Module):
@@ -54,13 +55,3 @@ class AlexNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits [b, classes] of images [b, image_channels, image_size, image_size]."""
         return cast(Tensor, self.dense(self.convolutions(images).flatten(1)))
-
-
-def dense_layers(sizes: Sequence[int], dropout: float) -> nn.Sequential:
-    """Dense layers with ReLU between them, and dropout before the hidden ones if asked for."""
-    layers: list[nn.Module] = []
-    for index, (inputs, outputs) in enumerate(pairwise(sizes)):
-        hidden = index < len(sizes) - 2
-        layers += [nn.Dropout(dropout)] * (hidden and dropout > 0)
-        layers += [nn.Linear(inputs, outputs), *([nn.ReLU()] if hidden else [])]
-    return nn.Sequential(*layers)

@@ -5,6 +5,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from meshwright.models.mlp import dense_layers
+
 
 class LeNet(nn.Module):
     """Convolution, ReLU and 2x2 max pooling, repeated; then dense layers (LeCun et al., 1998, section II.B).
@@ -53,13 +55,7 @@ class LeNet(nn.Module):
             layers += [nn.Conv2d(before, after, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2)]
             size, before = size // 2, after
         self.convolutions = nn.Sequential(*layers)
-
-        layers = []
-        inputs = before * size * size
-        for outputs in dense:
-            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-            inputs = outputs
-        self.dense = nn.Sequential(*layers, nn.Linear(inputs, classes))
+        self.dense = dense_layers((before * size * size, *dense, classes))
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [b, classes] of images [b, image_channels, image_size, image_size]."""

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron."""
+"""A multi-layer perceptron, and the dense layers at the end of other networks."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,11 +20,19 @@ class MLP(nn.Module):
         super().__init__()
         if len(sizes) < 2 or min(sizes) < 1:
             raise ValueError(f"an MLP needs at least two sizes of at least 1, not {tuple(sizes)}")
-        layers: list[nn.Module] = []
-        for inputs, outputs in pairwise(sizes):
-            layers += [nn.Linear(inputs, outputs, bias=bias), activation()]
-        self.layers = nn.Sequential(*layers[:-1])
+        self.layers = dense_layers(sizes, activation=activation, bias=bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[b, ...] with sizes[0] values per sample -> [b, sizes[-1]]."""
         return cast(Tensor, self.layers(inputs.flatten(1)))
+
+
+def dense_layers(
+    sizes: Sequence[int], dropout: float = 0.0, activation: type[nn.Module] = nn.ReLU, bias: bool = True
+) -> nn.Sequential:
+    """Dense layers with an activation between them, and dropout before all but the last if asked for."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes[:-1]):
+        layers += [nn.Dropout(dropout)] * (dropout > 0)
+        layers += [nn.Linear(inputs, outputs, bias=bias), activation()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1], bias=bias))

@@ -1,33 +1,50 @@
-"""A small residual network with batch normalization, for images of 8x8 to 32x32 pixels."""
+"""Residual networks with batch normalization: a small one for images of 8x8 to 32x32 pixels, a wide one for large."""
 
+import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm beside a shortcut: [b, c, y, x] -> [b, c', y / stride, x / stride]."""
+class Residual(nn.Module):
+    """Convolutions with batch norm beside a shortcut: [b, c, y, x] -> [b, c', y / stride, x / stride].
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+    Args:
+        inputs: channels c of the input.
+        convolutions: output channels, kernel and stride of each; the image's size is divided by the strides.
+    """
+
+    def __init__(self, inputs: int, *convolutions: tuple[int, int, int]) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
+        self.depth = len(convolutions)
+        before = inputs
+        for number, (outputs, kernel, stride) in enumerate(convolutions, start=1):
+            convolution = nn.Conv2d(before, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+            self.add_module(f"conv{number}", convolution)
+            self.add_module(f"norm{number}", nn.BatchNorm2d(outputs))
+            before = outputs
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
+        stride = math.prod(stride for _, _, stride in convolutions)
+        if stride != 1 or inputs != before:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+                nn.Conv2d(inputs, before, 1, stride=stride, bias=False), nn.BatchNorm2d(before)
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        y = x
+        for number in range(1, self.depth + 1):
+            y = self.get_submodule(f"norm{number}")(self.get_submodule(f"conv{number}")(y))
+            if number < self.depth:
+                y = F.relu(y)
+        return F.relu(y + self.shortcut(x))
 
 
 class ResNet(nn.Module):
-    """Three stages of basic blocks, ``width``, 2 and 4 times ``width`` wide (He et al., 2016, section 4.2).
+    """Three stages of blocks of two 3x3 convolutions, ``width``, 2 and 4 times ``width`` wide.
+
+    K. He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
 
     Args:
         depth: layers with weights on the main path: 6 n + 2 for n blocks per stage (8, 14, 20, 32, ...).
@@ -49,17 +66,66 @@ class ResNet(nn.Module):
         inputs = width
         for stage in range(3):
             for block in range((depth - 2) // 6):
-                stride = 2 if stage > 0 and block == 0 else 1
-                blocks.append(BasicBlock(inputs, width * 2**stage, stride))
-                inputs = width * 2**stage
+                outputs, stride = width * 2**stage, 2 if stage > 0 and block == 0 else 1
+                blocks.append(Residual(inputs, (outputs, 3, stride), (outputs, 3, 1)))
+                inputs = outputs
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(inputs, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        draw_kernels(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [b, classes] of images [b, image_channels, y, x]."""
-        x = F.relu(self.stem_norm(self.stem(images)))
-        x = self.blocks(x)
+        x = self.blocks(F.relu(self.stem_norm(self.stem(images))))
         return cast(Tensor, self.head(x.mean(dim=(2, 3))))
+
+
+class WideResNet(nn.Module):
+    """Groups of bottleneck blocks whose inner convolutions are ``widened`` times as wide as those of a ResNet.
+
+    A block has 1x1, 3x3 and 1x1 convolutions, the 3x3 one with the stride. The defaults are WRN-50-2-bottleneck
+    (Zagoruyko, Komodakis, 2016, table 8); ``widened=1`` is ResNet-50.
+
+    Args:
+        blocks: how many there are in each group.
+        width: channels of the stem; a block of group i has ``4 * width * 2**i`` outside.
+        widened: how many times ``width * 2**i`` channels it has inside.
+        image_channels: colours: 1 or 3.
+        classes: number of logits.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[int] = (3, 4, 6, 3),
+        width: int = 64,
+        widened: int = 2,
+        image_channels: int = 3,
+        classes: int = 1000,
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(image_channels, width, 7, stride=2, padding=3, bias=False)
+        self.stem_norm = nn.BatchNorm2d(width)
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1)
+        inputs, groups = width, []
+        for group, count in enumerate(blocks):
+            inside, outputs = widened * width * 2**group, 4 * width * 2**group
+            made = []
+            for block in range(count):
+                stride = 2 if group > 0 and block == 0 else 1
+                made.append(Residual(inputs, (inside, 1, 1), (inside, 3, stride), (outputs, 1, 1)))
+                inputs = outputs
+            groups.append(nn.Sequential(*made))
+        self.groups = nn.Sequential(*groups)
+        self.head = nn.Linear(inputs, classes)
+        draw_kernels(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [b, classes] of images [b, image_channels, y, x]; y and x of 32 and more."""
+        x = self.groups(self.pool(F.relu(self.stem_norm(self.stem(images)))))
+        return cast(Tensor, self.head(x.mean(dim=(2, 3))))
+
+
+def draw_kernels(model: nn.Module) -> None:
+    """Initial values of convolutions that ReLU follows (He et al., "Delving Deep into Rectifiers", 2015)."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -5,7 +5,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from meshwright.models.alexnet import dense_layers
+from meshwright.models.mlp import dense_layers
+from meshwright.models.resnet import draw_kernels
 
 
 class VGG(nn.Module):
@@ -51,9 +52,7 @@ class VGG(nn.Module):
         self.convolutions = nn.Sequential(*layers)
         size = image_size // 2 ** len(convolutions)
         self.dense = dense_layers((inputs * size * size, *dense, classes), dropout)
-        for module in self.convolutions.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        draw_kernels(self.convolutions)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [b, classes] of images [b, image_channels, image_size, image_size]."""

@@ -88,7 +88,6 @@ class LARS(_LayerWise):
     algorithm 1. ``nesterov`` steps by ``momentum v + lr λ (g + weight_decay w)`` instead.
 
     Args:
-        params: parameters or groups, as torch.optim takes them.
         lr: the global learning rate, which λ multiplies: often 1 to 30.
         adapt_vectors: whether parameters of fewer than two dims are scaled too.
 
@@ -129,7 +128,6 @@ class LARC(_LayerWise):
     after Y. You, I. Gitman, B. Ginsburg, 2017, arXiv:1708.03888. With s = 1 it is ``torch.optim.SGD``.
 
     Args:
-        params: parameters or groups, as torch.optim takes them.
         lr: the most that any tensor learns by.
         adapt_vectors: whether parameters of fewer than two dims are clipped too.
 
@@ -172,7 +170,6 @@ class LAMB(_LayerWise):
     arXiv:1904.00962, algorithm 2, with φ(z) = z. What is not adapted takes AdamW's step (with its decay beside it).
 
     Args:
-        params: parameters or groups, as torch.optim takes them.
         lr: the learning rate: the change of a tensor relative to its norm.
         betas: decay of the running means of the gradient and of its square.
         eps: added to the denominator.

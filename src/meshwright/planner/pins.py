@@ -75,7 +75,7 @@ def _every(pins: dict[str, str], axes: tuple[str, ...]) -> Iterator[tuple[str, s
             factors, over = STATIONARY.get(factor, (SAME.get(factor, factor),)), named.split(",")
             for axis in over:
                 if axis not in axes:
-                    remedy = f"{did_you_mean(axis, axes)} axes are {', '.join(axes)}".strip()
+                    remedy = did_you_mean(axis, axes, f"axes are {', '.join(axes)}")
                     raise LayoutError(f"unknown axis {axis!r}", where=where, remedy=remedy)
             if len(factors) != len(over) or len(set(over)) < len(over):
                 example = f"{factor}@{','.join(axes[-len(factors) :])}"

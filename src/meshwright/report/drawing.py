@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 from meshwright.ir.trace import Trace
 from meshwright.ir.units import seconds, size
@@ -10,8 +9,6 @@ from meshwright.report import svg
 
 MOST_SPANS = 4000
 """Spans that are drawn at most: of longer timelines the beginning."""
-MOST_LINES = 8
-"""Ranks whose memory is drawn at most."""
 
 
 def dollars(value: float | None) -> str:
@@ -28,7 +25,7 @@ def timeline(trace: Trace) -> str:
     scale = (svg.WIDTH - left - 8) / (until_s or 1.0)
     bottom = top + lane * len(ranks)
     cut = f", the first {seconds(until_s)} of {seconds(whole_s)}" if until_s < whole_s else ""
-    parts = [svg.opened(bottom + 26, f"timeline of the pipeline{cut}")]
+    parts = []
     for row, rank in enumerate(ranks):
         if len(ranks) <= 16 or row % 4 == 0:
             parts.append(svg.text(left - 6, top + lane * (row + 0.5) + 4, f"stage {rank}", "end"))
@@ -37,50 +34,40 @@ def timeline(trace: Trace) -> str:
             break
         y = top + lane * ranks.index(span.rank)
         x, width = left + scale * span.start_s, scale * (min(span.end_s, until_s) - span.start_s)
-        kind = svg.kind(span.what)
-        parts.append(
-            f'<rect class="{kind}" x="{x:.2f}" y="{y + 1}" width="{max(width - 0.5, 0.3):.2f}" height="{lane - 2}">'
-            f"<title>{escape(span.what)}, stage {span.rank}: {seconds(span.start_s)} to {seconds(span.end_s)}</title>"
-            "</rect>"
-        )
-        label = "".join(character for character in span.what.partition(kind[-1].upper())[2] if character.isdigit())
+        title = f"{span.what}, stage {span.rank}: {seconds(span.start_s)} to {seconds(span.end_s)}"
+        parts.append(svg.box(svg.kind(span.what), x, y + 1, width - 0.5, lane - 2, title))
+        label = svg.microbatch(span.what)
         if label and width > 7 * len(label) + 4 and lane >= 14:
             parts.append(svg.text(x + width / 2, y + lane / 2 + 4, label, "middle", "inside"))
     parts += svg.time_axis(left, bottom, until_s, scale)
-    return "".join([*parts, "</svg>"])
+    return svg.picture(bottom + 26, f"timeline of the pipeline{cut}", parts)
 
 
 def memory(trace: Trace, limit_bytes: float) -> str:
     """A line for each rank (of many, some), below the device's memory."""
-    ranks = trace.ranks
-    shown = ranks if len(ranks) <= MOST_LINES else tuple(ranks[i * (len(ranks) - 1) // 7] for i in range(MOST_LINES))
+    shown = svg.some_of(trace.ranks)
     most = max(limit_bytes, *(trace.peak_bytes(rank) for rank in shown)) * 1.05
     last_s = max(sample.time_s for sample in trace.memory) or 1.0
     left, top, height = 70, 10, 240
     scale, up = (svg.WIDTH - left - 60) / last_s, height / most
     bottom = top + height
-    parts = [svg.opened(bottom + 26, "memory over time")]
+    parts = []
     for step in range(5):
         value = most * step / 4
         y = bottom - up * value
-        parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{svg.WIDTH - 60}" y2="{y:.1f}"/>')
+        parts.append(svg.line("grid", left, y, svg.WIDTH - 60, y))
         parts.append(svg.text(left - 6, y + 4, size(value) if step else "0", "end"))
     for index, rank in enumerate(shown):
         samples = svg.thinned([(one.time_s, one.bytes) for one in trace.of_rank(rank).memory])
-        points = " ".join(f"{left + scale * time_s:.1f},{bottom - up * held:.1f}" for time_s, held in samples)
-        parts.append(
-            f'<polyline class="line s{index}" points="{points}"><title>stage {rank}, at most '
-            f"{size(trace.peak_bytes(rank))}</title></polyline>"
-        )
+        points = ((left + scale * time_s, bottom - up * held) for time_s, held in samples)
+        title = f"stage {rank}, at most {size(trace.peak_bytes(rank))}"
+        parts.append(svg.polyline(f"line s{index}", points, title))
     limit = bottom - up * limit_bytes
-    parts.append(f'<line class="limit" x1="{left}" y1="{limit:.1f}" x2="{svg.WIDTH - 60}" y2="{limit:.1f}"/>')
+    parts.append(svg.line("limit", left, limit, svg.WIDTH - 60, limit))
     parts.append(svg.text(svg.WIDTH - 56, limit + 4, "device", "start"))
     parts += svg.time_axis(left, bottom, last_s, scale)
-    legend = "".join(
-        f'<span><i class="key s{index}"></i>stage {rank}: {size(trace.peak_bytes(rank))}</span>'
-        for index, rank in enumerate(shown)
-    )
-    return "".join([*parts, "</svg>", f'<p class="legend">{legend}</p>'])
+    legend = svg.legend((index, f"stage {rank}: {size(trace.peak_bytes(rank))}") for index, rank in enumerate(shown))
+    return svg.picture(bottom + 26, "memory over time", parts) + legend
 
 
 def curve(points: Sequence[tuple[int, float]]) -> str:
@@ -99,16 +86,12 @@ def curve(points: Sequence[tuple[int, float]]) -> str:
         x = left + 10 + across * math.log2(point[0] / first[0])
         return x, top + height * (high - math.log2(point[1])) / (high - low)
 
-    parts = [svg.opened(top + height + 26, "scaling")]
-    for name, line in (("ideal", ideal), ("line s0", list(points))):
-        parts.append(f'<polyline class="{name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, line))}"/>')
+    parts = [svg.polyline("ideal", map(at, ideal)), svg.polyline("line s0", map(at, points))]
     for devices, rate in points:
         x, y = at((devices, rate))
         part = rate / (first[1] * devices / first[0])
-        parts.append(
-            f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{devices} devices: {rate:.4g} sequences/s, '
-            f"{part:.0%} of linear</title></circle>"
-        )
+        title = f"{devices} devices: {rate:.4g} sequences/s, {part:.0%} of linear"
+        parts.append(svg.dot("dot", x, y, 4, title))
         parts.append(svg.text(x, y + 20, f"{rate:.3g}/s", "middle"))
         parts.append(svg.text(x, top + height + 18, f"{devices}", "middle"))
-    return "".join([*parts, "</svg>"])
+    return svg.picture(top + height + 26, "scaling", parts)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from itertools import pairwise
 from typing import Literal
 
@@ -14,8 +13,6 @@ from meshwright.report import svg
 
 MOST_SPANS = 6000
 """Spans that are drawn at most; of longer timelines the beginning."""
-MOST_LINES = 8
-"""Ranks whose memory is drawn at most."""
 _LEFT, _RIGHT = 132, 10
 _LANES = (("compute", 20, "compute"), ("wait", 6, "wait"), ("communication", 6, "comm"))
 """Streams of a rank from above, with the height of their lane and their class."""
@@ -53,12 +50,13 @@ def timelines(traces: Mapping[str, Trace]) -> str:
     each = _GROUP * len(drawn) + 10
     bottom = each * len(ranks) + 4
     cut = f", the first {seconds(until_s)} of {seconds(whole_s)}" if until_s < whole_s else ""
-    parts = [svg.opened(bottom + 26, f"timeline of {len(ranks)} ranks, {' over '.join(drawn)}{cut}")]
+    label = f"timeline of {len(ranks)} ranks, {' over '.join(drawn)}{cut}"
+    parts = []
     for row, rank in enumerate(ranks):
         top = each * row + 4
         parts.append(svg.text(0, top + 15, f"rank {rank}", "start", "strong"))
         if row:
-            parts.append(f'<line class="grid" x1="0" y1="{top - 5}" x2="{svg.WIDTH}" y2="{top - 5}"/>')
+            parts.append(svg.line("grid", 0, top - 5, svg.WIDTH, top - 5))
         for index, (name, trace) in enumerate(drawn.items()):
             above = top + _GROUP * index
             parts.append(svg.text(_LEFT - 8, above + 15, name, "end"))
@@ -66,13 +64,13 @@ def timelines(traces: Mapping[str, Trace]) -> str:
             parts += _lanes(spans, name, above, scale, until_s)
     for name, trace in drawn.items():
         x = _LEFT + scale * min(trace.duration_s, until_s)
-        title = f"<title>the {escape(name)} step ends after {seconds(trace.duration_s)}</title>"
-        parts.append(f'<line class="end" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{bottom}">{title}</line>')
-    parts.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{svg.WIDTH - _RIGHT}" y2="{bottom}"/>')
+        title = f"the {name} step ends after {seconds(trace.duration_s)}"
+        parts.append(svg.line("end", x, 0, x, bottom, title))
+    parts.append(svg.line("axis", _LEFT, bottom, svg.WIDTH - _RIGHT, bottom))
     for at_s in marks(0.0, until_s):
         anchor = "end" if scale * at_s > svg.WIDTH - _LEFT - 40 else "middle"
         parts.append(svg.text(_LEFT + scale * at_s, bottom + 18, seconds(at_s) if at_s else "0", anchor))
-    return "".join([*parts, "</svg>"])
+    return svg.picture(bottom + 26, label, parts)
 
 
 def memory_lines(traces: Mapping[str, Trace]) -> str:
@@ -81,9 +79,7 @@ def memory_lines(traces: Mapping[str, Trace]) -> str:
     drawn = {name: begun_at_zero(trace) for name, trace in traces.items() if trace.memory}
     if not drawn:
         return ""
-    ranks = sorted({sample.rank for trace in drawn.values() for sample in trace.memory})
-    if len(ranks) > MOST_LINES:
-        ranks = [ranks[index * (len(ranks) - 1) // (MOST_LINES - 1)] for index in range(MOST_LINES)]
+    ranks = svg.some_of(sorted({sample.rank for trace in drawn.values() for sample in trace.memory}))
     lines = []
     for name, trace in drawn.items():
         last = name == list(drawn)[-1]
@@ -123,33 +119,27 @@ def plot(
     across, up = (right - left) / ((last - first) or 1.0), height / (high - low)
     bottom = top + height
 
-    def at(point: tuple[float, float]) -> tuple[str, str]:
-        return f"{left + across * (point[0] - first):.1f}", f"{bottom - up * (point[1] - low):.1f}"
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        return left + across * (point[0] - first), bottom - up * (point[1] - low)
 
-    parts = [svg.opened(bottom + 26, label)]
+    parts = []
     for value in marks(low / y_unit, high / y_unit):
         y = bottom - up * (value * y_unit - low)
-        parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        parts.append(svg.line("grid", left, y, right, y))
         parts.append(svg.text(left - 6, y + 4, y_text(value * y_unit) if value else "0", "end"))
-    parts.append(f'<line class="axis" x1="{left}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+    parts.append(svg.line("axis", left, bottom, right, bottom))
     for value in marks(first, last):
         x = left + across * (value - first)
         parts.append(svg.text(min(x, right - 8), bottom + 18, x_text(value) if value else "0", "middle"))
     for line in lines:
         shown = _stairs(line.points) if line.stairs else line.points
         style = f"line s{line.color}" + (" foretold" if line.style == "dashed" else "")
-        title = f"<title>{escape(line.name)}</title>"
-        parts.append(
-            f'<polyline class="{style}" points="{" ".join(",".join(at(point)) for point in shown)}">{title}</polyline>'
-        )
+        parts.append(svg.polyline(style, map(at, shown), line.name))
         for point in line.points if line.dots else ():
-            across_x, down_y = at(point)
-            spoken = f"<title>{escape(line.name)}: {y_text(point[1])} at {x_text(point[0])}</title>"
-            parts.append(f'<circle class="dot d{line.color}" cx="{across_x}" cy="{down_y}" r="3.5">{spoken}</circle>')
-    legend = "".join(
-        f'<span><i class="key s{line.color}"></i>{escape(line.legend)}</span>' for line in lines if line.legend
-    )
-    return "".join([*parts, "</svg>", f'<p class="legend">{legend}</p>'])
+            title = f"{line.name}: {y_text(point[1])} at {x_text(point[0])}"
+            parts.append(svg.dot(f"dot d{line.color}", *at(point), 3.5, title))
+    legend = svg.legend((line.color, line.legend) for line in lines if line.legend)
+    return svg.picture(bottom + 26, label, parts) + legend
 
 
 def _lanes(spans: Sequence[Span], name: str, top: float, scale: float, until_s: float) -> list[str]:
@@ -166,10 +156,7 @@ def _lanes(spans: Sequence[Span], name: str, top: float, scale: float, until_s: 
                 f"{seconds(span.start_s)} to {seconds(span.end_s)}{moved}"
             )
             box = svg.kind(span.what) if stream == "compute" else style
-            parts.append(
-                f'<rect class="{box}" x="{x:.2f}" y="{top}" width="{max(width - 0.4, 0.3):.2f}" height="{height}">'
-                f"<title>{escape(spoken)}</title></rect>"
-            )
+            parts.append(svg.box(box, x, top, width - 0.4, height, spoken))
             label = _label(span.what, width) if stream == "compute" else ""
             if label:
                 parts.append(svg.text(x + width / 2, top + height / 2 + 4, label, "middle", "inside"))
@@ -179,9 +166,7 @@ def _lanes(spans: Sequence[Span], name: str, top: float, scale: float, until_s: 
 
 def _label(what: str, width: float) -> str:
     """The micro-batch of an action, or the name of something else, where it fits into a box."""
-    kind = svg.kind(what)
-    microbatch = "".join(one for one in what.partition(kind.upper())[2] if one.isdigit()) if len(kind) == 1 else ""
-    words = microbatch or what
+    words = svg.microbatch(what) or what
     return words if _CHARACTER * len(words) + 4 < width else ""
 
 

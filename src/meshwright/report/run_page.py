@@ -74,7 +74,10 @@ def _verdicts(ledger: Ledger) -> dict[Row, Verdict]:
 
 def _facts(run: RunFiles) -> list[tuple[str, str]]:
     metrics, ledger = run.metrics, run.ledger
-    found = [("ranks", f"{run.plan.mesh.world_size}"), ("layout", _layout_words(run.plan, ledger))]
+    found = [
+        ("ranks", f"{run.plan.mesh.world_size}"),
+        ("layout", ledger.layout if ledger is not None else str(run.plan.mesh)),
+    ]
     if metrics.losses:
         found += [("steps", f"{metrics.losses[-1][0]:,.0f}"), ("last loss", f"{metrics.losses[-1][1]:.4f}")]
     if metrics.held_out:
@@ -89,10 +92,6 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     elif run.plan.prediction is not None:
         found.append(("predicted step", seconds(run.plan.prediction.step_s)))
     return found
-
-
-def _layout_words(plan: Plan, ledger: Ledger | None) -> str:
-    return ledger.layout if ledger is not None else str(plan.mesh)
 
 
 def _layout(plan: Plan) -> list[tuple[str, str, str]]:

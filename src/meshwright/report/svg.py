@@ -1,17 +1,20 @@
 """Pieces of pictures as SVG; colours and fonts come from the page."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from meshwright.ir.units import seconds
 
 WIDTH = 960
+MOST_LINES = 8
+"""Ranks whose memory is drawn at most."""
 
 
-def opened(height: float, label: str) -> str:
-    """The start of a picture ``WIDTH`` wide; ``label`` says what it shows."""
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+def picture(height: float, label: str, parts: Iterable[str]) -> str:
+    """A picture ``WIDTH`` wide; ``label`` says what it shows."""
+    opened = f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+    return "".join([opened, *parts, "</svg>"])
 
 
 def text(x: float, y: float, words: str, anchor: str, style: str = "") -> str:
@@ -19,9 +22,37 @@ def text(x: float, y: float, words: str, anchor: str, style: str = "") -> str:
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
+def line(style: str, x1: float, y1: float, x2: float, y2: float, title: str = "") -> str:
+    """A straight line; a title shows when one points at it."""
+    start, end = (_number(x1), _number(y1)), (_number(x2), _number(y2))
+    return _titled("line", f'class="{style}" x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}"', title)
+
+
+def polyline(style: str, points: Iterable[tuple[float, float]], title: str = "") -> str:
+    """A line through points."""
+    return _titled("polyline", f'class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"', title)
+
+
+def box(style: str, x: float, y: float, width: float, height: float, title: str) -> str:
+    """A filled rectangle."""
+    sides = f'y="{y}" width="{max(width, 0.3):.2f}" height="{height}"'
+    return _titled("rect", f'class="{style}" x="{x:.2f}" {sides}', title)
+
+
+def dot(style: str, x: float, y: float, radius: float, title: str) -> str:
+    """A filled circle."""
+    return _titled("circle", f'class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"', title)
+
+
+def legend(entries: Iterable[tuple[int, str]]) -> str:
+    """What the lines of each colour are."""
+    words = (f'<span><i class="key s{color}"></i>{escape(meaning)}</span>' for color, meaning in entries)
+    return f'<p class="legend">{"".join(words)}</p>'
+
+
 def time_axis(left: float, bottom: float, until_s: float, scale: float) -> list[str]:
     """A line at ``bottom`` with five steps of time; ``scale`` is in units a second."""
-    found = [f'<line class="axis" x1="{left}" y1="{bottom}" x2="{left + scale * until_s:.1f}" y2="{bottom}"/>']
+    found = [line("axis", left, bottom, left + scale * until_s, bottom)]
     for step in range(6):
         at_s = until_s * step / 5
         anchor = "start" if step == 0 else "end" if step == 5 else "middle"
@@ -29,12 +60,19 @@ def time_axis(left: float, bottom: float, until_s: float, scale: float) -> list[
     return found
 
 
+def some_of(ranks: Sequence[int]) -> Sequence[int]:
+    """Of many ranks, ``MOST_LINES`` from the first to the last."""
+    if len(ranks) <= MOST_LINES:
+        return ranks
+    return [ranks[index * (len(ranks) - 1) // (MOST_LINES - 1)] for index in range(MOST_LINES)]
+
+
 def thinned(samples: Sequence[tuple[float, float]], most: int = 1500) -> list[tuple[float, float]]:
     """At most so many samples, the highest of each stretch."""
     if len(samples) <= most:
         return list(samples)
     each = math.ceil(len(samples) / most)
-    return [max(samples[first : first + each], key=lambda one: one[1]) for first in range(0, len(samples), each)]
+    return [max(samples[first : first + each], key=lambda sample: sample[1]) for first in range(0, len(samples), each)]
 
 
 def kind(what: str) -> str:
@@ -43,3 +81,18 @@ def kind(what: str) -> str:
         return what[0]
     letters = what.lstrip("0123456789")[:1].lower()
     return letters if what[:1].isdigit() and letters in ("f", "b", "i", "w") else "rest"
+
+
+def microbatch(what: str) -> str:
+    """The number of an action's micro-batch; empty for anything else."""
+    style = kind(what)
+    return "".join(filter(str.isdigit, what.partition(style.upper())[2])) if len(style) == 1 else ""
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.1f}"
+
+
+def _titled(tag: str, attributes: str, title: str) -> str:
+    inside = f"><title>{escape(title)}</title></{tag}>" if title else "/>"
+    return f"<{tag} {attributes}{inside}"

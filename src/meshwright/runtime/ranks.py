@@ -41,7 +41,7 @@ def run_ranks(
     function: Callable[..., T],
     *args: Any,
     num_ranks: int,
-    directory: Path,
+    directory: Path | None = None,
     port: int = 0,
     again: Again | None = None,
 ) -> T:
@@ -51,7 +51,8 @@ def run_ranks(
     this process. With several, the first that fails ends the others within seconds. Ctrl-C stops all of them.
 
     Args:
-        directory: for what ranks leave behind; no other ``run_ranks`` may be at work there.
+        directory: for what ranks leave behind; no other ``run_ranks`` may be at work there. Default: a temporary one,
+            which stays after an error of a rank, for that names it.
         port: through which the ranks meet on this machine; 0: a free one.
         again: asked when one of several ranks was killed, lost the others, or raised what is no MeshwrightError.
 
@@ -76,6 +77,9 @@ def run_ranks(
         )
     if port:
         launch.check_port(port)
+    if directory is None:
+        with _scratch() as scratch:
+            return run_ranks(function, *args, num_ranks=num_ranks, directory=scratch, port=port, again=again)
     with _locked(directory):
         shutil.rmtree(directory / "ranks", ignore_errors=True)
         if num_ranks == 1:
@@ -186,6 +190,20 @@ def _redirect_output(log: Path, *, keep_python: bool) -> None:
 
 
 # --- in the launcher -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A temporary directory; it stays after an error of a rank."""
+    path = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
+    try:
+        yield path
+    except MeshwrightError:
+        raise
+    except BaseException:
+        shutil.rmtree(path)
+        raise
+    shutil.rmtree(path)
 
 
 @contextmanager

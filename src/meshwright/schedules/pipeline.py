@@ -35,11 +35,8 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
             is not one for which it is defined; says which are. Or there are more than ``MOST_ACTIONS``.
     """
     if name not in _BUILDERS:
-        hint = files.did_you_mean(name, _BUILDERS)
-        known = f"schedules: {', '.join(_BUILDERS)}"
-        raise ScheduleError(
-            f"there is no schedule {name!r}", where="schedule", remedy=f"{hint} {known}" if hint else known
-        )
+        remedy = files.did_you_mean(name, _BUILDERS, f"schedules: {', '.join(_BUILDERS)}")
+        raise ScheduleError(f"there is no schedule {name!r}", where="schedule", remedy=remedy)
     for key, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
         if count < 1:
             raise ScheduleError(f"{key} is {count}", where=f"schedule {name}", remedy="give 1 or more")

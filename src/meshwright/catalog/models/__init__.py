@@ -43,13 +43,11 @@ def load_model(name_or_path: str, *, sequence: int = 0) -> Transformer:
     else:
         known = _read().models
         if name_or_path not in known:
-            hint = files.did_you_mean(name_or_path, [*known, *network_names()])
+            others = f"models: {', '.join(sorted(known))}; or the path of a config.json"
+            remedy = files.did_you_mean(name_or_path, [*known, *network_names()], others)
             if name_or_path in network_names():
-                hint = "it is a convolutional network, which `meshwright plan` divides layer by layer;"
-            raise LayoutError(
-                f"unknown model {name_or_path!r}",
-                remedy=f"{hint} models: {', '.join(sorted(known))}; or the path of a config.json".strip(),
-            )
+                remedy = f"it is a convolutional network, which `meshwright plan` divides layer by layer; {others}"
+            raise LayoutError(f"unknown model {name_or_path!r}", remedy=remedy)
         entry = dict(known[name_or_path])
         model = make_model(entry.pop("family"), name=name_or_path, **entry)
     return msgspec.structs.replace(model, sequence=sequence) if sequence else model
@@ -64,10 +62,8 @@ def make_model(family: str, **sizes: Any) -> Transformer:
     """
     known = _read().families
     if family not in known:
-        hint = files.did_you_mean(family, known)
-        raise LayoutError(
-            f"unknown family {family!r}", where="family", remedy=f"{hint} one of {', '.join(sorted(known))}".strip()
-        )
+        remedy = files.did_you_mean(family, known, f"one of {', '.join(sorted(known))}")
+        raise LayoutError(f"unknown family {family!r}", where="family", remedy=remedy)
     fields = {**known[family], **sizes}
     fields.setdefault("ffn", 4 * int(fields.get("hidden", 0)))
     try:

@@ -36,6 +36,14 @@ class _Chain:
     def pool(self, kernel: int, stride: int, padding: int = 0) -> None:
         self.size = (self.size + 2 * padding - kernel) // stride + 1
 
+    def residual(self, name: str, *convolutions: tuple[str, int, int, int]) -> None:
+        """Convolutions (name, outputs, kernel, stride) with norms, beside a shortcut: itself one where sizes change."""
+        before, stride = self.channels, max(stride for *_, stride in convolutions)
+        for what, outputs, kernel, own_stride in convolutions:
+            self.convolve(f"{name}.{what}", outputs, kernel, stride=own_stride, norm=True)
+        if stride > 1 or before != self.channels:
+            self.convolve(f"{name}.shortcut", self.channels, 1, stride=stride, norm=True, inputs=before)
+
     def dense(self, name: str, outputs: int, *, average: bool = False) -> None:
         """``average``: over all positions before it."""
         inputs = self.channels if average else self.channels * self.size**2
@@ -62,12 +70,11 @@ def bottleneck_resnet(
     for group, count in enumerate(blocks):
         width = base * 2**group
         for block in range(count):
-            before, stride = chain.channels, 2 if group and not block else 1
-            chain.convolve(f"{group}.{block}.reduce", reduced * width, 1, norm=True)
-            chain.convolve(f"{group}.{block}.convolve", widened * width, 3, stride=stride, norm=True)
-            chain.convolve(f"{group}.{block}.expand", 4 * width, 1, norm=True)
-            if not block:
-                chain.convolve(f"{group}.{block}.shortcut", 4 * width, 1, stride=stride, norm=True, inputs=before)
+            stride = 2 if group and not block else 1
+            chain.residual(
+                f"{group}.{block}", ("reduce", reduced * width, 1, 1), ("convolve", widened * width, 3, stride),
+                ("expand", 4 * width, 1, 1),
+            )  # fmt: skip
     chain.dense("head", classes, average=True)
     return chain.net(name, source)
 
@@ -80,13 +87,8 @@ def small_resnet(
     chain.convolve("stem", width, 3, norm=True)
     for group in range(3):
         for block in range((depth - 2) // 6):
-            before, stride = chain.channels, 2 if group and not block else 1
-            chain.convolve(f"{group}.{block}.conv1", width * 2**group, 3, stride=stride, norm=True)
-            chain.convolve(f"{group}.{block}.conv2", width * 2**group, 3, norm=True)
-            if stride > 1:
-                chain.convolve(
-                    f"{group}.{block}.shortcut", width * 2**group, 1, stride=stride, norm=True, inputs=before
-                )
+            outputs, stride = width * 2**group, 2 if group and not block else 1
+            chain.residual(f"{group}.{block}", ("conv1", outputs, 3, stride), ("conv2", outputs, 3, 1))
     chain.dense("head", classes, average=True)
     return chain.net(f"resnet{depth}", "He et al. 2015, section 4.2")
 
@@ -172,6 +174,6 @@ def load_network(name: str) -> ConvNet:
         LayoutError: there is none of that name; the message says which are near.
     """
     if name not in _BUILDERS:
-        hint = files.did_you_mean(name, _BUILDERS)
-        raise LayoutError(f"unknown network {name!r}", remedy=f"{hint} networks: {', '.join(network_names())}".strip())
+        remedy = files.did_you_mean(name, _BUILDERS, f"networks: {', '.join(network_names())}")
+        raise LayoutError(f"unknown network {name!r}", remedy=remedy)
     return _BUILDERS[name](name)

@@ -1,6 +1,5 @@
 """Hugging Face's config.json as a Transformer, by its ``model_type``."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -59,9 +58,7 @@ def load_config(path: str) -> dict[str, Any]:
         FileFormatError: it cannot be read or is none.
     """
     try:
-        found = msgspec.json.decode(Path(path).read_bytes())
-    except OSError as error:
-        raise FileFormatError(f"cannot read the file: {error.strerror}", where=path, remedy="check the path") from None
+        found = msgspec.json.decode(files.read_bytes(path))
     except msgspec.DecodeError as error:
         raise FileFormatError(f"not valid JSON: {error}", where=path, remedy="save it again") from None
     if not isinstance(found, dict):
@@ -78,12 +75,8 @@ def from_config(config: dict[str, Any], *, where: str = "config.json") -> Transf
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
-        hint = files.did_you_mean(str(kind), ARCHITECTURES)
-        raise FileFormatError(
-            f"unknown model_type {kind!r}",
-            where=f"{where}: model_type",
-            remedy=f"{hint} known: {', '.join(ARCHITECTURES)}".strip(),
-        )
+        remedy = files.did_you_mean(str(kind), ARCHITECTURES, f"known: {', '.join(ARCHITECTURES)}")
+        raise FileFormatError(f"unknown model_type {kind!r}", where=f"{where}: model_type", remedy=remedy)
     keys, fixed, tied = ARCHITECTURES[kind]
     fields: dict[str, Any] = {
         **fixed,

@@ -50,10 +50,8 @@ def recompute(name: str) -> Worked:
         LayoutError: there is none of that name; the message says which are near.
     """
     if name not in _EXAMPLES:
-        hint = files.did_you_mean(name, _EXAMPLES)
-        raise LayoutError(
-            f"there is no worked example {name!r}", remedy=f"{hint} examples: {', '.join(_EXAMPLES)}".strip()
-        )
+        remedy = files.did_you_mean(name, _EXAMPLES, f"examples: {', '.join(_EXAMPLES)}")
+        raise LayoutError(f"there is no worked example {name!r}", remedy=remedy)
     parts = _EXAMPLES[name]
     about = " ".join((part.__doc__ or "").strip() for part in parts)
     return Worked(id=name, about=about, lines=tuple(line for part in parts for line in part()))
