@@ -32,7 +32,7 @@ from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.notes import check_strict
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
-from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
+from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
 from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.trainer import Trainer
@@ -235,7 +235,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
             device=device,
             predicted_step_s=foretold.played.step_s if foretold is not None else 0.0,
         ),
-        Options(**{name: getattr(run.train, name) for name in Options.__struct_fields__}),
+        run.train,
         directory,
         batch_sizes=run.batch_sizes() if run.schedule.batch_sizes else None,
         bytes_are_tokens=isinstance(run.data, TextData),

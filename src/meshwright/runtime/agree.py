@@ -5,17 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import CheckpointError, DiskError, MeshwrightError
 
 T = TypeVar("T")
-
-
-def share_of(names: list[str]) -> list[str]:
-    """This rank's share of the files."""
-    return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
 
 
 def same_path(path: str | os.PathLike[str]) -> tuple[Path, str]:

@@ -9,13 +9,13 @@ have no names: the kernel removes them, and the links in them, when the last pro
 
 import ctypes
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -152,47 +152,27 @@ class _Holder:
     """A thread with a network namespace of its own, in which it runs commands; the namespace ends with it."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[tuple[str, ...] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[LaunchError | None] = queue.SimpleQueue()
-        self.task = 0
-        self._thread = threading.Thread(target=self._live, name="holds a network", daemon=True)
-        self._thread.start()
-        self._wait()
+        self._thread = ThreadPoolExecutor(1, "holds a network")
+        self._thread.submit(_called, "unshare", _NEW_NETWORK).result()
+        self.task = self._thread.submit(threading.get_native_id).result()
 
     def run(self, *commands: str) -> None:
         """Run commands, one after the other."""
-        self._todo.put(commands)
-        self._wait()
+        for command in commands:
+            self._thread.submit(_run, command).result()
 
     def end(self) -> None:
-        self._todo.put(None)
-        self._thread.join()
-
-    def _wait(self) -> None:
-        if (error := self._done.get()) is not None:
-            raise error
-
-    def _live(self) -> None:
-        self.task = threading.get_native_id()
-        try:
-            _called("unshare", _NEW_NETWORK)
-        except LaunchError as refused:
-            self._done.put(refused)
-            return
-        self._done.put(None)
-        while (commands := self._todo.get()) is not None:
-            self._done.put(next((failed for one in commands if (failed := _failure(one)) is not None), None))
+        self._thread.shutdown()
 
 
-def _failure(command: str) -> LaunchError | None:
+def _run(command: str) -> None:
     try:
         ended = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     except OSError as error:
-        return LaunchError(f"it cannot be run: {error.strerror}", where=command, remedy="install iproute2")
-    if not ended.returncode:
-        return None
-    told = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with {ended.returncode}"]
-    return LaunchError(told[0], where=command, remedy="emulated networks need root, veth and tbf in the kernel")
+        raise LaunchError(f"it cannot be run: {error.strerror}", where=command, remedy="install iproute2") from None
+    if ended.returncode:
+        said = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with {ended.returncode}"]
+        raise LaunchError(said[0], where=command, remedy="emulated networks need root, veth and tbf in the kernel")
 
 
 def _called(name: str, *args: int) -> None:

@@ -103,19 +103,15 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) ->
     paths = [file_of(directory, one, "failure") for one in range(num_ranks)]
     found = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in paths if path.exists()]
     own = [failure for failure in found if not failure.lost_peer]
-    if own:
-        return as_error(min(own, key=lambda failure: failure.time_ns), directory)
-    doing = Status.read(directory, rank)
-    if exit_code >= 0 and found:
-        return as_error(found[0], directory)
-    if exit_code >= 0 and not file_of(directory, rank, "log").exists():
+    if own or (exit_code >= 0 and found):
+        return as_error(min(own, key=lambda failure: failure.time_ns) if own else found[0], directory)
+    doing, log = Status.read(directory, rank), file_of(directory, rank, "log")
+    if exit_code >= 0 and not log.exists():
         return _failed(f"rank {rank} ended before it began: it could not import what it was to run", GUARD, doing)
-    end, memory = f"ended with exit code {exit_code}", ""
-    if exit_code < 0:
-        end = f"was killed by {_signal_name(-exit_code)}"
-        memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
-    output = f"its output is in {file_of(directory, rank, 'log')}; run again to go on from a checkpoint"
-    return _failed(f"rank {rank} {end} {doing}".rstrip(), f"{memory}{output}", doing)
+    end = f"was killed by {_signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
+    remedy = f"{memory}its output is in {log}; run again to go on from a checkpoint"
+    return _failed(f"rank {rank} {end} {doing}".rstrip(), remedy, doing)
 
 
 def as_error(failure: Failure, directory: Path) -> MeshwrightError:

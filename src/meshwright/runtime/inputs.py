@@ -19,14 +19,12 @@ class Parts:
     """How the tensors of a batch are cut over the ranks: their samples over the data axes, and their rows over others
     where all that reads them reads the same rows (``cuts``, by name)."""
 
-    def __init__(
-        self, captured: Leaves, inputs: list[str], placements: Mapping[str, Placements], groups: Mapping[str, AxisGroup]
-    ) -> None:
-        self.groups, self.names = groups, inputs
+    def __init__(self, captured: Leaves, placements: Mapping[str, Placements], groups: Mapping[str, AxisGroup]) -> None:
+        self.groups = groups
         self._whole = {name: tuple(value.shape) for name, value in captured.tensors.items()}
         self._every = {
-            name: {axis: one for axis, one in placements.get(given, {}).items() if isinstance(one, Shard)}
-            for name, given in zip(self._whole, inputs, strict=True)
+            name: {axis: one for axis, one in placements.get(name, {}).items() if isinstance(one, Shard)}
+            for name in self._whole
         }
         self.cuts: dict[str, dict[str, Shard]] = {
             name: {axis: one for axis, one in every.items() if axis not in DATA_AXES}

@@ -12,6 +12,7 @@ import torch
 
 from meshwright.comm.groups import from_rank_0
 from meshwright.errors import CheckpointError, LayoutError
+from meshwright.ir.run import Train
 from meshwright.ir.trace import Trace
 from meshwright.runtime.data import Loader
 from meshwright.runtime.failures import Status, lost_peer
@@ -65,18 +66,8 @@ class HeldOut(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         return text + (f", accuracy {self.accuracy:.2%}" if self.accuracy is not None else "")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a loop runs (as in RUN.toml's ``[train]``)."""
-
-    steps: int
-    log_every: int
-    evaluate_every: int
-    checkpoint_every: int
-    keep: int
-
-
 class Loop:
-    """Trains to ``options.steps``, from where the checkpoints of ``directory`` stop.
+    """Trains to ``options.steps`` (RUN.toml's ``[train]``), from where the checkpoints of ``directory`` stop.
 
     Args:
         loader: of this rank's part of each global batch.
@@ -93,7 +84,7 @@ class Loop:
         loader: Loader,
         held_out: Loader | None,
         meter: Meter,
-        options: Options,
+        options: Train,
         directory: Path,
         *,
         batch_sizes: Sequence[int] | None = None,

@@ -62,8 +62,6 @@ class Save:
     state: bytes
     num_bytes: int
     keep: int
-    rank: int
-    num_ranks: int
     board: Board
 
     def run(self) -> MeshwrightError | None:
@@ -74,35 +72,27 @@ class Save:
         """
         try:
             mine = self._write_share()
+            verdict = self._conclude(mine) if self.share.rank == 0 else None
         except BaseException:  # Ctrl-C: the others must not wait
-            mine = Report(error=CheckpointError(f"rank {self.rank} was stopped", where=f"{self.path}"))
-            self._tell(mine, mine.error)
+            stopped = CheckpointError(f"rank {self.share.rank} was stopped", where=f"{self.path}")
+            self._tell(Report(error=stopped), stopped)
             raise
-        if self.rank != 0:
-            self._tell(mine, None)
-            verdict: MeshwrightError | None = self.board.read(self._key(0), 0)
-            return verdict
-        try:
-            error = self._conclude(mine)
-        except BaseException:
-            self._tell(mine, CheckpointError("rank 0 was stopped", where=f"{self.path}"))
-            raise
-        self._tell(mine, error)
-        return error
+        self._tell(mine, verdict)
+        return verdict if self.share.rank == 0 else self.board.read(self._key(0), 0)
 
     def forget(self) -> None:
         """Take the last note away, when every rank has read it."""
-        if self.rank == 0:
+        if self.share.rank == 0:
             self.board.remove(self._key(0))
 
     def _key(self, rank: int) -> str:
         return f"{self.manifest.data}/{'report' if rank else 'verdict'} {rank}"
 
-    def _tell(self, mine: Report, error: MeshwrightError | None) -> None:
-        """This rank's note, after rank 0 has taken away what is left of a failed save."""
-        if self.rank == 0 and error is not None:
+    def _tell(self, mine: Report, verdict: MeshwrightError | None) -> None:
+        """Leave this rank's note: rank 0's is the verdict, after it has removed what is left of a failed save."""
+        if self.share.rank == 0 and verdict is not None:
             manifest.abandon(self.path, self.manifest.data)
-        self.board.post(self._key(self.rank), mine if self.rank else error)
+        self.board.post(self._key(self.share.rank), mine if self.share.rank else verdict)
 
     def _write_share(self) -> Report:
         directory = self.path / self.manifest.data
@@ -114,14 +104,14 @@ class Save:
         try:
             return told(f"{directory}", write)
         except MeshwrightError as error:
-            problem = f"tensors could not be written (rank {self.rank}: {error.problem})"
+            problem = f"tensors could not be written (rank {self.share.rank}: {error.problem})"
             return Report(error=type(error)(problem, where=f"{self.path}", remedy=error.remedy))
 
     def _conclude(self, mine: Report) -> MeshwrightError | None:
         """On rank 0: make what all ranks have written the checkpoint."""
         try:
             reports = [mine]
-            for rank in range(1, self.num_ranks):
+            for rank in range(1, self.share.num_ranks):
                 reports.append(self.board.read(self._key(rank), rank))
                 self.board.remove(self._key(rank))
             for report in reports:
@@ -206,7 +196,7 @@ class Saver:
             self._error = told(f"{save.path}", save.run)
         except MeshwrightError as error:
             self._error = error
-        if self._error is not None and save.rank == 0:
+        if self._error is not None and save.share.rank == 0:
             warn(self._error)
 
     def _end(self) -> None:

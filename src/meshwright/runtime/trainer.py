@@ -99,7 +99,7 @@ class Trainer(Resumable):
         self.loss_scale = LossScale(precision, device) if precision in LOW else None
         self._callers = CallersTensors(self.parameters)
         self._leaves = captured.traced.leaves
-        self._parts = Parts(self._leaves, list(self._leaves.tensors), lowered.input_placements, self.groups)
+        self._parts = Parts(self._leaves, lowered.input_placements, self.groups)
         key = self._key(self._leaves, local=False, training=True)
         self._lowered: list[tuple[Hashable, Guard, Step]] = [(key, Guard(model, True, captured.reads), lowered)]
         self._compared: set[Hashable] = set()
