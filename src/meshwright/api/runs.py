@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright import build, config
 from meshwright.api.machine import known_cluster
-from meshwright.api.plans import capture, choose, cost_of, precision_of, simulate
+from meshwright.api.plans import capture, choose, cost_of, plan, precision_of, simulate
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
@@ -19,6 +19,7 @@ from meshwright.cost.occupancy import Verdict, memory_verdict
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger, make_ledger
@@ -27,7 +28,6 @@ from meshwright.ir.program import RankPrograms
 from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
-from meshwright.planner.auto import plan_auto
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.notes import check_strict
 from meshwright.runtime import launch, manifest
@@ -41,6 +41,7 @@ from meshwright.simulate.faults import Faults
 
 log = logging.getLogger("meshwright")
 
+CPU = torch.device("cpu")
 LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 """Of a run that has ended: its last step, the step that was predicted, and both side by side."""
 
@@ -72,20 +73,16 @@ def plan_run(
         LayoutError: the layout does not fit the model or the batch; nothing that may be searched fits in memory.
     """
     graph, made, optimizer = _planned(run, ranks, memory_bytes, progress)
-    known = known_cluster(run.layout.cluster or None, torch.device("cpu"), made.mesh.world_size)
+    known = _cluster(run, CPU, made.mesh.world_size)
     limit = memory_bytes or known.device.memory_bytes
     programs = _programs(graph, made, program_of) if program_of is not None else None
+    planned = Planned(plan=made, constants=known.constants, memory_bytes=limit, programs=programs)
     if made.uneven:
-        return Planned(plan=made, constants=known.constants, memory_bytes=limit, programs=programs)
+        return planned
     clips = run.train.max_grad_norm > 0
     found = foretell(PlanLowering(graph), made, known, optimizer=optimizer, clips=clips).prediction
-    return Planned(
-        plan=msgspec.structs.replace(made, prediction=found),
-        constants=known.constants,
-        memory_bytes=limit,
-        verdict=memory_verdict(found.peak_memory_bytes, limit),
-        programs=programs,
-    )
+    made = msgspec.structs.replace(made, prediction=found)
+    return msgspec.structs.replace(planned, plan=made, verdict=memory_verdict(found.peak_memory_bytes, limit))
 
 
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
@@ -105,7 +102,7 @@ def simulate_run(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Trace:
-    """One step of a RUN.toml, played; see ``simulate``."""  # fmt: skip
+    """One step of a RUN.toml, played; see ``simulate``."""
     graph, made, optimizer = _planned(run, ranks, None)
     return simulate(
         graph,
@@ -130,26 +127,28 @@ def _planned(
     )
     if run.layout.strict:
         check_strict(graph)
-    known = known_cluster(run.layout.cluster or None, torch.device("cpu"))
-    world_size = ranks or run.num_ranks(known.num_devices if run.layout.cluster else launch.num_cores())
+    world_size = ranks or run.num_ranks(_cluster(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
     cluster = run.layout.cluster or None
     optimizer, clips = cost_of(build.optimizer(run), graph), run.train.max_grad_norm > 0
-    if run.layout.searched:
-        made = plan_auto(
-            graph,
-            world_size,
-            known_cluster(cluster, torch.device("cpu"), world_size),
-            PlanLowering(graph),
-            memory_bytes=memory_bytes,
-            optimizer=optimizer,
-            clips=clips,
-            offload=run.layout.offload != "none",
-            seconds=run.layout.seconds,
-            progress=progress,
-        )
-    else:
-        made = choose(asked, graph, world_size, cluster, torch.device("cpu"), optimizer, clips=clips)
+    if not run.layout.searched:
+        return graph, choose(asked, graph, world_size, cluster, CPU, optimizer, clips=clips), optimizer
+    made = plan(
+        graph,
+        cluster,
+        devices=world_size,
+        memory_bytes=memory_bytes,
+        optimizer=optimizer,
+        clips=clips,
+        offload=run.layout.offload != "none",
+        seconds=run.layout.seconds,
+        progress=progress,
+    )
     return graph, made, optimizer
+
+
+def _cluster(run: Run, device: torch.device, num_ranks: int = 0) -> Cluster:
+    """The cluster that a run names; default: this machine."""
+    return known_cluster(run.layout.cluster or None, device, num_ranks)
 
 
 def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ...]:
@@ -272,7 +271,7 @@ def _foretold(run: Run, trainer: Trainer, device: torch.device) -> Foretold | No
         return foretell(
             PlanLowering(trainer.graph),
             trainer.plan,
-            known_cluster(run.layout.cluster or None, device, trainer.plan.mesh.world_size),
+            _cluster(run, device, trainer.plan.mesh.world_size),
             optimizer=cost_of(build.optimizer(run), trainer.graph),
             clips=run.train.max_grad_norm > 0,
             threads=torch.get_num_threads() if device.type == "cpu" else 1,
@@ -309,7 +308,7 @@ def _ledger(
     measured = [on_rank_0(trace, device).above(held) for trace in traces if trace.plan == plan.digest]
     if trainer.rank != 0 or foretold is None or not measured:
         return None
-    cluster = known_cluster(run.layout.cluster or None, device, plan.mesh.world_size)
+    cluster = _cluster(run, device, plan.mesh.world_size)
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was made
     ledger = make_ledger(plan, predicted, measured, cluster)
     try:
@@ -349,7 +348,7 @@ def _write(run: Run, weights: dict[str, torch.Tensor], progress: Progress) -> st
 
 def _peak_flops_per_s(run: Run, trainer: Trainer, device: torch.device) -> float:
     """The peak of all ranks together; 0 where it is not known for this device and dtype."""
-    known = known_cluster(run.layout.cluster or None, device).device
+    known = _cluster(run, device).device
     peak = known.peak_flops_per_s.get(trainer.graph.precision or run.train.dtype, 0.0)
     if known.kind == "cpu":  # a device is one core there, and a rank may have several
         peak *= torch.get_num_threads()

@@ -52,9 +52,10 @@ def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str
                 values[key] = value
         if tensors or values:
             states[name] = {"tensors": tensors, "values": values}
+    names = _name_of(parameters, optimizer)
     groups = [
         {
-            "parameters": [_name_of(parameters, optimizer)[id(parameter)] for parameter in group["params"]],
+            "parameters": [names[id(parameter)] for parameter in group["params"]],
             "options": {
                 key: value for key, value in group.items() if key not in ("params", "param_names", *HOW_IT_COMPUTES)
             },
@@ -92,14 +93,12 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
     if here == there:
         return
     mine, theirs = set().union(*here), set().union(*there)
+    odd = next((name for name in parameters if name in mine ^ theirs), None)
     problem = "the optimizer's parameters are in other groups than the saved ones"
-    for one in parameters:
-        if one in mine - theirs:
-            problem = f"there is no optimizer state of {one}"
-            break
-        if one in theirs - mine:
-            problem = f"there is optimizer state of {one}, which this trainer's optimizer does not hold"
-            break
+    if odd in mine:
+        problem = f"there is no optimizer state of {odd}"
+    elif odd is not None:
+        problem = f"there is optimizer state of {odd}, which this trainer's optimizer does not hold"
     raise CheckpointError(problem, where=where, remedy=LEAVE)
 
 

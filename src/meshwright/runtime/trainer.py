@@ -28,6 +28,7 @@ from meshwright.ir.trace import Trace
 from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
+from meshwright.ops.library import mix
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import Parts, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
@@ -36,7 +37,6 @@ from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.precision import LossScale
 from meshwright.runtime.resumable import Resumable
-from meshwright.runtime.rng import step_key
 from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters
 from meshwright.runtime.steps import Step, StepResult, groups_of
@@ -265,7 +265,7 @@ class Trainer(Resumable):
             self.parameters.values(),
             self.parameters.named_buffers,
             inputs,
-            lambda microbatch: step_key(self.seed, self.step_number, microbatch),
+            lambda microbatch: mix(self.seed, self.step_number, microbatch),
         )
 
     def _trained(self) -> tuple[str, ...]:
