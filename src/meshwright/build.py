@@ -137,17 +137,17 @@ class Source:
 
     def __init__(self, run: Run) -> None:
         self.run, self.section = run, run.data
-        self._text: tuple[bytes, bytes] = (b"", b"")
-        self._tensors: tuple[Tensors, Tensors] = ({}, {})
+        self._training: bytes | Tensors
+        self._held_out: bytes | Tensors
         if isinstance(self.section, TextData):
-            self._text = _read_text(self.section)
+            self._training, self._held_out = _read_text(self.section)
         else:
             floats = getattr(torch, run.train.dtype)
             tensors = {
                 name: value.to(floats) if value.is_floating_point() else value
                 for name, value in _read_tensors(self.section, run.train.seed).items()
             }
-            self._tensors = _split_rows(tensors, self.section.held_out)
+            self._training, self._held_out = _split_rows(tensors, self.section.held_out)
 
     @property
     def items_per_step(self) -> tuple[int, str]:
@@ -158,9 +158,7 @@ class Source:
     def training(self, shard: tuple[int, int] = (0, 1)) -> Loader:
         """The loader of training batches (``shard`` of each); it never ends."""
         size, seed = self.section.batch_size, self.run.train.seed
-        if isinstance(self.section, TextData):
-            return self._of_text(self._text[0], size, seed=seed, shard=shard)
-        return TensorLoader(self._tensors[0], size, seed, shard=shard, drop_last=True)
+        return self._loader(self._training, size, seed=seed, shard=shard, drop_last=True)
 
     def held_out(self, shard: tuple[int, int] = (0, 1)) -> Loader | None:
         """The loader of held-out batches, one epoch a loop; None where nothing is held out.
@@ -169,27 +167,28 @@ class Source:
         """
         if not self.section.held_out:
             return None
-        count, size = shard[1], self.section.batch_size
-        if isinstance(self.section, TextData):
+        count, size, data = shard[1], self.section.batch_size, self._held_out
+        if isinstance(data, dict):
+            rows = min(map(len, data.values())) // count * count
+            data, size = {name: value[:rows] for name, value in data.items()}, min(size, max(1, rows))
+        elif isinstance(self.section, TextData):
             length = self.section.sequence_length
-            windows = max(0, len(self._text[1]) - 1) // length
-            size = min(size, windows // count * count)
+            size = min(size, max(0, len(data) - 1) // length // count * count)
             if size == 0:
                 raise DataError(
-                    f"the held-out part is {len(self._text[1])} bytes, but {count} windows of {length} need "
+                    f"the held-out part is {len(data)} bytes, but {count} windows of {length} need "
                     f"{count * length + 1}",
                     where="data.held_out",
                     remedy="give more text, hold out more, or nothing: held_out = 0",
                 )
-            return self._of_text(self._text[1], size, shuffle=False, epochs=1, shard=shard)
-        rows = min(map(len, self._tensors[1].values()))
-        kept = {name: value[: rows // count * count] for name, value in self._tensors[1].items()}
-        return TensorLoader(kept, min(size, max(1, rows // count * count)), shuffle=False, epochs=1, shard=shard)
+        return self._loader(data, size, shuffle=False, epochs=1, shard=shard)
 
-    def _of_text(self, text: bytes, size: int, **options: Any) -> Loader:
+    def _loader(self, data: bytes | Tensors, size: int, **options: Any) -> Loader:
+        if isinstance(data, dict):
+            return TensorLoader(data, size, **options)
         assert isinstance(self.section, TextData)
         try:
-            return TextLoader(text, self.section.sequence_length, size, **options)
+            return TextLoader(data, self.section.sequence_length, size, **options)
         except DataError as error:
             paths = self.section.paths
             name = paths if isinstance(paths, str) else ", ".join(paths)

@@ -70,7 +70,7 @@ def record(error: BaseException, directory: Path, rank: int) -> Failure:
         rank=rank,
         time_ns=time.time_ns(),
         kind=kinds[0] if ours else type(error).__name__,
-        problem=ours.problem if ours else _first_line(error),
+        problem=ours.problem if ours else next(iter(str(error).strip().splitlines()), ""),
         where=ours.where if ours else "",
         remedy=ours.remedy if ours else "",
         ours=ours is not None,
@@ -143,7 +143,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")

@@ -192,13 +192,16 @@ def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, st
     Raises:
         CheckpointError: on every rank; nothing has changed.
     """
-    names = from_rank_0(lambda: _checked(parameters, state, strict))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for name in names:
+    given: dict[str, Tensor] = {}  # filled on rank 0 alone
+
+    def names_given() -> list[str]:
+        given.update(_checked(parameters, state, strict))
+        return list(given)
+
+    for name in from_rank_0(names_given):
         whole = parameters.empty(name)
-        if rank == 0:
-            given = next(state[key] for key in _names_of(parameters, name) if key in state)
-            whole.copy_(given.detach())
+        if name in given:
+            whole.copy_(given[name].detach())
         if parameters.groups:
             broadcast_tensors([whole])
         if parameters.holds(name):
@@ -206,50 +209,37 @@ def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, st
             parameters[name].detach().copy_(part)
 
 
-def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool) -> list[str]:
-    """The names, as the graph knows them, of the tensors that a state dict holds."""
-    wanted = {
-        key: name
-        for name in (*parameters.graph.parameters, *parameters.graph.buffers)
-        for key in _names_of(parameters, name)
-    }
+def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool) -> dict[str, Tensor]:
+    """The tensors that a state dict holds, by the names that the graph has for them."""
+
+    def refused(key: str, problem: str, remedy: str) -> CheckpointError:
+        return CheckpointError(problem, where=f"state dict, {key}", remedy=remedy)
+
+    graph = parameters.graph
+    wanted = {name: name for name in (*graph.parameters, *graph.buffers)} | graph.tied
     for key in parameters.model.state_dict() if strict else ():
         if key in wanted and key not in state:
-            raise CheckpointError(
-                "it is missing", where=f"state dict, {key}",
-                remedy="give all that full_state_dict() has, or strict=False to leave the rest as it is",
-            )  # fmt: skip
+            remedy = "give all that full_state_dict() has, or strict=False to leave the rest as it is"
+            raise refused(key, "it is missing", remedy)
     known: dict[str, Tensor] = {}
     for key, value in state.items():
         if key not in wanted:
             if strict:
-                raise CheckpointError(
-                    "the model has no such tensor", where=f"state dict, {key}",
-                    remedy="give the state dict of this model, or strict=False to leave such tensors out",
-                )  # fmt: skip
+                remedy = "give the state dict of this model, or strict=False to leave such tensors out"
+                raise refused(key, "the model has no such tensor", remedy)
             continue
         shape = parameters.global_shape(wanted[key])
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.is_meta:
             kind = f"a {type(value).__name__}"
             if isinstance(value, Tensor):
                 kind = f"{'a meta tensor ' if value.is_meta else ''}of shape {list(value.shape)}"
-            raise CheckpointError(
-                f"it is {kind}, in the model it is of shape {list(shape)}",
-                where=f"state dict, {key}",
-                remedy="give whole tensors: a plain model's state_dict(), or trainer.full_state_dict()",
-            )
+            remedy = "give whole tensors: a plain model's state_dict(), or trainer.full_state_dict()"
+            raise refused(key, f"it is {kind}, in the model it is of shape {list(shape)}", remedy)
         other = known.setdefault(wanted[key], value)
         if other is not value and not torch.equal(other, value):
-            raise CheckpointError(
-                f"it is not equal to {wanted[key]}, with which the model shares it", where=f"state dict, {key}",
-                remedy="give shared tensors the same values",
-            )  # fmt: skip
-    return list(known)
-
-
-def _names_of(parameters: LocalParameters, name: str) -> list[str]:
-    """The names under which a state dict has a tensor."""
-    return [name, *(other for other, first in parameters.graph.tied.items() if first == name)]
+            problem = f"it is not equal to {wanted[key]}, with which the model shares it"
+            raise refused(key, problem, "give shared tensors the same values")
+    return known
 
 
 def _refuse_loading(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
