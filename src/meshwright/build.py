@@ -45,11 +45,8 @@ _LOSSES: dict[str, LossFunction] = {
 
 
 def model(run: Run) -> nn.Module:
-    """The model of ``[model]``, with initial values that the seed decides.
-
-    Raises:
-        FileFormatError: its sizes do not fit, or the factory cannot be imported or called.
-    """
+    """The model of ``[model]``, with initial values that the seed decides. A FileFormatError if its sizes do not fit,
+    or the factory cannot be imported or called."""
     section = run.model
     torch.manual_seed(run.train.seed)
     if isinstance(section, FactoryModel):
@@ -129,11 +126,8 @@ def _imported(name: str, key: str) -> Callable[..., Any]:
 
 
 class Source:
-    """The data of ``[data]``, read once: ``training`` and ``held_out`` make loaders of it.
-
-    Raises:
-        DataError: the data are missing, empty or too short.
-    """
+    """The data of ``[data]``, read once: ``training`` and ``held_out`` make loaders of it. A DataError if the data are
+    missing, empty or too short."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.section = run, run.data

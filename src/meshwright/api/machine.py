@@ -156,11 +156,8 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
 
 
 def check_size(cluster: Cluster, num_ranks: int) -> None:
-    """Ranks that run must be all devices of a cluster, or a part of it that is made up of whole units of its levels.
-
-    Raises:
-        ClusterError: they are more, or cut a unit.
-    """
+    """A ClusterError unless the ranks that run are all devices of a cluster, or a part of it that is made up of whole
+    units of its levels."""
     if num_ranks > cluster.num_devices:
         held = " x ".join(str(level.fan_out) for level in cluster.levels)
         raise ClusterError(

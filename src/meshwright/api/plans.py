@@ -225,11 +225,8 @@ def loaded(plan: Any) -> tuple[Plan, str]:
 
 
 def precision_of(plan: Any, precision: Precision | None) -> Precision | None:
-    """What a plan is to compute in, as ``choose`` takes it: the precision of a plan or a layout, else the one given.
-
-    Raises:
-        LayoutError: both are given, and differ.
-    """
+    """What a plan is to compute in, as ``choose`` takes it: the precision of a plan or a layout, else the one given. A
+    LayoutError if both are given, and differ."""
     if plan == "auto":
         return precision
     said = plan.precision if isinstance(plan, Layout) else loaded(plan)[0].precision

@@ -44,12 +44,8 @@ def everywhere(where: str, action: Callable[[], T]) -> T:
 
 
 def told(where: str, action: Callable[[], T]) -> T:
-    """Do it, and raise every error as one that can be sent to other ranks.
-
-    Raises:
-        DiskError: in place of an OSError, also of one that torch's writer has replaced by its own.
-        CheckpointError: in place of any other that is not a MeshwrightError.
-    """
+    """Do it, and raise every error as one that can be sent to other ranks: an OSError, also one that torch's writer has
+    replaced by its own, as a DiskError; any other that is not a MeshwrightError as a CheckpointError."""
     try:
         return action()
     except MeshwrightError:

@@ -76,11 +76,8 @@ class _Group(NamedTuple):
 
 
 def boxes_of_world() -> Places:
-    """How the ranks of the world lie in boxes; one of one without torch.distributed.
-
-    Raises:
-        LaunchError: boxes are unequal, or their ranks are not neighbours.
-    """
+    """How the ranks of the world lie in boxes; one of one without torch.distributed. A LaunchError if boxes are
+    unequal, or their ranks are not neighbours."""
     if not dist.is_initialized():
         return Places(1, 1)
     world = dist.group.WORLD

@@ -73,11 +73,7 @@ def check_finite(parameters: LocalParameters) -> None:
 
 
 def plain(what: str, value: T) -> T:
-    """The value, if it can be read back without running code that a file holds.
-
-    Raises:
-        CheckpointError: it cannot; names ``what``.
-    """
+    """The value; a CheckpointError that names ``what`` if it cannot be read back without running code of a file."""
     try:
         unpacked(packed(value))
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
@@ -102,11 +98,8 @@ def unpacked(data: bytes) -> Any:
 
 
 def examined(parameters: LocalParameters, path: Path) -> Manifest:
-    """The manifest of a checkpoint of this model.
-
-    Raises:
-        CheckpointError: it is of another model or in another precision, or as ``manifest.read`` raises.
-    """
+    """The manifest of a checkpoint of this model. A CheckpointError if it is of another model or in another precision,
+    or as ``manifest.read`` raises it."""
     found, graph = manifest.read(path), parameters.graph
     here = saved_tensors(parameters)
     for name in here | found.tensors:

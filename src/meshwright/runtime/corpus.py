@@ -36,11 +36,8 @@ def standard_library_text(train_bytes: int = 8_000_000, held_out_bytes: int = 25
 
 
 def language_topics() -> dict[str, bytes]:
-    """The texts behind Python's ``help()``, by topic; a topic that a longer one contains is left out.
-
-    Raises:
-        DataError: this Python has no ``pydoc_data``.
-    """
+    """The texts behind Python's ``help()``, by topic; a topic that a longer one contains is left out. A DataError if
+    this Python has no ``pydoc_data``."""
     try:
         topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
     except (ImportError, AttributeError) as error:
@@ -60,11 +57,8 @@ def language_topics() -> dict[str, bytes]:
 
 
 def library_sources() -> dict[str, bytes]:
-    """The standard library's ``.py`` files, by path relative to it; line ends are ``\\n``.
-
-    Raises:
-        DataError: this Python's library is not a folder of sources (a zip file, or compiled files only).
-    """
+    """The standard library's ``.py`` files, by path relative to it; line ends are ``\\n``. A DataError if this Python's
+    library is not a folder of sources (a zip file, or compiled files only)."""
     library = Path(sysconfig.get_path("stdlib"))
     sources = {}
     for path in _source_files(library) if library.is_dir() else ():

@@ -60,11 +60,8 @@ def why_not() -> str:
 
 
 class EmulatedNetwork:
-    """Boxes and the links between them, while it is entered; a box for each of ``rates_bits_per_s``.
-
-    Raises:
-        LaunchError: this machine does not let us; nothing is left behind.
-    """
+    """Boxes and the links between them, while it is entered; a box for each of ``rates_bits_per_s``. Entering raises a
+    LaunchError if this machine does not let us; nothing is left behind."""
 
     def __init__(self, rates_bits_per_s: Sequence[float]) -> None:
         self.rates_bits_per_s = tuple(rates_bits_per_s)
@@ -113,12 +110,8 @@ def limit(link: str, rate_bits_per_s: float) -> str:
 def run_in_boxes(
     function: Callable[..., T], *args: object, boxes: Sequence[int], rates_bits_per_s: Sequence[float], directory: Path
 ) -> T:
-    """``run_ranks`` in emulated boxes: rank i in box ``boxes[i]``. torch.distributed is started, with gloo over the
-    links; rank 0's result.
-
-    Raises:
-        LaunchError: this machine cannot emulate networks (``why_not``), or as ``run_ranks`` does.
-    """
+    """``run_ranks`` in emulated boxes, rank i in box ``boxes[i]``, with torch.distributed started and gloo over the
+    links. Raises as ``run_ranks`` does; a LaunchError also if this machine cannot emulate networks (``why_not``)."""
     if set(boxes) != set(range(len(rates_bits_per_s))):
         raise LaunchError(
             f"ranks in the boxes {sorted(set(boxes))}, and {len(rates_bits_per_s)} rates",

@@ -66,11 +66,7 @@ class Parts:
 
 
 def check_alike(leaves: Leaves, captured: Leaves) -> None:
-    """That a batch has the structure and the dtypes of the captured one.
-
-    Raises:
-        DataError: it has not; names the leaf.
-    """
+    """A DataError, which names the leaf, if a batch has another structure or other dtypes than the captured one."""
     if leaves.spec != captured.spec:
         raise DataError(
             f"the batch holds {', '.join(leaves.names)}, the captured one holds {', '.join(captured.names)}",
@@ -92,14 +88,9 @@ def kind_of(value: object) -> str:
 
 
 def compare_over_ranks(leaves: Leaves, part: int) -> None:
-    """That every rank was given a batch of the same shapes, and the same values where it was given the same part.
-
-    ``part`` is the index of this rank's part of the global batch (the same everywhere where each has all of it).
-    Every rank must call it.
-
-    Raises:
-        RankError: on every rank; names the first one that differs.
-    """
+    """A RankError, on every rank, if ranks were given batches of different shapes, or of different values where they
+    were given the same ``part``: the index of this rank's part of the global batch (the same everywhere where each has
+    all of it). Every rank must call it."""
     described = ", ".join(f"{name} {_in_words(value)}" for name, value in zip(leaves.names, leaves.values, strict=True))
     every = from_every_rank((part, described, _checksum(list(leaves.tensors.values()))))
     first: dict[int, tuple[int, int]] = {}

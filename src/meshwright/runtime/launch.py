@@ -165,11 +165,8 @@ def _number(name: str, default: str) -> int:
 
 
 def _take_over_from_mpi() -> None:
-    """Under Open MPI's mpirun: set what torchrun would set. Ranks hear from rank 0, through MPI, where they meet.
-
-    Raises:
-        LaunchError: mpi4py is not installed, and MASTER_ADDR does not say where ranks meet.
-    """
+    """Under Open MPI's mpirun: set what torchrun would set. Ranks hear from rank 0, through MPI, where they meet. A
+    LaunchError if mpi4py is not installed, and MASTER_ADDR does not say where ranks meet."""
     if _MPI["RANK"] not in os.environ or "RANK" in os.environ:
         return
     os.environ.update({name: os.environ[theirs] for name, theirs in _MPI.items()})

@@ -112,11 +112,8 @@ class Loop:
         return found
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Train. Whatever happens, what the steps have told is in metrics.jsonl.
-
-        Raises:
-            CheckpointError: the last step could not be saved (before it, what the disk refuses is a warning).
-        """
+        """Train. Whatever happens, what the steps have told is in metrics.jsonl. A CheckpointError if the last step
+        could not be saved (before it, what the disk refuses is a warning)."""
         trainer, steps, first = self.trainer, self.options.steps, self.trainer.step_number + 1
         if self.held_out is not None and not self.evaluations:
             self.evaluate()
@@ -212,12 +209,8 @@ class Loop:
 
 
 def _check_batch(size: int, trainer: Trainer, loader: Loader) -> None:
-    """That a batch of this size can be loaded and run, said before the first step.
-
-    Raises:
-        DataError: the data or the ranks' parts of a batch do not allow it.
-        LayoutError: it does not divide over the ranks and micro-batches.
-    """
+    """Called before the first step: a LayoutError if a batch of this size does not divide over the ranks and
+    micro-batches, a DataError if the data or the ranks' parts of a batch do not allow it."""
     parts = trainer.data_shard[1] * trainer.plan.microbatches
     if size % parts:
         raise LayoutError(

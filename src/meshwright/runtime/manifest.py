@@ -79,12 +79,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def begin(path: Path, num_bytes: int) -> str:
-    """Begin a save of ``num_bytes`` in ``path``: returns the name of a directory that does not exist there yet.
-
-    Raises:
-        CheckpointError: ``path`` is a file, or a directory of something else.
-        DiskError: it cannot be written to, or has no room.
-    """
+    """Begin a save of ``num_bytes`` in ``path``: returns the name of a directory that does not exist there yet. A
+    CheckpointError if ``path`` is a file, or a directory of something else; a DiskError if it has no room."""
     remedy = "choose another path: a checkpoint is a directory of its own"
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file", where=f"{path}", remedy=remedy)
@@ -133,12 +129,9 @@ def commit(path: Path, manifest: Manifest) -> None:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, at their sizes.
-
-    Raises:
-        DamagedCheckpointError: no or a changed manifest, a missing file, a file of another size.
-        CheckpointError: nothing there, or a newer version.
-    """
+    """The manifest of a checkpoint whose files are all there, at their sizes. A DamagedCheckpointError if there is no
+    manifest or a changed one, or a file is missing or of another size; a CheckpointError if there is nothing, or a
+    newer version."""
     manifest = _parsed(path)
     for name, saved in manifest.files.items():
         file = path / manifest.data / name
@@ -160,11 +153,7 @@ def written(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
 
 
 def verify(directory: Path, saved: dict[str, SavedFile]) -> None:
-    """That files have the checksums that were written.
-
-    Raises:
-        DamagedCheckpointError: names the first that is not.
-    """
+    """A DamagedCheckpointError, which names the first such file, if a checksum is not the one that was written."""
     for name, expected in saved.items():
         if written(directory, [name])[name] != expected:
             raise _damaged("its checksum is not the one that was written", directory / name)

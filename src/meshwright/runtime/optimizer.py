@@ -27,11 +27,8 @@ _REMEDY = "pass a function such as lambda p: torch.optim.AdamW(p, lr=3e-4), of a
 
 
 def check_factory(factory: Any, max_grad_norm: Any) -> None:
-    """That ``parallelize`` was given what makes an optimizer (or None), and a norm to clip by (or None).
-
-    Raises:
-        OptimizerError: an optimizer that is already made, something that cannot be called, or no positive number.
-    """
+    """An OptimizerError unless ``parallelize`` was given a function that makes an optimizer (or None), not one that is
+    already made, and a positive number as the norm to clip by (or None)."""
     if isinstance(factory, Optimizer):
         raise _refused(f"it is a {type(factory).__name__} that is already made, over the whole model's parameters")
     if factory is not None and not callable(factory):
@@ -46,11 +43,9 @@ def check_factory(factory: Any, max_grad_norm: Any) -> None:
 def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fused: bool = False) -> Optimizer:
     """The optimizer over this rank's parts of the parameters; over none, where only other stages are trained.
 
-    ``fused``: by PyTorch's fused kernel where there is one, and the caller has not chosen.
-
-    Raises:
-        OptimizerError: the factory failed, returned no optimizer or one over other tensors, or its optimizer needs
-            whole tensors and some are split.
+    ``fused``: by PyTorch's fused kernel where there is one, and the caller has not chosen. An OptimizerError if the
+    factory failed, returned no optimizer or one over other tensors, or its optimizer needs whole tensors and some are
+    split.
     """
     given = parameters.trainable
     idle = not given and bool(parameters.follow())

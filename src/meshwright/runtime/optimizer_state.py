@@ -27,11 +27,8 @@ States = dict[str, dict[str, Any]]
 
 
 def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Part]]:
-    """The state, and its split tensors by their names in a checkpoint.
-
-    Raises:
-        CheckpointError: it holds a parameter that is not the model's, or state that is split in an unknown way.
-    """
+    """The state, and its split tensors by their names in a checkpoint. A CheckpointError if it holds a parameter
+    that is not the model's, or state that is split in an unknown way."""
     states: States = {}
     parts: dict[str, Part] = {}
     for name, (parameter, _) in _named(parameters, optimizer).items():
@@ -76,11 +73,8 @@ def joined(saved: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any] | None, where: str) -> None:
-    """That a saved state (None: there is none) is one that ``optimizer`` can take.
-
-    Raises:
-        CheckpointError: there is none, or it is of another optimizer, of other parameters or of other groups.
-    """
+    """A CheckpointError if ``optimizer`` cannot take a saved state: there is none (None), or it is of another
+    optimizer, of other parameters or of other groups."""
     if saved is None:
         raise CheckpointError("there is no optimizer state", where=where, remedy=LEAVE)
     name = type(optimizer).__name__

@@ -142,11 +142,8 @@ class Resumable:
         }
 
     def wait_for_save(self) -> None:
-        """Wait for a save with ``blocking=False``.
-
-        Raises:
-            CheckpointError: on every rank, if the last such save has failed (once); what was there before stays.
-        """
+        """Wait for a save with ``blocking=False``. A CheckpointError on every rank, once, if the last such save has
+        failed; what was there before stays."""
         if (error := self.saver.wait()) is not None:
             raise error
 

@@ -65,11 +65,8 @@ class Save:
     board: Board
 
     def run(self) -> MeshwrightError | None:
-        """Write, and wait for the verdict on what all ranks wrote: None, or why the checkpoint is not there.
-
-        Raises:
-            LostRankError: rank 0 does not answer.
-        """
+        """Write, and wait for the verdict on what all ranks wrote: None, or why the checkpoint is not there. A
+        LostRankError if rank 0 does not answer."""
         try:
             mine = self._write_share()
             verdict = self._conclude(mine) if self.share.rank == 0 else None
@@ -162,11 +159,8 @@ class Saver:
         return self._board
 
     def start(self, save: Save, *, blocking: bool) -> None:
-        """Write, in a thread unless ``blocking``. No other save is under way, and since the last one ranks have met.
-
-        Raises:
-            CheckpointError: on every rank, if ``blocking``.
-        """
+        """Write; in a thread unless ``blocking``, which raises a CheckpointError on every rank. No other save is under
+        way, and since the last one ranks have met."""
         if self._last is not None:
             self._last.forget()
         self._last = save

@@ -208,11 +208,8 @@ def files_of(written: list[WriteResult]) -> list[str]:
 
 
 def read(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Fill the parts from what ``write`` wrote, under whatever placements; every rank must call it.
-
-    Raises:
-        CheckpointError: on every rank, if a rank could not read; parts may have been filled then.
-    """
+    """Fill the parts from what ``write`` wrote, under whatever placements; every rank must call it. A CheckpointError
+    on every rank if a rank could not read; parts may have been filled then."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -103,11 +103,8 @@ class LocalParameters:
         return self.own[name] if name in self.own else self.named_buffers[name]
 
     def follow(self) -> tuple[str, ...]:
-        """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own).
-
-        Returns:
-            The names of the parameters that are trained now, on whatever rank.
-        """
+        """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own). Returns
+        the names of the parameters that are trained now, on whatever rank."""
         for name, given in self.given.items():
             if name in self.own and self.own[name].requires_grad != given.requires_grad:
                 self.own[name].requires_grad_(given.requires_grad)
@@ -187,11 +184,8 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
 
 
 def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, strict: bool) -> None:
-    """The inverse of ``full_state_dict``: rank 0's whole tensors become the parameters and buffers of every rank.
-
-    Raises:
-        CheckpointError: on every rank; nothing has changed.
-    """
+    """The inverse of ``full_state_dict``: rank 0's whole tensors become the parameters and buffers of every rank. A
+    CheckpointError on every rank if they do not fit; nothing has changed then."""
     given: dict[str, Tensor] = {}  # filled on rank 0 alone
 
     def names_given() -> list[str]:

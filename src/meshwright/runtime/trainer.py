@@ -134,11 +134,7 @@ class Trainer(Resumable):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer over this rank's parameters.
-
-        Raises:
-            OptimizerError: the trainer was made without one.
-        """
+        """The user's optimizer over this rank's parameters; an OptimizerError if the trainer was made without one."""
         if self._optimizer is None:
             raise OptimizerError(
                 "this trainer has no optimizer",
@@ -269,11 +265,8 @@ class Trainer(Resumable):
         )
 
     def _trained(self) -> tuple[str, ...]:
-        """The names of the parameters that are not frozen (any more).
-
-        Raises:
-            OptimizerError: one was frozen when the optimizer was made, which therefore does not have it.
-        """
+        """The names of the parameters that are not frozen (any more). An OptimizerError if one was frozen when the
+        optimizer was made, which therefore does not have it."""
         names = self.parameters.follow()
         if self._names_trained != names:
             known = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
