@@ -15,8 +15,8 @@ from meshwright.runtime.machine import machine_name
 BUSY_SPREAD = 0.15
 """More than this, and somebody else is using the machine."""
 BOX = "box"
-DEFAULT_LINE = (30e-6, 3.65e-10, "not measured: one rank was started; gloo (torch 2.13) on another machine")
-"""α, β and their source for a level over which no message was sent."""
+DEFAULT_LINE = (30e-6, 3.65e-10)
+"""α and β of a level over which no message was sent."""
 
 Seconds = dict[str, list[tuple[float, float]]]
 """By kind, (size, seconds of a call)."""
@@ -109,13 +109,11 @@ def levels_of(timings: list[CollectiveTiming], cores: int, boxes: int) -> tuple[
 
 def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:
     sent = [(float(row.bytes), row.time_s) for row in timings if (row.operation, row.level) == ("send", name)]
-    if not sent:
-        alpha, beta, source = DEFAULT_LINE
-        return Level(name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta, source=source, origin="default")
-    alpha, beta = _line(sent)
+    alpha, beta = _line(sent) if sent else DEFAULT_LINE
+    default = "not measured: one rank was started; gloo (torch 2.13) on another machine"
     return Level(
-        name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta, source="meshwright calibrate",
-        origin="measured",
+        name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta,
+        source="meshwright calibrate" if sent else default, origin="measured" if sent else "default",
     )  # fmt: skip
 
 

@@ -135,19 +135,13 @@ class Meter:
         rows: list[Row] = []
         size = 0
         for line in self.path.read_bytes().splitlines(keepends=True):
-            row = _row(line)
-            if row is None or row["step"] > step:
+            try:
+                row: Row = json.loads(line)
+            except ValueError:  # the last line of a run that was killed
+                break
+            if row["step"] > step or not line.endswith(b"\n"):
                 break
             rows.append(row)
             size += len(line)
         os.truncate(self.path, size)  # needs no room, which a new file would
         return rows
-
-
-def _row(line: bytes) -> Row | None:
-    """A line of metrics.jsonl; None for the last one of a run that was killed."""
-    try:
-        row: Row = json.loads(line)
-    except ValueError:
-        return None
-    return row if line.endswith(b"\n") else None

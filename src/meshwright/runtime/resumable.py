@@ -19,7 +19,7 @@ from meshwright.ir.amendment import Amendment, amended, base_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
-from meshwright.runtime import checkpoint, manifest, optimizer_state, saving, shards
+from meshwright.runtime import checkpoint, manifest, optimizer_state, shards
 from meshwright.runtime.agree import check_same, everywhere, same_path, told
 from meshwright.runtime.checkpoint import Extra, Stateful, plain
 from meshwright.runtime.guards import CallersTensors
@@ -107,9 +107,7 @@ class Resumable:
         except DiskError as error:
             if blocking:
                 raise
-            self.saver.fail(error)
-            if self.rank == 0:
-                saving.warn(error)
+            self.saver.fail(error, self.rank)
             return
         made = Manifest(
             step=self.step_number,
@@ -123,7 +121,7 @@ class Resumable:
             tensors=checkpoint.saved_tensors(self.parameters),
             plan=self._plan_as_data(),
         )
-        self.saver.start(Save(path, made, share, packed, num_bytes, keep, self.saver.board()), blocking=blocking)
+        self.saver.start(Save(path, made, share, packed, num_bytes, keep, self.saver.board), blocking=blocking)
 
     def _contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, Part], dict[str, Any]]:
         """This rank's tensors by their names in the checkpoint, and what is in ``trainer.pt``."""

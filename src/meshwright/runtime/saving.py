@@ -15,6 +15,7 @@ import logging
 import sys
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -147,16 +148,14 @@ class Saver:
     """The saves of a trainer, one at a time. Every rank calls the same methods in the same order."""
 
     def __init__(self) -> None:
-        self._board: Board | None = None
         self._last: Save | None = None
         self._thread: threading.Thread | None = None
         self._error: MeshwrightError | None = None
 
+    @cached_property
     def board(self) -> Board:
         """Where the ranks tell each other what became of a save."""
-        if self._board is None:
-            self._board = Board(attend())
-        return self._board
+        return Board(attend())
 
     def start(self, save: Save, *, blocking: bool) -> None:
         """Write; in a thread unless ``blocking``, which raises a CheckpointError on every rank. No other save is under
@@ -174,9 +173,12 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=(save,), name="saves a checkpoint", daemon=True)
         self._thread.start()
 
-    def fail(self, error: MeshwrightError) -> None:
-        """A save that does not block could not even begin: on every rank."""
+    def fail(self, error: MeshwrightError, rank: int) -> None:
+        """Keep why a save that does not block has failed, until ``wait``; rank 0 warns of it. Training goes on."""
         self._error = error
+        if rank == 0:
+            after = "; training goes on, and the next save tries again" if isinstance(error, DiskError) else ""
+            log.warning("%s: %s%s", error.where, error.problem, after)
 
     def wait(self) -> MeshwrightError | None:
         """Wait for the save under way. Returns why the last one that did not block has failed; once."""
@@ -187,19 +189,13 @@ class Saver:
 
     def _run(self, save: Save) -> None:
         try:
-            self._error = told(f"{save.path}", save.run)
+            failed = told(f"{save.path}", save.run)
         except MeshwrightError as error:
-            self._error = error
-        if self._error is not None and save.share.rank == 0:
-            warn(self._error)
+            failed = error
+        if failed is not None:
+            self.fail(failed, save.share.rank)
 
     def _end(self) -> None:
         """At the program's end."""
         if self._thread is not None:
             self._thread.join(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)
-
-
-def warn(error: MeshwrightError) -> None:
-    """Tell of a save that has failed while training goes on."""
-    after = "; training goes on, and the next save tries again" if isinstance(error, DiskError) else ""
-    log.warning("%s: %s%s", error.where, error.problem, after)
