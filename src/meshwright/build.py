@@ -293,12 +293,8 @@ def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
 
 
 def write_text(model: nn.Module, section: Sample, context: int, seed: int, progress: Progress) -> str:
-    """Text that a language model of bytes goes on with, byte by byte.
-
-    Args:
-        model: takes tokens [1, s] and returns logits [1, s, vocabulary].
-        context: the longest s.
-    """
+    """Text that a language model of bytes goes on with, byte by byte. ``model`` takes tokens [1, s], of at most
+    ``context`` bytes s, and returns logits [1, s, vocabulary]."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list((section.prompt or "\n").encode())
     prompt = len(tokens)

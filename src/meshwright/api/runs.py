@@ -192,7 +192,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         MeshwrightError: whatever is wrong with the model, the data, the layout or the checkpoint.
     """
     progress = progress or Silent()
-    device = launch.start()
+    launch.start()
     directory = Path(run.train.directory or "runs/run")
     rank = launch.launched_rank()
     status = Status(directory, rank)
@@ -216,8 +216,8 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         strict=run.layout.strict,
         compile=run.train.compile,
     )
-    held_bytes = _held_besides(trainer, device)
-    foretold = _foretold(run, trainer, device) if rank == 0 and not run.schedule.batch_sizes else None
+    held_bytes = _held_besides(trainer)
+    foretold = _foretold(run, trainer) if rank == 0 and not run.schedule.batch_sizes else None
     progress.end()
     items, unit = source.items_per_step
     loop = Loop(
@@ -230,8 +230,8 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
             items_per_step=items,
             unit=unit,
             flops_per_step=trainer.graph.flops(),
-            peak_flops_per_s=_peak_flops_per_s(run, trainer, device),
-            device=device,
+            peak_flops_per_s=_peak_flops_per_s(run, trainer),
+            device=trainer.device,
             predicted_step_s=foretold.played.step_s if foretold is not None else 0.0,
         ),
         run.train,
@@ -246,12 +246,8 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     first = trainer.step_number
     from_rank_0(lambda: _note_run(run, trainer, directory, found))
     loop.run(resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()))
-    ledger = _ledger(run, trainer, loop.traces, foretold, held_bytes, device)
-    text = ""
-    if run.sample is not None and run.sample.length:
-        weights = trainer.full_state_dict()
-        if rank == 0:
-            text = _write(run, weights, progress)
+    ledger = _ledger(run, trainer, directory, loop.traces, foretold, held_bytes)
+    text = _write(run, trainer, progress) if run.sample is not None and run.sample.length else ""
     saved = manifest.steps_in(directory / "checkpoints")
     return Trained(
         directory=str(directory),
@@ -264,17 +260,17 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     )
 
 
-def _foretold(run: Run, trainer: Trainer, device: torch.device) -> Foretold | None:
+def _foretold(run: Run, trainer: Trainer) -> Foretold | None:
     """What the plan will do on this machine, or on the cluster that the run names; None (said in the log) where that
     cannot be told."""
     try:
         return foretell(
             PlanLowering(trainer.graph),
             trainer.plan,
-            _cluster(run, device, trainer.plan.mesh.world_size),
+            _cluster(run, trainer.device, trainer.plan.mesh.world_size),
             optimizer=cost_of(build.optimizer(run), trainer.graph),
             clips=run.train.max_grad_norm > 0,
-            threads=torch.get_num_threads() if device.type == "cpu" else 1,
+            threads=torch.get_num_threads() if trainer.device.type == "cpu" else 1,
         )
     except MeshwrightError as error:
         log.warning("nothing is predicted: %s", error)
@@ -292,19 +288,19 @@ def _asked(run: Run, directory: Path) -> Layout | str:
     return run.layout.chosen()
 
 
-def _held_besides(trainer: Trainer, device: torch.device) -> int:
+def _held_besides(trainer: Trainer) -> int:
     """What this rank's process holds besides the parameters: the interpreter, libraries, data."""
-    read = memory_reader(device)
+    read = memory_reader(trainer.device)
     return read() - sum(value.nbytes for value in trainer.parameters.values().values()) if read is not None else 0
 
 
 def _ledger(
-    run: Run, trainer: Trainer, traces: list[Trace], foretold: Foretold | None, held_bytes: int, device: torch.device
+    run: Run, trainer: Trainer, directory: Path, traces: list[Trace], foretold: Foretold | None, held_bytes: int
 ) -> Ledger | None:
     """Gather the traces of the last steps, lay the prediction beside them, and write both into the run's directory;
     None on other ranks, or where there is nothing to compare. Every rank must call it."""
     held = dict(enumerate(from_every_rank(held_bytes)))
-    plan, directory = trainer.plan, Path(run.train.directory or "runs/run")
+    plan, device = trainer.plan, trainer.device
     measured = [on_rank_0(trace, device).above(held) for trace in traces if trace.plan == plan.digest]
     if trainer.rank != 0 or foretold is None or not measured:
         return None
@@ -332,8 +328,11 @@ def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -
     files.save(trainer.plan, directory / "plan.json")
 
 
-def _write(run: Run, weights: dict[str, torch.Tensor], progress: Progress) -> str:
-    """What the trained model writes, on all cores of this machine."""
+def _write(run: Run, trainer: Trainer, progress: Progress) -> str:
+    """What the trained model writes, on rank 0 with all cores of this machine. Every rank must call it."""
+    weights = trainer.full_state_dict()
+    if trainer.rank != 0:
+        return ""
     assert run.sample is not None
     assert isinstance(run.data, TextData)
     model = build.model(run)
@@ -346,10 +345,10 @@ def _write(run: Run, weights: dict[str, torch.Tensor], progress: Progress) -> st
         torch.set_num_threads(threads)
 
 
-def _peak_flops_per_s(run: Run, trainer: Trainer, device: torch.device) -> float:
+def _peak_flops_per_s(run: Run, trainer: Trainer) -> float:
     """The peak of all ranks together; 0 where it is not known for this device and dtype."""
-    known = _cluster(run, device).device
+    known = _cluster(run, trainer.device).device
     peak = known.peak_flops_per_s.get(trainer.graph.precision or run.train.dtype, 0.0)
     if known.kind == "cpu":  # a device is one core there, and a rank may have several
         peak *= torch.get_num_threads()
-    return peak * trainer.plan.mesh.world_size if (known.kind == "cpu") == (device.type == "cpu") else 0.0
+    return peak * trainer.plan.mesh.world_size if (known.kind == "cpu") == (trainer.device.type == "cpu") else 0.0

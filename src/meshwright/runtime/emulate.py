@@ -38,11 +38,8 @@ def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int)
     over, and let others have the cores meanwhile) and the links: a message is one number, the time at which it may be
     seen, which relies on the one clock of the machine.
 
-    Returns:
-        For each step the trace of all ranks (elsewhere than on rank 0, of this one), its source ``emulated``.
-
-    Raises:
-        LayoutError: the world has another number of ranks than the schedule.
+    Returns, for each step, the trace of all ranks (elsewhere than on rank 0, of this one), its source ``emulated``. A
+    LayoutError if the world has another number of ranks than the schedule.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != len(schedule.ranks):

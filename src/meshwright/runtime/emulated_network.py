@@ -41,7 +41,6 @@ class Place(msgspec.Struct, frozen=True):
 
     process: int
     task: int
-    box: int
 
 
 def why_not() -> str:
@@ -82,7 +81,7 @@ class EmulatedNetwork:
                     "ip link set lo up", f"ip address add 10.77.0.{index + 1}/24 dev {LINK}", f"ip link set {LINK} up",
                     limit(LINK, rate),
                 )  # fmt: skip
-            self.places = tuple(Place(os.getpid(), box.task, index) for index, box in enumerate(boxes))
+            self.places = tuple(Place(os.getpid(), box.task) for box in boxes)
             return self
         except BaseException:
             self.__exit__(None, None, None)
@@ -134,11 +133,8 @@ def _in_box(places: Sequence[Place], store: str, function: Callable[..., T], arg
 
 def enter(place: Place) -> None:
     """Let this process be in a box; threads that it already has stay where they are."""
-    descriptor = os.open(f"/proc/{place.process}/task/{place.task}/ns/net", os.O_RDONLY)
-    try:
-        _called("setns", descriptor, _NEW_NETWORK)
-    finally:
-        os.close(descriptor)
+    with Path(f"/proc/{place.process}/task/{place.task}/ns/net").open() as namespace:
+        _called("setns", namespace.fileno(), _NEW_NETWORK)
 
 
 class _Holder:

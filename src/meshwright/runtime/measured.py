@@ -60,20 +60,21 @@ def made_cluster(
     rates = [_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind in COMPUTE]
     peaks["float32"] = max([peaks["float32"], *rates])
     bandwidth = max(_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind not in COMPUTE)
-    conditions = []
-    for found, threads, at_once in ((threaded, cores, 1), (together, 1, ranks)):
-        found = _without_operands(found) if found is not None else None
-        if found is not None and at_once > 1:
-            found = _seldom_in_step(alone, found)
-        if found is not None and not (threads > 1 and alone.spread > BUSY_SPREAD):
-            conditions.append(
-                Condition(
-                    threads=threads,
-                    ranks=at_once,
-                    kernel_s=found.kernel_s,
-                    efficiency=_curves(found, peaks["float32"] * threads, bandwidth * threads),
-                )
-            )
+    shared = []  # cores share memory and power: by threads, and by ranks at once
+    if threaded is not None and alone.spread <= BUSY_SPREAD:
+        shared.append((_without_operands(threaded), cores, 1))
+    if together is not None:
+        found = _without_operands(together)
+        shared.append((_seldom_in_step(alone, found) if ranks > 1 else found, 1, ranks))
+    conditions = [
+        Condition(
+            threads=threads,
+            ranks=at_once,
+            kernel_s=found.kernel_s,
+            efficiency=_curves(found, peaks["float32"] * threads, bandwidth * threads),
+        )
+        for found, threads, at_once in shared
+    ]
     name = machine_name()
     device = Device(
         name=name,

@@ -85,10 +85,8 @@ def _refused(problem: str) -> OptimizerError:
 
 
 def shard_sum(parameters: LocalParameters) -> ShardSum:
-    """What sums over the ranks that hold the parts of parameters: an all-reduce an axis for all that are split alike.
-
-    Ranks that share a split parameter hold the same parameters, in the same order.
-    """
+    """A function that sums over the ranks that hold the parts of parameters: one all-reduce an axis for all that are
+    split alike. Ranks that share a split parameter hold the same parameters, in the same order."""
     axes_of = {id(parameters[name]): parameters.split_axes(name) for name in parameters}
 
     def summed(of: Sequence[Tensor], values: Tensor) -> Tensor:
