@@ -242,7 +242,7 @@ def _read_tensors(section: DigitsData | TensorsData | RandomData, seed: int) -> 
 def _read_file(path: Path) -> Tensors:
     readers: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         ".npz": _read_npz,
-        ".safetensors": _read_safetensors,
+        ".safetensors": lambda path: importlib.import_module("safetensors.torch").load_file(path),
         ".pt": lambda path: cast(Mapping[str, Any], torch.load(path, map_location="cpu", weights_only=True)),
     }
     where = f"data.path: {path}"
@@ -273,12 +273,6 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
 
     with np.load(path) as file:
         return dict(file)
-
-
-def _read_safetensors(path: Path) -> Mapping[str, Any]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
 
 
 def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
