@@ -36,11 +36,13 @@ class Loader(ABC):
         shard: (index, count): which part of each global batch to yield.
         drop_last: leave out an epoch's last batch where it is smaller than ``batch_size``.
         epochs: how many epochs one ``for`` loop runs.
-        where: what to call the data in errors.
 
     Raises:
         DataError: no samples, fewer than one batch, or a batch that the shards do not divide.
     """
+
+    _where: str
+    """What to call the data in errors; a loader sets it before all else."""
 
     def __init__(
         self,
@@ -51,9 +53,7 @@ class Loader(ABC):
         shard: tuple[int, int],
         drop_last: bool,
         epochs: int | None,
-        where: str,
     ) -> None:
-        self._where = where
         if batch_size < 1:
             raise self._error(f"batch_size is {batch_size}", "give a batch_size of at least 1")
         if epochs is not None and epochs < 1:
@@ -231,23 +231,22 @@ class TextLoader(Loader):
         drop_last: bool = True,
         epochs: int | None = None,
     ) -> None:
-        text, where = _read(data)
+        text, self._where = _read(data)
         if sequence_length < 1:
-            raise DataError(f"sequence_length is {sequence_length}", where=where, remedy="give at least 1")
-        self._tokens = _tokenize(text, tokenizer, where)
+            raise self._error(f"sequence_length is {sequence_length}", "give at least 1")
+        self._tokens = _tokenize(text, tokenizer, self._where)
         self._sequence_length = sequence_length
         count, unit = len(self._tokens), "bytes" if tokenizer is None else "tokens"
         if count == 0:
-            raise DataError(f"the text is empty: 0 {unit}", where=where, remedy="give a text that is not empty")
+            raise self._error(f"the text is empty: 0 {unit}", "give a text that is not empty")
         if count <= sequence_length:
-            raise DataError(
+            raise self._error(
                 f"the text is too short: {count} {unit}, but a window of {sequence_length} and the {unit[:-1]} after "
                 f"it need {sequence_length + 1}",
-                where=where,
-                remedy="give more text" + (f", or a sequence_length of at most {count - 1}" if count > 1 else ""),
+                "give more text" + (f", or a sequence_length of at most {count - 1}" if count > 1 else ""),
             )
         self._windows = self._tokens.unfold(0, sequence_length + 1, sequence_length)
-        super().__init__(len(self._windows), batch_size, seed, shuffle, shard, drop_last, epochs, where)
+        super().__init__(len(self._windows), batch_size, seed, shuffle, shard, drop_last, epochs)
 
     def _gather(self, index: Tensor) -> Batch:
         rows = self._windows[index].long()
@@ -282,24 +281,20 @@ class TensorLoader(Loader):
         *,
         epochs: int | None = None,
     ) -> None:
-        where = f"tensors {', '.join(tensors)}" if tensors else "tensors"
+        self._where = f"tensors {', '.join(tensors)}" if tensors else "tensors"
         for name, value in tensors.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
-                raise DataError(
+                raise self._error(
                     f"{name} is a {type(value).__name__}" if not isinstance(value, Tensor) else f"{name} is a scalar",
-                    where=where,
-                    remedy="give tensors with a batch dim (torch.as_tensor turns an array into one)",
+                    "give tensors with a batch dim (torch.as_tensor turns an array into one)",
                 )
         rows = {name: len(tensor) for name, tensor in tensors.items()}
         if len(set(rows.values())) > 1:
             sizes = ", ".join(f"{name} {count}" for name, count in rows.items())
-            raise DataError(
-                f"the tensors have different numbers of rows: {sizes}",
-                where=where,
-                remedy="give one row per sample in every tensor",
-            )
+            problem = f"the tensors have different numbers of rows: {sizes}"
+            raise self._error(problem, "give one row per sample in every tensor")
         self._tensors: dict[str, Tensor] = dict(tensors)
-        super().__init__(max(rows.values(), default=0), batch_size, seed, shuffle, shard, drop_last, epochs, where)
+        super().__init__(max(rows.values(), default=0), batch_size, seed, shuffle, shard, drop_last, epochs)
 
     def _gather(self, index: Tensor) -> Batch:
         return {name: tensor[index.to(tensor.device)] for name, tensor in self._tensors.items()}

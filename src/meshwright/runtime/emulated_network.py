@@ -16,8 +16,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
@@ -64,16 +64,14 @@ class EmulatedNetwork:
 
     def __init__(self, rates_bits_per_s: Sequence[float]) -> None:
         self.rates_bits_per_s = tuple(rates_bits_per_s)
-        self._holders: list[_Holder] = []
 
     def __enter__(self) -> Self:
-        try:
-            self._switch = self._holder()
-            boxes = [self._holder() for _ in self.rates_bits_per_s]
-            self._switch.run("ip link add switch type bridge", "ip link set switch up")
+        with ExitStack() as threads:
+            switch, *boxes = [_Holder(threads) for _ in range(1 + len(self.rates_bits_per_s))]
+            switch.run("ip link add switch type bridge", "ip link set switch up")
             for index, (box, rate) in enumerate(zip(boxes, self.rates_bits_per_s, strict=True)):
                 port = f"port{index}"
-                self._switch.run(
+                switch.run(
                     f"ip link add {port} mtu {MTU} type veth peer name {LINK} mtu {MTU} netns {box.task}",
                     f"ip link set {port} master switch up", limit(port, rate),
                 )  # fmt: skip
@@ -82,20 +80,11 @@ class EmulatedNetwork:
                     limit(LINK, rate),
                 )  # fmt: skip
             self.places = tuple(Place(os.getpid(), box.task) for box in boxes)
-            return self
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            self._threads = threads.pop_all()
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for holder in self._holders:
-            holder.end()
-        self._holders.clear()
-
-    def _holder(self) -> "_Holder":
-        holder = _Holder()
-        self._holders.append(holder)
-        return holder
+    def __exit__(self, *_: object) -> None:
+        self._threads.close()
 
 
 def limit(link: str, rate_bits_per_s: float) -> str:
@@ -138,10 +127,11 @@ def enter(place: Place) -> None:
 
 
 class _Holder:
-    """A thread with a network namespace of its own, in which it runs commands; the namespace ends with it."""
+    """A thread with a network namespace of its own, in which it runs commands; the namespace ends with it. ``threads``
+    ends it."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "holds a network")
+    def __init__(self, threads: ExitStack) -> None:
+        self._thread = threads.enter_context(ThreadPoolExecutor(1, "holds a network"))
         self._thread.submit(_called, "unshare", _NEW_NETWORK).result()
         self.task = self._thread.submit(threading.get_native_id).result()
 
@@ -149,9 +139,6 @@ class _Holder:
         """Run commands, one after the other."""
         for command in commands:
             self._thread.submit(_run, command).result()
-
-    def end(self) -> None:
-        self._thread.shutdown()
 
 
 def _run(command: str) -> None:

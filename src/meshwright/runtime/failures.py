@@ -108,7 +108,9 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) ->
     doing, log = Status.read(directory, rank), file_of(directory, rank, "log")
     if exit_code >= 0 and not log.exists():
         return _failed(f"rank {rank} ended before it began: it could not import what it was to run", GUARD, doing)
-    end = f"was killed by {_signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    signals = {known.value: known.name for known in signal.Signals}
+    killer = signals.get(-exit_code, f"signal {-exit_code}")
+    end = f"was killed by {killer}" if exit_code < 0 else f"ended with exit code {exit_code}"
     memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
     remedy = f"{memory}its output is in {log}; run again to go on from a checkpoint"
     return _failed(f"rank {rank} {end} {doing}".rstrip(), remedy, doing)
@@ -136,10 +138,3 @@ def _failed(problem: str, remedy: str, doing: str) -> FailedRankError:
     error = FailedRankError(problem, remedy=remedy)
     error.doing = doing
     return error
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -172,11 +172,9 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
         if keep:
             found[name] = whole.cpu()
         del whole
-    if not keep:
-        return {}
-    for name, first in parameters.graph.tied.items():
-        found[name] = found[first]
-    return {name: found[name] for name in parameters.model.state_dict() if name in found}
+    tied = parameters.graph.tied
+    names = {name: tied.get(name, name) for name in parameters.model.state_dict()}
+    return {name: found[first] for name, first in names.items() if first in found}
 
 
 def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, strict: bool) -> None:
