@@ -45,11 +45,8 @@ _LOSSES: dict[str, LossFunction] = {
 
 
 def model(run: Run) -> nn.Module:
-    """The model of ``[model]``, with initial values that the seed decides.
-
-    Raises:
-        FileFormatError: its sizes do not fit, or the factory cannot be imported or called.
-    """
+    """The model of ``[model]``, with initial values that the seed decides. A FileFormatError if its sizes do not fit,
+    or the factory cannot be imported or called."""
     section = run.model
     torch.manual_seed(run.train.seed)
     if isinstance(section, FactoryModel):
@@ -129,25 +126,22 @@ def _imported(name: str, key: str) -> Callable[..., Any]:
 
 
 class Source:
-    """The data of ``[data]``, read once: ``training`` and ``held_out`` make loaders of it.
-
-    Raises:
-        DataError: the data are missing, empty or too short.
-    """
+    """The data of ``[data]``, read once: ``training`` and ``held_out`` make loaders of it. A DataError if the data are
+    missing, empty or too short."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.section = run, run.data
-        self._text: tuple[bytes, bytes] = (b"", b"")
-        self._tensors: tuple[Tensors, Tensors] = ({}, {})
+        self._training: bytes | Tensors
+        self._held_out: bytes | Tensors
         if isinstance(self.section, TextData):
-            self._text = _read_text(self.section)
+            self._training, self._held_out = _read_text(self.section)
         else:
             floats = getattr(torch, run.train.dtype)
             tensors = {
                 name: value.to(floats) if value.is_floating_point() else value
                 for name, value in _read_tensors(self.section, run.train.seed).items()
             }
-            self._tensors = _split_rows(tensors, self.section.held_out)
+            self._training, self._held_out = _split_rows(tensors, self.section.held_out)
 
     @property
     def items_per_step(self) -> tuple[int, str]:
@@ -158,9 +152,7 @@ class Source:
     def training(self, shard: tuple[int, int] = (0, 1)) -> Loader:
         """The loader of training batches (``shard`` of each); it never ends."""
         size, seed = self.section.batch_size, self.run.train.seed
-        if isinstance(self.section, TextData):
-            return self._of_text(self._text[0], size, seed=seed, shard=shard)
-        return TensorLoader(self._tensors[0], size, seed, shard=shard, drop_last=True)
+        return self._loader(self._training, size, seed=seed, shard=shard, drop_last=True)
 
     def held_out(self, shard: tuple[int, int] = (0, 1)) -> Loader | None:
         """The loader of held-out batches, one epoch a loop; None where nothing is held out.
@@ -169,27 +161,28 @@ class Source:
         """
         if not self.section.held_out:
             return None
-        count, size = shard[1], self.section.batch_size
-        if isinstance(self.section, TextData):
+        count, size, data = shard[1], self.section.batch_size, self._held_out
+        if isinstance(data, dict):
+            rows = min(map(len, data.values())) // count * count
+            data, size = {name: value[:rows] for name, value in data.items()}, min(size, max(1, rows))
+        elif isinstance(self.section, TextData):
             length = self.section.sequence_length
-            windows = max(0, len(self._text[1]) - 1) // length
-            size = min(size, windows // count * count)
+            size = min(size, max(0, len(data) - 1) // length // count * count)
             if size == 0:
                 raise DataError(
-                    f"the held-out part is {len(self._text[1])} bytes, but {count} windows of {length} need "
+                    f"the held-out part is {len(data)} bytes, but {count} windows of {length} need "
                     f"{count * length + 1}",
                     where="data.held_out",
                     remedy="give more text, hold out more, or nothing: held_out = 0",
                 )
-            return self._of_text(self._text[1], size, shuffle=False, epochs=1, shard=shard)
-        rows = min(map(len, self._tensors[1].values()))
-        kept = {name: value[: rows // count * count] for name, value in self._tensors[1].items()}
-        return TensorLoader(kept, min(size, max(1, rows // count * count)), shuffle=False, epochs=1, shard=shard)
+        return self._loader(data, size, shuffle=False, epochs=1, shard=shard)
 
-    def _of_text(self, text: bytes, size: int, **options: Any) -> Loader:
+    def _loader(self, data: bytes | Tensors, size: int, **options: Any) -> Loader:
+        if isinstance(data, dict):
+            return TensorLoader(data, size, **options)
         assert isinstance(self.section, TextData)
         try:
-            return TextLoader(text, self.section.sequence_length, size, **options)
+            return TextLoader(data, self.section.sequence_length, size, **options)
         except DataError as error:
             paths = self.section.paths
             name = paths if isinstance(paths, str) else ", ".join(paths)
@@ -249,7 +242,7 @@ def _read_tensors(section: DigitsData | TensorsData | RandomData, seed: int) -> 
 def _read_file(path: Path) -> Tensors:
     readers: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         ".npz": _read_npz,
-        ".safetensors": _read_safetensors,
+        ".safetensors": lambda path: importlib.import_module("safetensors.torch").load_file(path),
         ".pt": lambda path: cast(Mapping[str, Any], torch.load(path, map_location="cpu", weights_only=True)),
     }
     where = f"data.path: {path}"
@@ -282,12 +275,6 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
         return dict(file)
 
 
-def _read_safetensors(path: Path) -> Mapping[str, Any]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
 def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
     """Training rows and held-out rows, which lie evenly among all."""
     rows = len(next(iter(tensors.values()))) if tensors else 0
@@ -300,12 +287,8 @@ def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
 
 
 def write_text(model: nn.Module, section: Sample, context: int, seed: int, progress: Progress) -> str:
-    """Text that a language model of bytes goes on with, byte by byte.
-
-    Args:
-        model: takes tokens [1, s] and returns logits [1, s, vocabulary].
-        context: the longest s.
-    """
+    """Text that a language model of bytes goes on with, byte by byte. ``model`` takes tokens [1, s], of at most
+    ``context`` bytes s, and returns logits [1, s, vocabulary]."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list((section.prompt or "\n").encode())
     prompt = len(tokens)

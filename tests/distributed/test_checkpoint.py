@@ -17,9 +17,10 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
+from meshwright.ir import files
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from meshwright.optim import LAMB, LARS
-from meshwright.runtime import checkpoint, shards
+from meshwright.runtime import shards
 from meshwright.runtime.data import Loader, TensorLoader
 from tests.distributed.oracle import TOLERANCE, largest_error
 from tests.distributed.pool import Ranks, RanksFailedError
@@ -187,7 +188,7 @@ def fail_while_writing(directory: str) -> dict[str, str]:
             patch.setattr(shards.Part, "view", full_disk)
         found["tensors"] = refused(lambda: trainer.save(root / "ckpt"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.files, "write_atomically", full_disk)
+        patch.setattr(files, "write_atomically", full_disk)
         found["trainer"] = refused(lambda: trainer.save(root / "ckpt"))
     found["left"] = ", ".join(sorted(one.name.split("-")[0] for one in (root / "ckpt").iterdir()))
     trainer.load(root / "ckpt")

@@ -53,17 +53,11 @@ def calibrate(
         return known
     if launch.launched():
         measured = (measured_by or measure_machine)()
-        return from_rank_0(lambda: _kept(measured, target))
+        return from_rank_0(lambda: _keep(measured, target))
     scratch = Path(tempfile.mkdtemp(prefix="meshwright-calibrate-"))
     found = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
     shutil.rmtree(scratch)  # after an error it stays: it holds the ranks' output
-    return _kept(found, target)
-
-
-def _kept(found: Cluster | None, target: Path) -> Cluster:
-    assert found is not None
-    _keep(found, target)
-    return found
+    return _keep(found, target)
 
 
 def recalibrate(ledger: Ledger) -> Cluster:
@@ -79,12 +73,11 @@ def recalibrate(ledger: Ledger) -> Cluster:
             "there is nothing to correct: this machine was not calibrated", where="--recalibrate",
             remedy="run `meshwright calibrate` first",
         )  # fmt: skip
-    found = corrected(known, ledger)
-    _keep(found, calibration_file())
-    return found
+    return _keep(corrected(known, ledger), calibration_file())
 
 
-def _keep(found: Cluster, target: Path) -> None:
+def _keep(found: Cluster | None, target: Path) -> Cluster:
+    assert found is not None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         files.save(found, target)
@@ -92,6 +85,7 @@ def _keep(found: Cluster, target: Path) -> None:
         raise LaunchError(
             f"the cluster file cannot be written: {error.strerror}", where=str(target), remedy="choose another path"
         ) from None
+    return found
 
 
 def measure_machine(progress: Progress | None = None) -> Cluster | None:
@@ -162,11 +156,8 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
 
 
 def check_size(cluster: Cluster, num_ranks: int) -> None:
-    """Ranks that run must be all devices of a cluster, or a part of it that is made up of whole units of its levels.
-
-    Raises:
-        ClusterError: they are more, or cut a unit.
-    """
+    """A ClusterError unless the ranks that run are all devices of a cluster, or a part of it that is made up of whole
+    units of its levels."""
     if num_ranks > cluster.num_devices:
         held = " x ".join(str(level.fan_out) for level in cluster.levels)
         raise ClusterError(

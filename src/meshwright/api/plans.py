@@ -142,7 +142,7 @@ def simulate(
 
 
 def choose(
-    plan: Any,
+    wanted: Any,
     graph: Graph,
     world_size: int,
     cluster: Cluster | str | None,
@@ -155,20 +155,19 @@ def choose(
     rules: Rules | None = None,
 ) -> Plan:
     """The plan that is meant by ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
-    lower = PlanLowering(graph, rules)
-    if isinstance(plan, Layout):
-        known = _fitting(cluster, device, world_size)
-        return plan_layout(graph, plan, world_size=world_size, cluster=known, ask=Ask(optimizer=optimizer, lower=lower))
-    if plan == "auto":
-        if cluster is None and world_size > 1 and device.type == "cpu" and calibrated() is None:
+    if isinstance(wanted, Layout) or wanted == "auto":
+        layout = wanted if isinstance(wanted, Layout) else None
+        if layout is None and cluster is None and world_size > 1 and device.type == "cpu" and calibrated() is None:
             log.warning(
                 "this machine was not measured, so its layout is chosen for a generic one: `meshwright calibrate`"
             )
-        known = _fitting(cluster, device, world_size)
-        return plan_auto(
-            graph, world_size, known, lower, optimizer=optimizer, clips=clips, offload=offload, seconds=seconds
-        )
-    chosen, where = loaded(plan)
+        known = known_cluster(cluster, device, world_size)
+        check_size(known, world_size)
+        return plan(
+            graph, known, devices=world_size, layout=layout, optimizer=optimizer, clips=clips, offload=offload,
+            seconds=seconds, rules=rules,
+        )  # fmt: skip
+    chosen, where = loaded(wanted)
     chosen.check(graph, where)
     if chosen.mesh.world_size != world_size:
         raise LayoutError(
@@ -220,23 +219,14 @@ _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 """Options for which one more number is kept of every element."""
 
 
-def _fitting(cluster: Cluster | str | None, device: torch.device, world_size: int) -> Cluster:
-    known = known_cluster(cluster, device, world_size)
-    check_size(known, world_size)
-    return known
-
-
 def loaded(plan: Any) -> tuple[Plan, str]:
     """A plan or a plan file's, and what to call it in errors."""
     return (plan, "plan") if isinstance(plan, Plan) else (files.load(Path(plan), Plan), str(plan))
 
 
 def precision_of(plan: Any, precision: Precision | None) -> Precision | None:
-    """What a plan is to compute in, as ``choose`` takes it: the precision of a plan or a layout, else the one given.
-
-    Raises:
-        LayoutError: both are given, and differ.
-    """
+    """What a plan is to compute in, as ``choose`` takes it: the precision of a plan or a layout, else the one given. A
+    LayoutError if both are given, and differ."""
     if plan == "auto":
         return precision
     said = plan.precision if isinstance(plan, Layout) else loaded(plan)[0].precision

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright import build, config
 from meshwright.api.machine import known_cluster
-from meshwright.api.plans import capture, choose, cost_of, precision_of, simulate
+from meshwright.api.plans import capture, choose, cost_of, plan, precision_of, simulate
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
@@ -19,6 +19,7 @@ from meshwright.cost.occupancy import Verdict, memory_verdict
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger, make_ledger
@@ -27,12 +28,11 @@ from meshwright.ir.program import RankPrograms
 from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
-from meshwright.planner.auto import plan_auto
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.notes import check_strict
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
-from meshwright.runtime.loop import HeldOut, Loop, Options, Progress, Silent, resumed_schedule
+from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
 from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.trainer import Trainer
@@ -41,6 +41,7 @@ from meshwright.simulate.faults import Faults
 
 log = logging.getLogger("meshwright")
 
+CPU = torch.device("cpu")
 LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 """Of a run that has ended: its last step, the step that was predicted, and both side by side."""
 
@@ -72,20 +73,16 @@ def plan_run(
         LayoutError: the layout does not fit the model or the batch; nothing that may be searched fits in memory.
     """
     graph, made, optimizer = _planned(run, ranks, memory_bytes, progress)
-    known = known_cluster(run.layout.cluster or None, torch.device("cpu"), made.mesh.world_size)
+    known = _cluster(run, CPU, made.mesh.world_size)
     limit = memory_bytes or known.device.memory_bytes
     programs = _programs(graph, made, program_of) if program_of is not None else None
+    planned = Planned(plan=made, constants=known.constants, memory_bytes=limit, programs=programs)
     if made.uneven:
-        return Planned(plan=made, constants=known.constants, memory_bytes=limit, programs=programs)
+        return planned
     clips = run.train.max_grad_norm > 0
     found = foretell(PlanLowering(graph), made, known, optimizer=optimizer, clips=clips).prediction
-    return Planned(
-        plan=msgspec.structs.replace(made, prediction=found),
-        constants=known.constants,
-        memory_bytes=limit,
-        verdict=memory_verdict(found.peak_memory_bytes, limit),
-        programs=programs,
-    )
+    made = msgspec.structs.replace(made, prediction=found)
+    return msgspec.structs.replace(planned, plan=made, verdict=memory_verdict(found.peak_memory_bytes, limit))
 
 
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
@@ -105,7 +102,7 @@ def simulate_run(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Trace:
-    """One step of a RUN.toml, played; see ``simulate``."""  # fmt: skip
+    """One step of a RUN.toml, played; see ``simulate``."""
     graph, made, optimizer = _planned(run, ranks, None)
     return simulate(
         graph,
@@ -130,26 +127,28 @@ def _planned(
     )
     if run.layout.strict:
         check_strict(graph)
-    known = known_cluster(run.layout.cluster or None, torch.device("cpu"))
-    world_size = ranks or run.num_ranks(known.num_devices if run.layout.cluster else launch.num_cores())
+    world_size = ranks or run.num_ranks(_cluster(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
     cluster = run.layout.cluster or None
     optimizer, clips = cost_of(build.optimizer(run), graph), run.train.max_grad_norm > 0
-    if run.layout.searched:
-        made = plan_auto(
-            graph,
-            world_size,
-            known_cluster(cluster, torch.device("cpu"), world_size),
-            PlanLowering(graph),
-            memory_bytes=memory_bytes,
-            optimizer=optimizer,
-            clips=clips,
-            offload=run.layout.offload != "none",
-            seconds=run.layout.seconds,
-            progress=progress,
-        )
-    else:
-        made = choose(asked, graph, world_size, cluster, torch.device("cpu"), optimizer, clips=clips)
+    if not run.layout.searched:
+        return graph, choose(asked, graph, world_size, cluster, CPU, optimizer, clips=clips), optimizer
+    made = plan(
+        graph,
+        cluster,
+        devices=world_size,
+        memory_bytes=memory_bytes,
+        optimizer=optimizer,
+        clips=clips,
+        offload=run.layout.offload != "none",
+        seconds=run.layout.seconds,
+        progress=progress,
+    )
     return graph, made, optimizer
+
+
+def _cluster(run: Run, device: torch.device, num_ranks: int = 0) -> Cluster:
+    """The cluster that a run names; default: this machine."""
+    return known_cluster(run.layout.cluster or None, device, num_ranks)
 
 
 def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ...]:
@@ -213,7 +212,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         MeshwrightError: whatever is wrong with the model, the data, the layout or the checkpoint.
     """
     progress = progress or Silent()
-    device = launch.start()
+    launch.start()
     directory = Path(run.train.directory or "runs/run")
     rank = launch.launched_rank()
     status = Status(directory, rank)
@@ -223,8 +222,8 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     status.set("while capturing and planning")
     progress.begin("capturing and planning")
     trainer = trainer_of(run, next(iter(source.training())), _asked(run, directory))
-    held_bytes = _held_besides(trainer, device)
-    foretold = _foretold(run, trainer, device) if rank == 0 and not run.schedule.batch_sizes else None
+    held_bytes = _held_besides(trainer)
+    foretold = _foretold(run, trainer) if rank == 0 and not run.schedule.batch_sizes else None
     progress.end()
     items, unit = source.items_per_step
     loop = Loop(
@@ -237,11 +236,11 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
             items_per_step=items,
             unit=unit,
             flops_per_step=trainer.graph.flops(),
-            peak_flops_per_s=_peak_flops_per_s(run, trainer, device),
-            device=device,
+            peak_flops_per_s=_peak_flops_per_s(run, trainer),
+            device=trainer.device,
             predicted_step_s=foretold.played.step_s if foretold is not None else 0.0,
         ),
-        Options(**{name: getattr(run.train, name) for name in Options.__struct_fields__}),
+        run.train,
         directory,
         batch_sizes=run.batch_sizes() if run.schedule.batch_sizes else None,
         bytes_are_tokens=isinstance(run.data, TextData),
@@ -253,12 +252,8 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     first = trainer.step_number
     from_rank_0(lambda: _note_run(run, trainer, directory, found))
     loop.run(resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()))
-    ledger = _ledger(run, trainer, loop.traces, foretold, held_bytes, device)
-    text = ""
-    if run.sample is not None and run.sample.length:
-        weights = trainer.full_state_dict()
-        if rank == 0:
-            text = _write(run, weights, progress)
+    ledger = _ledger(run, trainer, directory, loop.traces, foretold, held_bytes)
+    text = _write(run, trainer, progress) if run.sample is not None and run.sample.length else ""
     saved = manifest.steps_in(directory / "checkpoints")
     return Trained(
         directory=str(directory),
@@ -271,17 +266,17 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     )
 
 
-def _foretold(run: Run, trainer: Trainer, device: torch.device) -> Foretold | None:
+def _foretold(run: Run, trainer: Trainer) -> Foretold | None:
     """What the plan will do on this machine, or on the cluster that the run names; None (said in the log) where that
     cannot be told."""
     try:
         return foretell(
             PlanLowering(trainer.graph),
             trainer.plan,
-            known_cluster(run.layout.cluster or None, device, trainer.plan.mesh.world_size),
+            _cluster(run, trainer.device, trainer.plan.mesh.world_size),
             optimizer=cost_of(build.optimizer(run), trainer.graph),
             clips=run.train.max_grad_norm > 0,
-            threads=torch.get_num_threads() if device.type == "cpu" else 1,
+            threads=torch.get_num_threads() if trainer.device.type == "cpu" else 1,
         )
     except MeshwrightError as error:
         log.warning("nothing is predicted: %s", error)
@@ -299,23 +294,23 @@ def _asked(run: Run, directory: Path) -> Layout | str:
     return run.layout.chosen()
 
 
-def _held_besides(trainer: Trainer, device: torch.device) -> int:
+def _held_besides(trainer: Trainer) -> int:
     """What this rank's process holds besides the parameters: the interpreter, libraries, data."""
-    read = memory_reader(device)
+    read = memory_reader(trainer.device)
     return read() - sum(value.nbytes for value in trainer.parameters.values().values()) if read is not None else 0
 
 
 def _ledger(
-    run: Run, trainer: Trainer, traces: list[Trace], foretold: Foretold | None, held_bytes: int, device: torch.device
+    run: Run, trainer: Trainer, directory: Path, traces: list[Trace], foretold: Foretold | None, held_bytes: int
 ) -> Ledger | None:
     """Gather the traces of the last steps, lay the prediction beside them, and write both into the run's directory;
     None on other ranks, or where there is nothing to compare. Every rank must call it."""
     held = dict(enumerate(from_every_rank(held_bytes)))
-    plan, directory = trainer.plan, Path(run.train.directory or "runs/run")
+    plan, device = trainer.plan, trainer.device
     measured = [on_rank_0(trace, device).above(held) for trace in traces if trace.plan == plan.digest]
     if trainer.rank != 0 or foretold is None or not measured:
         return None
-    cluster = known_cluster(run.layout.cluster or None, device, plan.mesh.world_size)
+    cluster = _cluster(run, device, plan.mesh.world_size)
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was made
     ledger = make_ledger(plan, predicted, measured, cluster)
     try:
@@ -339,8 +334,11 @@ def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -
     files.save(trainer.plan, directory / "plan.json")
 
 
-def _write(run: Run, weights: dict[str, torch.Tensor], progress: Progress) -> str:
-    """What the trained model writes, on all cores of this machine."""
+def _write(run: Run, trainer: Trainer, progress: Progress) -> str:
+    """What the trained model writes, on rank 0 with all cores of this machine. Every rank must call it."""
+    weights = trainer.full_state_dict()
+    if trainer.rank != 0:
+        return ""
     assert run.sample is not None
     assert isinstance(run.data, TextData)
     model = build.model(run)
@@ -353,10 +351,10 @@ def _write(run: Run, weights: dict[str, torch.Tensor], progress: Progress) -> st
         torch.set_num_threads(threads)
 
 
-def _peak_flops_per_s(run: Run, trainer: Trainer, device: torch.device) -> float:
+def _peak_flops_per_s(run: Run, trainer: Trainer) -> float:
     """The peak of all ranks together; 0 where it is not known for this device and dtype."""
-    known = known_cluster(run.layout.cluster or None, device).device
+    known = _cluster(run, trainer.device).device
     peak = known.peak_flops_per_s.get(trainer.graph.precision or run.train.dtype, 0.0)
     if known.kind == "cpu":  # a device is one core there, and a rank may have several
         peak *= torch.get_num_threads()
-    return peak * trainer.plan.mesh.world_size if (known.kind == "cpu") == (device.type == "cpu") else 0.0
+    return peak * trainer.plan.mesh.world_size if (known.kind == "cpu") == (trainer.device.type == "cpu") else 0.0

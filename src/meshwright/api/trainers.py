@@ -1,7 +1,7 @@
 """Trainers of unmodified models, and their comparison with one process."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,19 +118,16 @@ def parallelize(
     kept = cost_of(optimizer, graph) if plan == "auto" else ADAMW
     clips = max_grad_norm is not None
 
-    def planned() -> bytes:
-        chosen = choose(
+    def planned() -> Plan:
+        return choose(
             plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, seconds=seconds, rules=rules
         )
-        return files.encode_json(chosen)
 
-    made = from_rank_0(planned)
-    chosen = files.decode(made, Plan, where="plan of rank 0")
     return Trainer(
         model,
         loss_fn,
         captured,
-        chosen,
+        _plan_of_rank_0(planned),
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
         seed=seed,
@@ -174,13 +171,9 @@ def verify(
     mine = in_float64(model, seed)
     if not isinstance(plan, Layout) and plan != "auto":
         launch.start("cpu")
-        pairs = (model, batch), (mine, doubled)
         computed_in = from_rank_0(lambda: precision_of(plan, None))
-        precisions = (computed_in, None)
-        plan = _in_float64(plan, *(
-            capture(one, loss_fn, data, rules=rules, precision=low)
-            for (one, data), low in zip(pairs, precisions, strict=True)
-        ))  # fmt: skip
+        graph = capture(model, loss_fn, batch, rules=rules, precision=computed_in)
+        plan = _in_float64(plan, graph, capture(mine, loss_fn, doubled, rules=rules))
     elif isinstance(plan, Layout):
         plan = msgspec.structs.replace(plan, precision=None)
     trainer = parallelize(
@@ -216,14 +209,18 @@ def _check_comparable(trainer: Trainer) -> None:
 def _in_float64(plan: Any, graph: Graph, doubled: Graph) -> Plan:
     """A plan of ``graph`` for the same model in float64, where casts inside the model may come or go."""
 
-    def adapted() -> bytes:
+    def adapted() -> Plan:
         given, where = loaded(plan)
-        if given.graph_fingerprint != doubled.fingerprint:
-            given.check(graph, where)
-            given = adapt_plan(given, doubled)
-        return files.encode_json(given)
+        if given.graph_fingerprint == doubled.fingerprint:
+            return given
+        given.check(graph, where)
+        return adapt_plan(given, doubled)
 
-    return files.decode(from_rank_0(adapted), Plan, where="plan of rank 0")
+    return _plan_of_rank_0(adapted)
+
+
+def _plan_of_rank_0(make: Callable[[], Plan]) -> Plan:
+    return files.decode(from_rank_0(lambda: files.encode_json(make())), Plan, where="plan of rank 0")
 
 
 def _agree(graph: Graph) -> None:

@@ -68,6 +68,10 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
             return PROLOGUE
         return self.phase_of(operator)
 
+    def pipeline_owners(self, num_ranks: int) -> dict[str, tuple[int, ...]]:
+        """By parameter or buffer, the pipeline ranks that hold it, to which stages are dealt in turn."""
+        return {name: tuple(sorted({stage % num_ranks for stage in stages})) for name, stages in self.owners.items()}
+
     def operators(self, graph: Graph, stage: int, results: Iterable[str]) -> list[Operator]:
         """The operators of a stage and the part of the prologue that they or ``results`` (tensors) need, first."""
         mine = [one for one in graph.operators if self.stage_of.get(one.name) == stage]

@@ -5,17 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import CheckpointError, DiskError, MeshwrightError
 
 T = TypeVar("T")
-
-
-def share_of(names: list[str]) -> list[str]:
-    """This rank's share of the files."""
-    return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
 
 
 def same_path(path: str | os.PathLike[str]) -> tuple[Path, str]:
@@ -51,12 +44,8 @@ def everywhere(where: str, action: Callable[[], T]) -> T:
 
 
 def told(where: str, action: Callable[[], T]) -> T:
-    """Do it, and raise every error as one that can be sent to other ranks.
-
-    Raises:
-        DiskError: in place of an OSError, also of one that torch's writer has replaced by its own.
-        CheckpointError: in place of any other that is not a MeshwrightError.
-    """
+    """Do it, and raise every error as one that can be sent to other ranks: an OSError, also one that torch's writer has
+    replaced by its own, as a DiskError; any other that is not a MeshwrightError as a CheckpointError."""
     try:
         return action()
     except MeshwrightError:

@@ -73,11 +73,8 @@ class _Group(NamedTuple):
 
 
 def boxes_of_world() -> Places:
-    """How the ranks of the world lie in boxes; one of one without torch.distributed.
-
-    Raises:
-        LaunchError: boxes are unequal, or their ranks are not neighbours.
-    """
+    """How the ranks of the world lie in boxes; one of one without torch.distributed. A LaunchError if boxes are
+    unequal, or their ranks are not neighbours."""
     if not dist.is_initialized():
         return Places(1, 1)
     world = dist.group.WORLD
@@ -165,7 +162,7 @@ def _by_size(
         for name in left if size >= LONG_BYTES else (one for one in left if not in_pieces(one)):
             advance(f"{operation} of {size} bytes")
             group = msgspec.structs.replace(one.group, algorithm=name)
-            seconds[name] = _in_step(_OPERATIONS[operation](group, _vector(memory, size)), sizes)
+            seconds[name] = _in_step(_collective(operation, group, _vector(memory, size)), sizes)
             yield _row(operation, name, one.level, group.size, size, seconds[name], one.fan_outs)
         if size >= HOPELESS_BYTES:
             left = [name for name in seconds if seconds[name] <= HOPELESS * min(seconds.values())]
@@ -194,30 +191,17 @@ def _ping_pong(peer: Channel | None, first: bool, value: Tensor) -> Call:
     return call
 
 
-def _all_reduce(group: AxisGroup, value: Tensor) -> Call:
-    return lambda: collectives.WAIT(collectives.ALL_REDUCE(value, "sum", group.name, group.algorithm))
-
-
-def _all_gather(group: AxisGroup, value: Tensor) -> Call:
-    part = value[: len(value) // group.size]
-    return lambda: collectives.WAIT(collectives.ALL_GATHER(part, group.name, group.size, group.algorithm))
-
-
-def _reduce_scatter(group: AxisGroup, value: Tensor) -> Call:
-    parts = value[: len(value) // group.size * group.size].view(group.size, -1)
-    return lambda: collectives.WAIT(collectives.REDUCE_SCATTER(parts, "sum", group.name, group.size, group.algorithm))
-
-
-def _broadcast(group: AxisGroup, value: Tensor) -> Call:
-    return lambda: broadcast_along(value, group, 0)
-
-
-_OPERATIONS: dict[Operation, Callable[[AxisGroup, Tensor], Call]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-}
+def _collective(operation: Operation, group: AxisGroup, value: Tensor) -> Call:
+    name, size, algorithm = group.name, group.size, group.algorithm
+    each = len(value) // size
+    part, parts = value[:each], value[: each * size].view(size, each)
+    calls: dict[Operation, Call] = {
+        "all_reduce": lambda: collectives.WAIT(collectives.ALL_REDUCE(value, "sum", name, algorithm)),
+        "all_gather": lambda: collectives.WAIT(collectives.ALL_GATHER(part, name, size, algorithm)),
+        "reduce_scatter": lambda: collectives.WAIT(collectives.REDUCE_SCATTER(parts, "sum", name, size, algorithm)),
+        "broadcast": lambda: broadcast_along(value, group, 0),
+    }
+    return calls[operation]
 
 
 def _in_step(call: Call, sizes: Sizes) -> float:

@@ -28,9 +28,9 @@ from meshwright.runtime.probes import (
     DTYPES,
     Probe,
     compute_probes,
-    flat_probes,
+    flat_probe,
     kernel_probe,
-    matmul_probes,
+    matmul_probe,
     memory_probes,
 )
 
@@ -96,10 +96,10 @@ def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
     """With the dtype of each; the largest product of every dtype but float32 is left out."""
     yield "", kernel_probe()
     for dtype in DTYPES:
-        sides = effort.sides if dtype == "float32" else effort.sides[1:2]
-        for probe in matmul_probes(dtype, sides):
-            yield dtype, probe
-    for probe in (*flat_probes(effort.flat_sides), *compute_probes(effort.scale), *memory_probes(effort.elements)):
+        for side in effort.sides if dtype == "float32" else effort.sides[1:2]:
+            yield dtype, matmul_probe(side, dtype)
+    flat = map(flat_probe, effort.flat_sides)
+    for probe in (*flat, *compute_probes(effort.scale), *memory_probes(effort.elements)):
         yield "float32", probe
 
 

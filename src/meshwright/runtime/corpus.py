@@ -19,28 +19,19 @@ _LEAST_SOURCE_BYTES = 1_000_000
 
 
 def standard_library_text(train_bytes: int = 8_000_000, held_out_bytes: int = 256_000) -> tuple[bytes, bytes]:
-    """Training and held-out text (UTF-8): Python's language reference, then the standard library's sources.
+    """Training and held-out text (UTF-8), each of at most so many bytes: Python's language reference, then the standard
+    library's sources. A DataError if this Python was installed without ``pydoc_data`` or without readable sources.
 
     Whole documents go to one side, chosen in the order of their names' hashes, so that one Python version always
     gives the same two texts (another version gives others: compare losses only within one).
-
-    Args:
-        train_bytes: largest size of the training text, in bytes.
-        held_out_bytes: largest size of the held-out text, in bytes.
-
-    Raises:
-        DataError: this Python was installed without ``pydoc_data`` or without readable sources.
     """
     topics, sources = language_topics(), library_sources()
     return split_documents([*by_hash(topics), *by_hash(sources)], train_bytes, held_out_bytes)
 
 
 def language_topics() -> dict[str, bytes]:
-    """The texts behind Python's ``help()``, by topic; a topic that a longer one contains is left out.
-
-    Raises:
-        DataError: this Python has no ``pydoc_data``.
-    """
+    """The texts behind Python's ``help()``, by topic; a topic that a longer one contains is left out. A DataError if
+    this Python has no ``pydoc_data``."""
     try:
         topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
     except (ImportError, AttributeError) as error:
@@ -60,11 +51,8 @@ def language_topics() -> dict[str, bytes]:
 
 
 def library_sources() -> dict[str, bytes]:
-    """The standard library's ``.py`` files, by path relative to it; line ends are ``\\n``.
-
-    Raises:
-        DataError: this Python's library is not a folder of sources (a zip file, or compiled files only).
-    """
+    """The standard library's ``.py`` files, by path relative to it; line ends are ``\\n``. A DataError if this Python's
+    library is not a folder of sources (a zip file, or compiled files only)."""
     library = Path(sysconfig.get_path("stdlib"))
     sources = {}
     for path in _source_files(library) if library.is_dir() else ():

@@ -36,11 +36,13 @@ class Loader(ABC):
         shard: (index, count): which part of each global batch to yield.
         drop_last: leave out an epoch's last batch where it is smaller than ``batch_size``.
         epochs: how many epochs one ``for`` loop runs.
-        where: what to call the data in errors.
 
     Raises:
         DataError: no samples, fewer than one batch, or a batch that the shards do not divide.
     """
+
+    _where: str
+    """What to call the data in errors; a loader sets it before all else."""
 
     def __init__(
         self,
@@ -51,24 +53,20 @@ class Loader(ABC):
         shard: tuple[int, int],
         drop_last: bool,
         epochs: int | None,
-        where: str,
     ) -> None:
         if batch_size < 1:
-            raise DataError(f"batch_size is {batch_size}", where=where, remedy="give a batch_size of at least 1")
+            raise self._error(f"batch_size is {batch_size}", "give a batch_size of at least 1")
         if epochs is not None and epochs < 1:
-            raise DataError(f"epochs is {epochs}", where=where, remedy="give at least 1, or None for no end")
+            raise self._error(f"epochs is {epochs}", "give at least 1, or None for no end")
         index, count = shard
         if not 0 <= index < count:
-            raise DataError(
-                f"shard is {shard}", where=where, remedy="give (index, count) with index from 0 to count - 1"
-            )
+            raise self._error(f"shard is {shard}", "give (index, count) with index from 0 to count - 1")
         if num_samples < 1:
-            raise DataError("the data set is empty: 0 samples", where=where, remedy="give at least one batch of data")
+            raise self._error("the data set is empty: 0 samples", "give at least one batch of data")
         if drop_last and num_samples < batch_size:
-            raise DataError(
+            raise self._error(
                 f"the data set is too short: {num_samples} samples, but a batch has {batch_size}",
-                where=where,
-                remedy=f"give more data, a batch_size of at most {num_samples}, or drop_last=False",
+                f"give more data, a batch_size of at most {num_samples}, or drop_last=False",
             )
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -77,12 +75,11 @@ class Loader(ABC):
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._epochs = epochs
-        self._where = where
         self._epoch = 0
         self._position = 0  # samples of this epoch handed out, over all shards
         self._resumed = False
         for size in {min(batch_size, num_samples), 0 if drop_last else num_samples % batch_size}:
-            self._check_divides(size)
+            self._check_divides(size, batch_size)
 
     @abstractmethod
     def _gather(self, index: Tensor) -> Batch:
@@ -113,7 +110,7 @@ class Loader(ABC):
                 continue
             if order_epoch != self._epoch:
                 order_epoch, order = self._epoch, self._order(self._epoch)
-            self._check_divides(size)
+            self._check_divides(size, self.batch_size)
             index = order[self._position : self._position + size]
             self._position += size
             yield self._gather(index.chunk(self.shard[1])[self.shard[0]])
@@ -129,23 +126,15 @@ class Loader(ABC):
         return self._describe()
 
     def resize(self, batch_size: int) -> None:
-        """Hand out batches of this size from now on, going on at the same sample.
-
-        Raises:
-            DataError: there are not so many samples, or the shards do not divide it; nothing has changed then.
-        """
+        """Hand out batches of this size from now on, going on at the same sample. A DataError if there are not so many
+        samples, or the shards do not divide it; nothing has changed then."""
         if batch_size < 1 or batch_size > self.num_samples:
-            raise DataError(
+            raise self._error(
                 f"a batch of {batch_size} samples, of a data set of {self.num_samples}",
-                where=self._where,
-                remedy=f"give a batch of 1 to {self.num_samples}",
+                f"give a batch of 1 to {self.num_samples}",
             )
-        before, self.batch_size = self.batch_size, batch_size
-        try:
-            self._check_divides(batch_size)
-        except DataError:
-            self.batch_size = before
-            raise
+        self._check_divides(batch_size, batch_size)
+        self.batch_size = batch_size
 
     def rewind(self, epoch: int = 0) -> None:
         """Go to the first batch of an epoch."""
@@ -162,32 +151,24 @@ class Loader(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where the loader that wrote ``state`` stood; its shards and batch size may have been others.
-
-        Raises:
-            DataError: the state is incomplete, or of other data or another order; nothing has changed then.
-        """
-        missing = [key for key in _STATE_KEYS if key not in state]
-        if missing:
-            raise DataError(
-                f"the saved position has no {', '.join(missing)}",
-                where=self._where,
-                remedy="load what Loader.state_dict() returned",
+        """Go to where the loader that wrote ``state`` stood; its shards and batch size may have been others. A
+        DataError if the state is incomplete, or of other data or another order; nothing has changed then."""
+        if missing := [key for key in _STATE_KEYS if key not in state]:
+            raise self._error(
+                f"the saved position has no {', '.join(missing)}", "load what Loader.state_dict() returned"
             )
         for key, ours in (("fingerprint", self.fingerprint), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != ours:
                 what = "data" if key == "fingerprint" else key
-                raise DataError(
+                raise self._error(
                     f"the saved position is of other {what}: {state[key]}, but here {ours}",
-                    where=self._where,
-                    remedy=f"give the {what} that the saved run had, or start without its position",
+                    f"give the {what} that the saved run had, or start without its position",
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position <= self.num_samples:
-            raise DataError(
+            raise self._error(
                 f"the saved position is epoch {epoch}, sample {position} of {self.num_samples}",
-                where=self._where,
-                remedy="the saved state is damaged: load an earlier one",
+                "the saved state is damaged: load an earlier one",
             )
         self._epoch, self._position, self._resumed = epoch, position, True
 
@@ -203,17 +184,21 @@ class Loader(ABC):
         generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
         return torch.randperm(self.num_samples, generator=generator)
 
-    def _check_divides(self, size: int) -> None:
+    def _check_divides(self, size: int, batch_size: int) -> None:
+        """That a batch of ``size`` samples, the last of an epoch if it is not ``batch_size``, divides into shards."""
         count = self.shard[1]
-        if size % count:
-            last = size != self.batch_size
-            remedy = f"give a batch_size that is a multiple of {count}"
-            raise DataError(
-                f"a batch of {size} samples does not divide into {count} shards"
-                + (f" (the last batch of {self.num_samples} samples in batches of {self.batch_size})" if last else ""),
-                where=self._where,
-                remedy="give drop_last=True, or a number of samples that the shards divide" if last else remedy,
-            )
+        if size % count == 0:
+            return
+        problem = f"a batch of {size} samples does not divide into {count} shards"
+        if size == batch_size:
+            raise self._error(problem, f"give a batch_size that is a multiple of {count}")
+        raise self._error(
+            f"{problem} (the last batch of {self.num_samples} samples in batches of {batch_size})",
+            "give drop_last=True, or a number of samples that the shards divide",
+        )
+
+    def _error(self, problem: str, remedy: str) -> DataError:
+        return DataError(problem, where=self._where, remedy=remedy)
 
 
 class TextLoader(Loader):
@@ -246,23 +231,22 @@ class TextLoader(Loader):
         drop_last: bool = True,
         epochs: int | None = None,
     ) -> None:
-        text, where = _read(data)
+        text, self._where = _read(data)
         if sequence_length < 1:
-            raise DataError(f"sequence_length is {sequence_length}", where=where, remedy="give at least 1")
-        self._tokens = _tokenize(text, tokenizer, where)
+            raise self._error(f"sequence_length is {sequence_length}", "give at least 1")
+        self._tokens = _tokenize(text, tokenizer, self._where)
         self._sequence_length = sequence_length
         count, unit = len(self._tokens), "bytes" if tokenizer is None else "tokens"
         if count == 0:
-            raise DataError(f"the text is empty: 0 {unit}", where=where, remedy="give a text that is not empty")
+            raise self._error(f"the text is empty: 0 {unit}", "give a text that is not empty")
         if count <= sequence_length:
-            raise DataError(
+            raise self._error(
                 f"the text is too short: {count} {unit}, but a window of {sequence_length} and the {unit[:-1]} after "
                 f"it need {sequence_length + 1}",
-                where=where,
-                remedy="give more text" + (f", or a sequence_length of at most {count - 1}" if count > 1 else ""),
+                "give more text" + (f", or a sequence_length of at most {count - 1}" if count > 1 else ""),
             )
         self._windows = self._tokens.unfold(0, sequence_length + 1, sequence_length)
-        super().__init__(len(self._windows), batch_size, seed, shuffle, shard, drop_last, epochs, where)
+        super().__init__(len(self._windows), batch_size, seed, shuffle, shard, drop_last, epochs)
 
     def _gather(self, index: Tensor) -> Batch:
         rows = self._windows[index].long()
@@ -297,24 +281,20 @@ class TensorLoader(Loader):
         *,
         epochs: int | None = None,
     ) -> None:
-        where = f"tensors {', '.join(tensors)}" if tensors else "tensors"
+        self._where = f"tensors {', '.join(tensors)}" if tensors else "tensors"
         for name, value in tensors.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
-                raise DataError(
+                raise self._error(
                     f"{name} is a {type(value).__name__}" if not isinstance(value, Tensor) else f"{name} is a scalar",
-                    where=where,
-                    remedy="give tensors with a batch dim (torch.as_tensor turns an array into one)",
+                    "give tensors with a batch dim (torch.as_tensor turns an array into one)",
                 )
         rows = {name: len(tensor) for name, tensor in tensors.items()}
         if len(set(rows.values())) > 1:
             sizes = ", ".join(f"{name} {count}" for name, count in rows.items())
-            raise DataError(
-                f"the tensors have different numbers of rows: {sizes}",
-                where=where,
-                remedy="give one row per sample in every tensor",
-            )
+            problem = f"the tensors have different numbers of rows: {sizes}"
+            raise self._error(problem, "give one row per sample in every tensor")
         self._tensors: dict[str, Tensor] = dict(tensors)
-        super().__init__(max(rows.values(), default=0), batch_size, seed, shuffle, shard, drop_last, epochs, where)
+        super().__init__(max(rows.values(), default=0), batch_size, seed, shuffle, shard, drop_last, epochs)
 
     def _gather(self, index: Tensor) -> Batch:
         return {name: tensor[index.to(tensor.device)] for name, tensor in self._tensors.items()}

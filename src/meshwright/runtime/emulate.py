@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +38,8 @@ def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int)
     over, and let others have the cores meanwhile) and the links: a message is one number, the time at which it may be
     seen, which relies on the one clock of the machine.
 
-    Returns:
-        For each step the trace of all ranks (elsewhere than on rank 0, of this one), its source ``emulated``.
-
-    Raises:
-        LayoutError: the world has another number of ranks than the schedule.
+    Returns, for each step, the trace of all ranks (elsewhere than on rank 0, of this one), its source ``emulated``. A
+    LayoutError if the world has another number of ranks than the schedule.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != len(schedule.ranks):
@@ -159,14 +156,18 @@ def _lowered(stage: EmulatedStage, number: int, num_stages: int, device: _Device
     up, down = [f"up{number - 1}"] * (not first), [f"down{number}"] * (not last)
     sent_up, sent_down = [f"up{number}"] * (not last), [f"down{number - 1}"] * (not first)
     saved, rest = f"saved{number}", f"rest{number}"
-    seconds = {saved: 0.0, rest: 0.0} | dict.fromkeys(sent_up, stage.sent_up_s)
-    seconds |= dict.fromkeys(sent_down, stage.sent_down_s)
+    seconds = dict.fromkeys(sent_up, stage.sent_up_s) | dict.fromkeys(sent_down, stage.sent_down_s)
 
     def phase(kind: ActionKind | None, inputs: list[str], outputs: list[str]) -> PhaseFunction:
         doings = stage.actions.get(kind.value, ()) if kind is not None else ()
-        made = [seconds[name] for name in outputs]
-        waiting = _waiting(doings, number, made, device)
-        return PhaseFunction(inputs, outputs, fx.Graph, lambda graph: waiting)
+        results = [torch.full((1,), seconds.get(name, 0.0), dtype=torch.float64) for name in outputs]
+
+        def wait(values: list[Any]) -> list[Any]:
+            values.clear()
+            device.do(doings, number)
+            return results
+
+        return PhaseFunction(inputs, outputs, fx.Graph, lambda graph: wait)
 
     crossing = {
         ActionKind.RECV_F: up, ActionKind.RECV_B: down, ActionKind.SEND_F: sent_up, ActionKind.SEND_B: sent_down,
@@ -185,16 +186,3 @@ def _lowered(stage: EmulatedStage, number: int, num_stages: int, device: _Device
         "finish": phase(None, [], []),
     }
     return LoweredStage(Program(stage=number, num_stages=num_stages, transfers=transfers), functions)
-
-
-def _waiting(
-    doings: Sequence[Doing], stage: int, made: list[float], device: _Device
-) -> Callable[[list[Any]], list[Any]]:
-    results = [torch.full((1,), seconds, dtype=torch.float64) for seconds in made]
-
-    def function(values: list[Any]) -> list[Any]:
-        values.clear()
-        device.do(doings, stage)
-        return results
-
-    return function

@@ -9,15 +9,15 @@ have no names: the kernel removes them, and the links in them, when the last pro
 
 import ctypes
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
@@ -41,7 +41,6 @@ class Place(msgspec.Struct, frozen=True):
 
     process: int
     task: int
-    box: int
 
 
 def why_not() -> str:
@@ -60,24 +59,19 @@ def why_not() -> str:
 
 
 class EmulatedNetwork:
-    """Boxes and the links between them, while it is entered; a box for each of ``rates_bits_per_s``.
-
-    Raises:
-        LaunchError: this machine does not let us; nothing is left behind.
-    """
+    """Boxes and the links between them, while it is entered; a box for each of ``rates_bits_per_s``. Entering raises a
+    LaunchError if this machine does not let us; nothing is left behind."""
 
     def __init__(self, rates_bits_per_s: Sequence[float]) -> None:
         self.rates_bits_per_s = tuple(rates_bits_per_s)
-        self._holders: list[_Holder] = []
 
     def __enter__(self) -> Self:
-        try:
-            self._switch = self._holder()
-            boxes = [self._holder() for _ in self.rates_bits_per_s]
-            self._switch.run("ip link add switch type bridge", "ip link set switch up")
+        with ExitStack() as threads:
+            switch, *boxes = [_Holder(threads) for _ in range(1 + len(self.rates_bits_per_s))]
+            switch.run("ip link add switch type bridge", "ip link set switch up")
             for index, (box, rate) in enumerate(zip(boxes, self.rates_bits_per_s, strict=True)):
                 port = f"port{index}"
-                self._switch.run(
+                switch.run(
                     f"ip link add {port} mtu {MTU} type veth peer name {LINK} mtu {MTU} netns {box.task}",
                     f"ip link set {port} master switch up", limit(port, rate),
                 )  # fmt: skip
@@ -85,21 +79,12 @@ class EmulatedNetwork:
                     "ip link set lo up", f"ip address add 10.77.0.{index + 1}/24 dev {LINK}", f"ip link set {LINK} up",
                     limit(LINK, rate),
                 )  # fmt: skip
-            self.places = tuple(Place(os.getpid(), box.task, index) for index, box in enumerate(boxes))
-            return self
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            self.places = tuple(Place(os.getpid(), box.task) for box in boxes)
+            self._threads = threads.pop_all()
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for holder in self._holders:
-            holder.end()
-        self._holders.clear()
-
-    def _holder(self) -> "_Holder":
-        holder = _Holder()
-        self._holders.append(holder)
-        return holder
+    def __exit__(self, *_: object) -> None:
+        self._threads.close()
 
 
 def limit(link: str, rate_bits_per_s: float) -> str:
@@ -113,12 +98,8 @@ def limit(link: str, rate_bits_per_s: float) -> str:
 def run_in_boxes(
     function: Callable[..., T], *args: object, boxes: Sequence[int], rates_bits_per_s: Sequence[float], directory: Path
 ) -> T:
-    """``run_ranks`` in emulated boxes: rank i in box ``boxes[i]``. torch.distributed is started, with gloo over the
-    links; rank 0's result.
-
-    Raises:
-        LaunchError: this machine cannot emulate networks (``why_not``), or as ``run_ranks`` does.
-    """
+    """``run_ranks`` in emulated boxes, rank i in box ``boxes[i]``, with torch.distributed started and gloo over the
+    links. Raises as ``run_ranks`` does; a LaunchError also if this machine cannot emulate networks (``why_not``)."""
     if set(boxes) != set(range(len(rates_bits_per_s))):
         raise LaunchError(
             f"ranks in the boxes {sorted(set(boxes))}, and {len(rates_bits_per_s)} rates",
@@ -141,58 +122,33 @@ def _in_box(places: Sequence[Place], store: str, function: Callable[..., T], arg
 
 def enter(place: Place) -> None:
     """Let this process be in a box; threads that it already has stay where they are."""
-    descriptor = os.open(f"/proc/{place.process}/task/{place.task}/ns/net", os.O_RDONLY)
-    try:
-        _called("setns", descriptor, _NEW_NETWORK)
-    finally:
-        os.close(descriptor)
+    with Path(f"/proc/{place.process}/task/{place.task}/ns/net").open() as namespace:
+        _called("setns", namespace.fileno(), _NEW_NETWORK)
 
 
 class _Holder:
-    """A thread with a network namespace of its own, in which it runs commands; the namespace ends with it."""
+    """A thread with a network namespace of its own, in which it runs commands; the namespace ends with it. ``threads``
+    ends it."""
 
-    def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[tuple[str, ...] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[LaunchError | None] = queue.SimpleQueue()
-        self.task = 0
-        self._thread = threading.Thread(target=self._live, name="holds a network", daemon=True)
-        self._thread.start()
-        self._wait()
+    def __init__(self, threads: ExitStack) -> None:
+        self._thread = threads.enter_context(ThreadPoolExecutor(1, "holds a network"))
+        self._thread.submit(_called, "unshare", _NEW_NETWORK).result()
+        self.task = self._thread.submit(threading.get_native_id).result()
 
     def run(self, *commands: str) -> None:
         """Run commands, one after the other."""
-        self._todo.put(commands)
-        self._wait()
-
-    def end(self) -> None:
-        self._todo.put(None)
-        self._thread.join()
-
-    def _wait(self) -> None:
-        if (error := self._done.get()) is not None:
-            raise error
-
-    def _live(self) -> None:
-        self.task = threading.get_native_id()
-        try:
-            _called("unshare", _NEW_NETWORK)
-        except LaunchError as refused:
-            self._done.put(refused)
-            return
-        self._done.put(None)
-        while (commands := self._todo.get()) is not None:
-            self._done.put(next((failed for one in commands if (failed := _failure(one)) is not None), None))
+        for command in commands:
+            self._thread.submit(_run, command).result()
 
 
-def _failure(command: str) -> LaunchError | None:
+def _run(command: str) -> None:
     try:
         ended = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     except OSError as error:
-        return LaunchError(f"it cannot be run: {error.strerror}", where=command, remedy="install iproute2")
-    if not ended.returncode:
-        return None
-    told = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with {ended.returncode}"]
-    return LaunchError(told[0], where=command, remedy="emulated networks need root, veth and tbf in the kernel")
+        raise LaunchError(f"it cannot be run: {error.strerror}", where=command, remedy="install iproute2") from None
+    if ended.returncode:
+        said = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with {ended.returncode}"]
+        raise LaunchError(said[0], where=command, remedy="emulated networks need root, veth and tbf in the kernel")
 
 
 def _called(name: str, *args: int) -> None:

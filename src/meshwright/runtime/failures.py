@@ -70,7 +70,7 @@ def record(error: BaseException, directory: Path, rank: int) -> Failure:
         rank=rank,
         time_ns=time.time_ns(),
         kind=kinds[0] if ours else type(error).__name__,
-        problem=ours.problem if ours else _first_line(error),
+        problem=ours.problem if ours else next(iter(str(error).strip().splitlines()), ""),
         where=ours.where if ours else "",
         remedy=ours.remedy if ours else "",
         ours=ours is not None,
@@ -103,19 +103,17 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) ->
     paths = [file_of(directory, one, "failure") for one in range(num_ranks)]
     found = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in paths if path.exists()]
     own = [failure for failure in found if not failure.lost_peer]
-    if own:
-        return as_error(min(own, key=lambda failure: failure.time_ns), directory)
-    doing = Status.read(directory, rank)
-    if exit_code >= 0 and found:
-        return as_error(found[0], directory)
-    if exit_code >= 0 and not file_of(directory, rank, "log").exists():
+    if own or (exit_code >= 0 and found):
+        return as_error(min(own, key=lambda failure: failure.time_ns) if own else found[0], directory)
+    doing, log = Status.read(directory, rank), file_of(directory, rank, "log")
+    if exit_code >= 0 and not log.exists():
         return _failed(f"rank {rank} ended before it began: it could not import what it was to run", GUARD, doing)
-    end, memory = f"ended with exit code {exit_code}", ""
-    if exit_code < 0:
-        end = f"was killed by {_signal_name(-exit_code)}"
-        memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
-    output = f"its output is in {file_of(directory, rank, 'log')}; run again to go on from a checkpoint"
-    return _failed(f"rank {rank} {end} {doing}".rstrip(), f"{memory}{output}", doing)
+    signals = {known.value: known.name for known in signal.Signals}
+    killer = signals.get(-exit_code, f"signal {-exit_code}")
+    end = f"was killed by {killer}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
+    remedy = f"{memory}its output is in {log}; run again to go on from a checkpoint"
+    return _failed(f"rank {rank} {end} {doing}".rstrip(), remedy, doing)
 
 
 def as_error(failure: Failure, directory: Path) -> MeshwrightError:
@@ -140,14 +138,3 @@ def _failed(problem: str, remedy: str, doing: str) -> FailedRankError:
     error = FailedRankError(problem, remedy=remedy)
     error.doing = doing
     return error
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")

@@ -111,12 +111,8 @@ class CallersTensors:
         self._versions = list(map(_VERSION, self._standing))
 
     def check(self) -> None:
-        """Before every step.
-
-        Raises:
-            ChangedModelError: the caller has written to a tensor that does not train, or changed a dtype or a device.
-            CaptureError: a parameter has got a hook.
-        """
+        """Called before every step: a ChangedModelError if the caller has written to a tensor that does not train, or
+        has changed a dtype or a device; a CaptureError if a parameter has got a hook."""
         if list(map(_VERSION, self._standing)) != self._versions:
             now = zip(self._split, self._standing, self._versions, strict=True)
             name = next(name for name, value, version in now if value._version != version)
@@ -141,11 +137,8 @@ class CallersTensors:
             )
 
     def check_members(self) -> None:
-        """Before a step is captured again.
-
-        Raises:
-            ChangedModelError: a parameter or buffer came, went or was replaced.
-        """
+        """Called before a step is captured again: a ChangedModelError if a parameter or buffer came, went or was
+        replaced."""
         now = _named(self._local.model)
         for name in [*self._known, *now]:
             if now.get(name) is not self._known.get(name):
@@ -174,11 +167,8 @@ class CallersTensors:
 
 
 def check_same_change(changed: str) -> None:
-    """That every rank captures again for the same reason; every rank must call it.
-
-    Raises:
-        RankError: on every rank; names the first one that differs.
-    """
+    """A RankError, on every rank, if ranks capture again for different reasons; it names the first such rank. Every
+    rank must call it."""
     every = from_every_rank(changed)
     for rank, other in enumerate(every):
         if other != every[0]:

@@ -1,5 +1,6 @@
 """Initial values of models on the meta device, module by module: every rank draws the same."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import CaptureError, LayoutError
-from meshwright.runtime.rng import named_seed
+from meshwright.ops.library import mix
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Keep = Callable[[str, nn.Parameter], bool]
@@ -80,7 +81,7 @@ def _fill(
                 continue
             _allocate(module, missing[path], device)
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(named_seed(seed, path))
+                torch.manual_seed(mix(seed, zlib.crc32(path.encode())))
                 _initialize(model, path, module, missing[path])
             if keep is None or path not in blocks:
                 continue

@@ -19,14 +19,12 @@ class Parts:
     """How the tensors of a batch are cut over the ranks: their samples over the data axes, and their rows over others
     where all that reads them reads the same rows (``cuts``, by name)."""
 
-    def __init__(
-        self, captured: Leaves, inputs: list[str], placements: Mapping[str, Placements], groups: Mapping[str, AxisGroup]
-    ) -> None:
-        self.groups, self.names = groups, inputs
+    def __init__(self, captured: Leaves, placements: Mapping[str, Placements], groups: Mapping[str, AxisGroup]) -> None:
+        self.groups = groups
         self._whole = {name: tuple(value.shape) for name, value in captured.tensors.items()}
         self._every = {
-            name: {axis: one for axis, one in placements.get(given, {}).items() if isinstance(one, Shard)}
-            for name, given in zip(self._whole, inputs, strict=True)
+            name: {axis: one for axis, one in placements.get(name, {}).items() if isinstance(one, Shard)}
+            for name in self._whole
         }
         self.cuts: dict[str, dict[str, Shard]] = {
             name: {axis: one for axis, one in every.items() if axis not in DATA_AXES}
@@ -68,11 +66,7 @@ class Parts:
 
 
 def check_alike(leaves: Leaves, captured: Leaves) -> None:
-    """That a batch has the structure and the dtypes of the captured one.
-
-    Raises:
-        DataError: it has not; names the leaf.
-    """
+    """A DataError, which names the leaf, if a batch has another structure or other dtypes than the captured one."""
     if leaves.spec != captured.spec:
         raise DataError(
             f"the batch holds {', '.join(leaves.names)}, the captured one holds {', '.join(captured.names)}",
@@ -94,14 +88,9 @@ def kind_of(value: object) -> str:
 
 
 def compare_over_ranks(leaves: Leaves, part: int) -> None:
-    """That every rank was given a batch of the same shapes, and the same values where it was given the same part.
-
-    ``part`` is the index of this rank's part of the global batch (the same everywhere where each has all of it).
-    Every rank must call it.
-
-    Raises:
-        RankError: on every rank; names the first one that differs.
-    """
+    """A RankError, on every rank, if ranks were given batches of different shapes, or of different values where they
+    were given the same ``part``: the index of this rank's part of the global batch (the same everywhere where each has
+    all of it). Every rank must call it."""
     described = ", ".join(f"{name} {_in_words(value)}" for name, value in zip(leaves.names, leaves.values, strict=True))
     every = from_every_rank((part, described, _checksum(list(leaves.tensors.values()))))
     first: dict[int, tuple[int, int]] = {}

@@ -165,11 +165,8 @@ def _number(name: str, default: str) -> int:
 
 
 def _take_over_from_mpi() -> None:
-    """Under Open MPI's mpirun: set what torchrun would set. Ranks hear from rank 0, through MPI, where they meet.
-
-    Raises:
-        LaunchError: mpi4py is not installed, and MASTER_ADDR does not say where ranks meet.
-    """
+    """Under Open MPI's mpirun: set what torchrun would set. Ranks hear from rank 0, through MPI, where they meet. A
+    LaunchError if mpi4py is not installed, and MASTER_ADDR does not say where ranks meet."""
     if _MPI["RANK"] not in os.environ or "RANK" in os.environ:
         return
     os.environ.update({name: os.environ[theirs] for name, theirs in _MPI.items()})
@@ -209,24 +206,17 @@ def _join(backend: str) -> None:
         # Else gloo asks for the address of this machine's name, which not every machine knows.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     timeout = _timeout()
-    timeout_s = timeout.total_seconds()
     try:
         dist.init_process_group(backend, timeout=timeout)
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         text = str(error)
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:
             raise _port_error(port, "another program uses it") from error
-        raise _absent(rank, world_size, timeout_s, text) from error
-    except dist.DistStoreError as error:
-        raise _absent(rank, world_size, timeout_s, str(error)) from error
-
-
-def _absent(rank: int, world_size: int, timeout_s: float, text: str) -> LaunchError:
-    return LaunchError(
-        f"not all {world_size} ranks met within {timeout_s:g} s ({text.splitlines()[0]})",
-        where=f"rank {rank}, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
-        remedy="look for a rank that failed to start; MASTER_ADDR and MASTER_PORT must be the same everywhere",
-    )
+        raise LaunchError(
+            f"not all {world_size} ranks met within {timeout.total_seconds():g} s ({text.splitlines()[0]})",
+            where=f"rank {rank}, {os.environ['MASTER_ADDR']}:{port}",
+            remedy="look for a rank that failed to start; MASTER_ADDR and MASTER_PORT must be the same everywhere",
+        ) from error
 
 
 def _finish_at_exit(attendance: Attendance | None, keeps_store: bool) -> None:

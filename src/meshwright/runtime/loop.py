@@ -12,6 +12,7 @@ import torch
 
 from meshwright.comm.groups import from_rank_0
 from meshwright.errors import CheckpointError, LayoutError
+from meshwright.ir.run import Train
 from meshwright.ir.trace import Trace
 from meshwright.runtime.data import Loader
 from meshwright.runtime.failures import Status, lost_peer
@@ -65,18 +66,8 @@ class HeldOut(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         return text + (f", accuracy {self.accuracy:.2%}" if self.accuracy is not None else "")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a loop runs (as in RUN.toml's ``[train]``)."""
-
-    steps: int
-    log_every: int
-    evaluate_every: int
-    checkpoint_every: int
-    keep: int
-
-
 class Loop:
-    """Trains to ``options.steps``, from where the checkpoints of ``directory`` stop.
+    """Trains to ``options.steps`` (RUN.toml's ``[train]``), from where the checkpoints of ``directory`` stop.
 
     Args:
         loader: of this rank's part of each global batch.
@@ -93,7 +84,7 @@ class Loop:
         loader: Loader,
         held_out: Loader | None,
         meter: Meter,
-        options: Options,
+        options: Train,
         directory: Path,
         *,
         batch_sizes: Sequence[int] | None = None,
@@ -121,11 +112,8 @@ class Loop:
         return found
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Train. Whatever happens, what the steps have told is in metrics.jsonl.
-
-        Raises:
-            CheckpointError: the last step could not be saved (before it, what the disk refuses is a warning).
-        """
+        """Train. Whatever happens, what the steps have told is in metrics.jsonl. A CheckpointError if the last step
+        could not be saved (before it, what the disk refuses is a warning)."""
         trainer, steps, first = self.trainer, self.options.steps, self.trainer.step_number + 1
         if self.held_out is not None and not self.evaluations:
             self.evaluate()
@@ -221,12 +209,8 @@ class Loop:
 
 
 def _check_batch(size: int, trainer: Trainer, loader: Loader) -> None:
-    """That a batch of this size can be loaded and run, said before the first step.
-
-    Raises:
-        DataError: the data or the ranks' parts of a batch do not allow it.
-        LayoutError: it does not divide over the ranks and micro-batches.
-    """
+    """Called before the first step: a LayoutError if a batch of this size does not divide over the ranks and
+    micro-batches, a DataError if the data or the ranks' parts of a batch do not allow it."""
     parts = trainer.data_shard[1] * trainer.plan.microbatches
     if size % parts:
         raise LayoutError(

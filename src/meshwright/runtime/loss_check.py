@@ -9,7 +9,7 @@ UNCHANGED = "parameters and checkpoints are as they were before the step"
 
 
 class LossCheck:
-    """Refuses a loss that is NaN or infinite.
+    """Refuses a loss that is NaN or infinite, by a NonFiniteLossError.
 
     On an accelerator the step does not wait for its loss. The loss is copied to the host, and looked at when the
     next step has been queued: the update of the refused step has been made then, and the error says so.
@@ -27,11 +27,7 @@ class LossCheck:
 
     def check(self, loss: Tensor, step: int) -> None:
         """Look at the loss of step number ``step``, which has not changed parameters yet; if ``late``, at the loss of
-        the step before it.
-
-        Raises:
-            NonFiniteLossError: it is not finite.
-        """
+        the step before it."""
         if not self.late:
             refuse_unless_finite(loss, step, UNCHANGED)
             return
@@ -44,11 +40,7 @@ class LossCheck:
         self._pending = host, step, copied
 
     def settle(self) -> None:
-        """Look at a loss that was not looked at yet; a refused one is refused once.
-
-        Raises:
-            NonFiniteLossError: it is not finite.
-        """
+        """Look at a loss that was not looked at yet; a refused one is refused once."""
         if self._pending is None:
             return
         loss, step, copied = self._pending

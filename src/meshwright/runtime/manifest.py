@@ -35,7 +35,6 @@ _DATA_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|trainer\.pt|\.tra
 """The files that a save writes into its data directory, and the temporary ones that a killed save leaves."""
 _TEMPORARY = f".{MANIFEST}."  # files.write_atomically, if it was killed
 _STEP = re.compile(r"step-\d{8,}")
-_RESTORE = "restore it from a copy, or load another checkpoint"
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -80,12 +79,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def begin(path: Path, num_bytes: int) -> str:
-    """Begin a save of ``num_bytes`` in ``path``: returns the name of a directory that does not exist there yet.
-
-    Raises:
-        CheckpointError: ``path`` is a file, or a directory of something else.
-        DiskError: it cannot be written to, or has no room.
-    """
+    """Begin a save of ``num_bytes`` in ``path``: returns the name of a directory that does not exist there yet. A
+    CheckpointError if ``path`` is a file, or a directory of something else; a DiskError if it has no room."""
     remedy = "choose another path: a checkpoint is a directory of its own"
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file", where=f"{path}", remedy=remedy)
@@ -134,20 +129,16 @@ def commit(path: Path, manifest: Manifest) -> None:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, at their sizes.
-
-    Raises:
-        DamagedCheckpointError: no or a changed manifest, a missing file, a file of another size.
-        CheckpointError: nothing there, or a newer version.
-    """
+    """The manifest of a checkpoint whose files are all there, at their sizes. A DamagedCheckpointError if there is no
+    manifest or a changed one, or a file is missing or of another size; a CheckpointError if there is nothing, or a
+    newer version."""
     manifest = _parsed(path)
     for name, saved in manifest.files.items():
         file = path / manifest.data / name
         if not file.is_file():
-            raise DamagedCheckpointError("damaged: the file is missing", where=f"{file}", remedy=_RESTORE)
+            raise _damaged("the file is missing", file)
         if (size := file.stat().st_size) != saved.num_bytes:
-            problem = f"damaged: {size:,} bytes, {saved.num_bytes:,} were written"
-            raise DamagedCheckpointError(problem, where=f"{file}", remedy=_RESTORE)
+            raise _damaged(f"{size:,} bytes, {saved.num_bytes:,} were written", file)
     return manifest
 
 
@@ -162,16 +153,10 @@ def written(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
 
 
 def verify(directory: Path, saved: dict[str, SavedFile]) -> None:
-    """That files have the checksums that were written.
-
-    Raises:
-        DamagedCheckpointError: names the first that is not.
-    """
+    """A DamagedCheckpointError, which names the first such file, if a checksum is not the one that was written."""
     for name, expected in saved.items():
         if written(directory, [name])[name] != expected:
-            raise DamagedCheckpointError(
-                "damaged: its checksum is not the one that was written", where=f"{directory / name}", remedy=_RESTORE
-            )
+            raise _damaged("its checksum is not the one that was written", directory / name)
 
 
 def steps_in(directory: Path) -> list[str]:
@@ -216,8 +201,7 @@ def _parsed(path: Path) -> Manifest:
         raw = json.loads(data)
         version, checksum = int(raw["version"]), str(raw["checksum"])
     except (ValueError, KeyError, TypeError):
-        problem = f"damaged: {MANIFEST} is not a manifest"
-        raise DamagedCheckpointError(problem, where=f"{path}", remedy=_RESTORE) from None
+        raise _damaged(f"{MANIFEST} is not a manifest", path) from None
     if version > Manifest.VERSION:
         raise CheckpointError(
             f"version is {version}, this Meshwright reads up to version {Manifest.VERSION}",
@@ -225,11 +209,16 @@ def _parsed(path: Path) -> Manifest:
             remedy="use the Meshwright that wrote it, or a newer one",
         )
     if checksum != _checksum(raw):
-        raise DamagedCheckpointError(f"damaged: {MANIFEST} has changed since", where=f"{path}", remedy=_RESTORE)
+        raise _damaged(f"{MANIFEST} has changed since", path)
     try:
         return files.decode(data, Manifest, where=f"{path / MANIFEST}")
     except FileFormatError as error:
-        raise DamagedCheckpointError(f"damaged: {error.problem}", where=error.where, remedy=_RESTORE) from None
+        raise _damaged(error.problem, error.where) from None
+
+
+def _damaged(problem: str, where: Path | str) -> DamagedCheckpointError:
+    remedy = "restore it from a copy, or load another checkpoint"
+    return DamagedCheckpointError(f"damaged: {problem}", where=f"{where}", remedy=remedy)
 
 
 def _is_valid(path: Path) -> bool:

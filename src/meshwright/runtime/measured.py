@@ -15,8 +15,8 @@ from meshwright.runtime.machine import machine_name
 BUSY_SPREAD = 0.15
 """More than this, and somebody else is using the machine."""
 BOX = "box"
-DEFAULT_LINE = (30e-6, 3.65e-10, "not measured: one rank was started; gloo (torch 2.13) on another machine")
-"""α, β and their source for a level over which no message was sent."""
+DEFAULT_LINE = (30e-6, 3.65e-10)
+"""α and β of a level over which no message was sent."""
 
 Seconds = dict[str, list[tuple[float, float]]]
 """By kind, (size, seconds of a call)."""
@@ -60,20 +60,21 @@ def made_cluster(
     rates = [_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind in COMPUTE]
     peaks["float32"] = max([peaks["float32"], *rates])
     bandwidth = max(_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind not in COMPUTE)
-    conditions = []
-    for found, threads, at_once in ((threaded, cores, 1), (together, 1, ranks)):
-        found = _without_operands(found) if found is not None else None
-        if found is not None and at_once > 1:
-            found = _seldom_in_step(alone, found)
-        if found is not None and not (threads > 1 and alone.spread > BUSY_SPREAD):
-            conditions.append(
-                Condition(
-                    threads=threads,
-                    ranks=at_once,
-                    kernel_s=found.kernel_s,
-                    efficiency=_curves(found, peaks["float32"] * threads, bandwidth * threads),
-                )
-            )
+    shared = []  # cores share memory and power: by threads, and by ranks at once
+    if threaded is not None and alone.spread <= BUSY_SPREAD:
+        shared.append((_without_operands(threaded), cores, 1))
+    if together is not None:
+        found = _without_operands(together)
+        shared.append((_seldom_in_step(alone, found) if ranks > 1 else found, 1, ranks))
+    conditions = [
+        Condition(
+            threads=threads,
+            ranks=at_once,
+            kernel_s=found.kernel_s,
+            efficiency=_curves(found, peaks["float32"] * threads, bandwidth * threads),
+        )
+        for found, threads, at_once in shared
+    ]
     name = machine_name()
     device = Device(
         name=name,
@@ -109,13 +110,11 @@ def levels_of(timings: list[CollectiveTiming], cores: int, boxes: int) -> tuple[
 
 def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:
     sent = [(float(row.bytes), row.time_s) for row in timings if (row.operation, row.level) == ("send", name)]
-    if not sent:
-        alpha, beta, source = DEFAULT_LINE
-        return Level(name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta, source=source, origin="default")
-    alpha, beta = _line(sent)
+    alpha, beta = _line(sent) if sent else DEFAULT_LINE
+    default = "not measured: one rank was started; gloo (torch 2.13) on another machine"
     return Level(
-        name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta, source="meshwright calibrate",
-        origin="measured",
+        name=name, fan_out=fan_out, alpha_s=alpha, beta_s_per_byte=beta,
+        source="meshwright calibrate" if sent else default, origin="measured" if sent else "default",
     )  # fmt: skip
 
 

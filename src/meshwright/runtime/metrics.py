@@ -19,32 +19,6 @@ log = logging.getLogger("meshwright")
 Row = dict[str, Any]
 
 
-def log_line(
-    step: int,
-    steps: int,
-    *,
-    loss: float,
-    grad_norm: float | None,
-    rate_per_s: float,
-    unit: str,
-    flops_fraction: float | None,
-    memory_bytes: int,
-    predicted_to_measured: float | None = None,
-) -> str:
-    """``step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04``; None is left
-    out."""
-    parts = [f"step {step}/{steps}", f"loss {loss:.4f}"]
-    if grad_norm is not None:
-        parts.append(f"grad_norm {grad_norm:.3g}" if grad_norm < 0.01 else f"grad_norm {grad_norm:.2f}")
-    parts.append(f"{unit}/s {rate_per_s:,.0f}")
-    if flops_fraction is not None:
-        parts.append(f"mfu {flops_fraction:.1%}")
-    parts.append(f"mem {memory_bytes / 2**30:.2f}GiB")
-    if predicted_to_measured is not None:
-        parts.append(f"pred/meas {predicted_to_measured:.2f}")
-    return "  ".join(parts)
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this rank has held: of its CUDA device, or resident in its process."""
     if device.type == "cuda":
@@ -113,19 +87,21 @@ class Meter:
         for row in rows:
             row["step_s"] = round(row["step_s"], 6)
         self.write(*rows)
-        last, step_s = rows[-1], elapsed_s / len(rows)
-        known = self.peak_flops_per_s > 0
-        return log_line(
-            last["step"],
-            self.steps,
-            loss=last["loss"],
-            grad_norm=last.get("grad_norm"),
-            rate_per_s=self.items_per_step / step_s,
-            unit=self.unit,
-            flops_fraction=self.flops_per_step / step_s / self.peak_flops_per_s if known else None,
-            memory_bytes=peak_memory_bytes(self.device),
-            predicted_to_measured=self.predicted_step_s / step_s if self.predicted_step_s > 0 else None,
-        )
+        return self._line(rows[-1], elapsed_s / len(rows))
+
+    def _line(self, row: Row, step_s: float) -> str:
+        """``step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04``; what is
+        not known is left out."""
+        parts = [f"step {row['step']}/{self.steps}", f"loss {row['loss']:.4f}"]
+        if (norm := row.get("grad_norm")) is not None:
+            parts.append(f"grad_norm {norm:.3g}" if norm < 0.01 else f"grad_norm {norm:.2f}")
+        parts.append(f"{self.unit}/s {self.items_per_step / step_s:,.0f}")
+        if self.peak_flops_per_s > 0:
+            parts.append(f"mfu {self.flops_per_step / step_s / self.peak_flops_per_s:.1%}")
+        parts.append(f"mem {peak_memory_bytes(self.device) / 2**30:.2f}GiB")
+        if self.predicted_step_s > 0:
+            parts.append(f"pred/meas {self.predicted_step_s / step_s:.2f}")
+        return "  ".join(parts)
 
     def write(self, *rows: Row) -> None:
         """Append rows to metrics.jsonl. Rows that a full disk does not take are tried again with the next ones."""
@@ -159,19 +135,13 @@ class Meter:
         rows: list[Row] = []
         size = 0
         for line in self.path.read_bytes().splitlines(keepends=True):
-            row = _row(line)
-            if row is None or row["step"] > step:
+            try:
+                row: Row = json.loads(line)
+            except ValueError:  # the last line of a run that was killed
+                break
+            if row["step"] > step or not line.endswith(b"\n"):
                 break
             rows.append(row)
             size += len(line)
         os.truncate(self.path, size)  # needs no room, which a new file would
         return rows
-
-
-def _row(line: bytes) -> Row | None:
-    """A line of metrics.jsonl; None for the last one of a run that was killed."""
-    try:
-        row: Row = json.loads(line)
-    except ValueError:
-        return None
-    return row if line.endswith(b"\n") else None

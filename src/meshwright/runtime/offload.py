@@ -9,8 +9,9 @@ host's memory is pinned and copies run on a stream of their own; on a CPU both a
 order is exercised.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,9 @@ class Offloader:
 
     def step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """One step of what has a gradient; gradients are let go."""
-        gradients = {one: one.grad for one in parameters if one.grad is not None}
-        for one in gradients:
-            one.grad = None
+        gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None
         pending = chunks([*gradients])
         for index, chunk in enumerate(pending):
             if index == 0:
@@ -40,11 +41,11 @@ class Offloader:
             self._wait()
             if index + 1 < len(pending):
                 self._bring(optimizer, pending[index + 1])
-            for one in chunk:
-                one.grad = gradients.pop(one)
+            for parameter in chunk:
+                parameter.grad = gradients.pop(parameter)
             optimizer.step()
-            for one in chunk:
-                one.grad = None
+            for parameter in chunk:
+                parameter.grad = None
             self._send(optimizer, chunk)
         self._wait()
 
@@ -58,22 +59,18 @@ class Offloader:
 
     def _bring(self, optimizer: Optimizer, chunk: Sequence[nn.Parameter]) -> None:
         with self._on_stream():
-            for one in chunk:
-                state = optimizer.state.get(one, {})
-                for key, value in _moved(one, state).items():
-                    host = self._host.get((one, key))
-                    if host is not value:  # newly made, or loaded from a checkpoint
-                        host = self._kept(one, key, value)
-                    state[key] = torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
+            for parameter, state, key, value in _moved(optimizer, chunk):
+                host = self._host.get((parameter, key))
+                if host is not value:  # newly made, or loaded from a checkpoint
+                    host = self._kept(parameter, key, value)
+                state[key] = torch.empty_like(host, device=self.device).copy_(host, non_blocking=True)
 
     def _send(self, optimizer: Optimizer, chunk: Sequence[nn.Parameter]) -> None:
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_stream():
-            for one in chunk:
-                state = optimizer.state.get(one, {})
-                for key, value in _moved(one, state).items():
-                    state[key] = self._kept(one, key, value)
+            for parameter, state, key, value in _moved(optimizer, chunk):
+                state[key] = self._kept(parameter, key, value)
 
     def _kept(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
         """The host's copy of a value, from now on."""
@@ -110,10 +107,12 @@ def chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return found
 
 
-def _moved(parameter: nn.Parameter, state: Mapping[str, object]) -> dict[str, Tensor]:
-    """What has the parameter's shape; steps and the like are small, and stay where the optimizer wants them."""
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()
-    }
+def _moved(
+    optimizer: Optimizer, chunk: Sequence[nn.Parameter]
+) -> Iterator[tuple[nn.Parameter, dict[str, Any], str, Tensor]]:
+    """State of its parameter's shape; steps and the like are small, and stay where the optimizer wants them."""
+    for parameter in chunk:
+        state = optimizer.state.get(parameter, {})
+        for key, value in list(state.items()):
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                yield parameter, state, key, value

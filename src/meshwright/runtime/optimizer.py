@@ -27,19 +27,12 @@ _REMEDY = "pass a function such as lambda p: torch.optim.AdamW(p, lr=3e-4), of a
 
 
 def check_factory(factory: Any, max_grad_norm: Any) -> None:
-    """That ``parallelize`` was given what makes an optimizer (or None), and a norm to clip by (or None).
-
-    Raises:
-        OptimizerError: an optimizer that is already made, something that cannot be called, or no positive number.
-    """
+    """An OptimizerError unless ``parallelize`` was given a function that makes an optimizer (or None), not one that is
+    already made, and a positive number as the norm to clip by (or None)."""
     if isinstance(factory, Optimizer):
-        raise OptimizerError(
-            f"it is a {type(factory).__name__} that is already made, over the whole model's parameters",
-            where="optimizer",
-            remedy=_REMEDY,
-        )
+        raise _refused(f"it is a {type(factory).__name__} that is already made, over the whole model's parameters")
     if factory is not None and not callable(factory):
-        raise OptimizerError(f"it is a {type(factory).__name__}", where="optimizer", remedy=_REMEDY)
+        raise _refused(f"it is a {type(factory).__name__}")
     number = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool) and max_grad_norm > 0
     if max_grad_norm is not None and not number:
         raise OptimizerError(
@@ -50,11 +43,9 @@ def check_factory(factory: Any, max_grad_norm: Any) -> None:
 def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fused: bool = False) -> Optimizer:
     """The optimizer over this rank's parts of the parameters; over none, where only other stages are trained.
 
-    ``fused``: by PyTorch's fused kernel where there is one, and the caller has not chosen.
-
-    Raises:
-        OptimizerError: the factory failed, returned no optimizer or one over other tensors, or its optimizer needs
-            whole tensors and some are split.
+    ``fused``: by PyTorch's fused kernel where there is one, and the caller has not chosen. An OptimizerError if the
+    factory failed, returned no optimizer or one over other tensors, or its optimizer needs whole tensors and some are
+    split.
     """
     given = parameters.trainable
     idle = not given and bool(parameters.follow())
@@ -63,20 +54,17 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fu
     try:
         made: Any = factory(list(given.items()))
     except (TypeError, ValueError) as error:
-        raise OptimizerError(
-            f"it could not be made: {type(error).__name__}: {error}", where="optimizer", remedy=_REMEDY
-        ) from error
+        raise _refused(f"it could not be made: {type(error).__name__}: {error}") from error
     if not isinstance(made, Optimizer):
-        raise OptimizerError(f"the function returned a {type(made).__name__}", where="optimizer", remedy=_REMEDY)
+        raise _refused(f"the function returned a {type(made).__name__}")
     known = {id(value) for value in given.values()}
     held = [value for group in made.param_groups for value in group["params"]]
-    foreign = [value for value in held if id(value) not in known]
-    if foreign or not held:
-        problem = "it holds no parameter" if not held else f"{len(foreign)} of its {len(held)} tensors are not of those"
-        raise OptimizerError(
-            problem if not held else f"{problem} that the function was given, and would not be trained",
-            where="optimizer",
-            remedy=_REMEDY,
+    if not held:
+        raise _refused("it holds no parameter")
+    if num_foreign := sum(id(value) not in known for value in held):
+        raise _refused(
+            f"{num_foreign} of its {len(held)} tensors are not of those that the function was given, and would not be "
+            "trained"
         )
     if fused and type(made) in FUSED:
         for group in made.param_groups:
@@ -92,17 +80,19 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fu
     return made
 
 
-def shard_sum(parameters: LocalParameters) -> ShardSum:
-    """What sums over the ranks that hold the parts of parameters: an all-reduce an axis for all that are split alike.
+def _refused(problem: str) -> OptimizerError:
+    return OptimizerError(problem, where="optimizer", remedy=_REMEDY)
 
-    Ranks that share a split parameter hold the same parameters, in the same order.
-    """
+
+def shard_sum(parameters: LocalParameters) -> ShardSum:
+    """A function that sums over the ranks that hold the parts of parameters: one all-reduce an axis for all that are
+    split alike. Ranks that share a split parameter hold the same parameters, in the same order."""
     axes_of = {id(parameters[name]): parameters.split_axes(name) for name in parameters}
 
     def summed(of: Sequence[Tensor], values: Tensor) -> Tensor:
         alike: dict[tuple[str, ...], list[int]] = {}
-        for column, one in enumerate(of):
-            alike.setdefault(axes_of[id(one)], []).append(column)
+        for column, parameter in enumerate(of):
+            alike.setdefault(axes_of[id(parameter)], []).append(column)
         result = values.clone()
         for axes, columns in alike.items():
             part = values[:, columns]
@@ -116,15 +106,15 @@ def shard_sum(parameters: LocalParameters) -> ShardSum:
 
 def _check_whole(optimizer: Optimizer, parameters: LocalParameters) -> None:
     name = type(optimizer).__name__
-    sharded = [one for one in parameters.trainable if parameters.is_sharded(one)]
+    sharded = [parameter for parameter in parameters.trainable if parameters.is_sharded(parameter)]
+    problem = f"{name} needs whole tensors"
+    remedy = "use an element-wise optimizer (SGD, AdamW, ...), or a layout that does not split parameters"
+    if name == "LBFGS":
+        problem = "LBFGS needs to evaluate the step several times"
+        remedy = "use an optimizer that evaluates it once: SGD, AdamW, LAMB, ..."
     if name in NEEDS_WHOLE_TENSORS and (sharded or name == "LBFGS"):
-        raise OptimizerError(
-            f"{name} needs whole tensors" if name != "LBFGS" else "LBFGS needs to evaluate the step several times",
-            where=f"optimizer; {sharded[0]} is split" if sharded else "optimizer",
-            remedy="use an element-wise optimizer (SGD, AdamW, ...), or a layout that does not split parameters"
-            if name != "LBFGS"
-            else "use an optimizer that evaluates it once: SGD, AdamW, LAMB, ...",
-        )
+        where = f"optimizer; {sharded[0]} is split" if sharded else "optimizer"
+        raise OptimizerError(problem, where=where, remedy=remedy)
     if sharded and not (name in ELEMENT_WISE and type(optimizer).__module__.startswith(torch.optim.__name__)):
         log.warning(
             "%s is not known to treat every element alone; if it looks at whole tensors, it trains the %d split "

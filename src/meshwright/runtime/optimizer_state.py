@@ -27,11 +27,8 @@ States = dict[str, dict[str, Any]]
 
 
 def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Part]]:
-    """The state, and its split tensors by their names in a checkpoint.
-
-    Raises:
-        CheckpointError: it holds a parameter that is not the model's, or state that is split in an unknown way.
-    """
+    """The state, and its split tensors by their names in a checkpoint. A CheckpointError if it holds a parameter
+    that is not the model's, or state that is split in an unknown way."""
     states: States = {}
     parts: dict[str, Part] = {}
     for name, (parameter, _) in _named(parameters, optimizer).items():
@@ -52,9 +49,10 @@ def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str
                 values[key] = value
         if tensors or values:
             states[name] = {"tensors": tensors, "values": values}
+    names = _name_of(parameters, optimizer)
     groups = [
         {
-            "parameters": [_name_of(parameters, optimizer)[id(parameter)] for parameter in group["params"]],
+            "parameters": [names[id(parameter)] for parameter in group["params"]],
             "options": {
                 key: value for key, value in group.items() if key not in ("params", "param_names", *HOW_IT_COMPUTES)
             },
@@ -75,11 +73,8 @@ def joined(saved: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any] | None, where: str) -> None:
-    """That a saved state (None: there is none) is one that ``optimizer`` can take.
-
-    Raises:
-        CheckpointError: there is none, or it is of another optimizer, of other parameters or of other groups.
-    """
+    """A CheckpointError if ``optimizer`` cannot take a saved state: there is none (None), or it is of another
+    optimizer, of other parameters or of other groups."""
     if saved is None:
         raise CheckpointError("there is no optimizer state", where=where, remedy=LEAVE)
     name = type(optimizer).__name__
@@ -92,14 +87,12 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
     if here == there:
         return
     mine, theirs = set().union(*here), set().union(*there)
+    odd = next((name for name in parameters if name in mine ^ theirs), None)
     problem = "the optimizer's parameters are in other groups than the saved ones"
-    for one in parameters:
-        if one in mine - theirs:
-            problem = f"there is no optimizer state of {one}"
-            break
-        if one in theirs - mine:
-            problem = f"there is optimizer state of {one}, which this trainer's optimizer does not hold"
-            break
+    if odd in mine:
+        problem = f"there is no optimizer state of {odd}"
+    elif odd is not None:
+        problem = f"there is optimizer state of {odd}, which this trainer's optimizer does not hold"
     raise CheckpointError(problem, where=where, remedy=LEAVE)
 
 

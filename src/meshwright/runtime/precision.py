@@ -32,11 +32,8 @@ _ARM = {"bfloat16": ("bf16",), "float16": ("fp16", "fphp")}
 
 
 def check_device(precision: Precision | None, device: torch.device, *, tells: bool = True) -> None:
-    """That a device computes in a precision; where a CPU only emulates it, that is said in the log (``tells``).
-
-    Raises:
-        LaunchError: it cannot at all.
-    """
+    """A LaunchError if a device cannot compute in a precision; a CPU that only emulates it is named in the log
+    (``tells``)."""
     if precision not in _NEEDS:
         return
     if device.type == "cuda":
@@ -93,11 +90,7 @@ class LossScale:
         return not float(found)
 
     def note(self, finite: bool, step: int, *, tells: bool = True) -> None:
-        """Step number ``step`` was made, or skipped.
-
-        Raises:
-            LossScaleError: no scale helps.
-        """
+        """Step number ``step`` was made, or skipped. A LossScaleError if no scale helps."""
         if finite:
             self.good_steps, self.skipped = self.good_steps + 1, 0
             if self.dynamic and self.good_steps % GROWTH_STEPS == 0:

@@ -34,23 +34,14 @@ def kernel_probe() -> Probe:
     return Probe("dispatch", 0.0, lambda: torch.add(one, other))
 
 
-def matmul_probes(dtype: str, sides: tuple[int, ...]) -> Iterator[Probe]:
-    """Square products, the second operand transposed, as linear layers have it."""
-    for side in sides:
-        yield _product(torch.randn(side, side).to(getattr(torch, dtype)))
+def matmul_probe(side: int, dtype: str) -> Probe:
+    """A square product, the second operand transposed, as linear layers have it."""
+    one = torch.randn(side, side).to(getattr(torch, dtype))
+    return Probe("matmul", 2.0 * side**3, lambda: torch.mm(one, one.t()), 3.0 * one.nbytes)
 
 
-def _product(one: Tensor) -> Probe:
-    return Probe("matmul", 2.0 * len(one) ** 3, lambda: torch.mm(one, one.t()), 3.0 * one.numel() * one.element_size())
-
-
-def flat_probes(sides: tuple[int, ...]) -> Iterator[Probe]:
-    """Products of few rows with weights that other weights have pushed out of the caches."""
-    for side in sides:
-        yield _flat(side)
-
-
-def _flat(side: int) -> Probe:
+def flat_probe(side: int) -> Probe:
+    """A product of few rows with weights that other weights have pushed out of the caches."""
     rows = torch.randn(FLAT, side)
     size = (side * side + 2 * FLAT * side) * 4
     weights = cycle(list(torch.randn(max(2, COLD_BYTES // 2 // size), side, side)))

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -286,15 +286,9 @@ def _start_resource_tracker() -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The agent logs tracebacks of its own for what is told here in one line."""
-    loggers = [
-        logging.getLogger(name)
-        for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
+    with ExitStack() as restored:
+        for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
+            logger = logging.getLogger(name)
+            restored.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL + 1)
         yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -1,30 +1,46 @@
-"""What a trainer saves and goes on from: checkpoints, alone or a few of the latest in a directory."""
+"""The checkpoints of a trainer: saved at one moment or not at all, checked before they are loaded, under any layout."""
 
+import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from meshwright.comm.groups import amend
-from meshwright.ir.amendment import Amendment, amended
+from meshwright import __version__
+from meshwright.comm.groups import amend, from_every_rank, from_rank_0
+from meshwright.errors import CheckpointError, DiskError
+from meshwright.ir import files
+from meshwright.ir.amendment import Amendment, amended, base_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
-from meshwright.runtime import checkpoint
-from meshwright.runtime.checkpoint import Stateful
+from meshwright.runtime import checkpoint, manifest, optimizer_state, shards
+from meshwright.runtime.agree import check_same, everywhere, same_path, told
+from meshwright.runtime.checkpoint import Extra, Stateful, plain
 from meshwright.runtime.guards import CallersTensors
 from meshwright.runtime.loss_check import LossCheck
+from meshwright.runtime.manifest import DamagedCheckpointError, Manifest
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.precision import LossScale
-from meshwright.runtime.saving import Saver
+from meshwright.runtime.saving import TRAINER, Save, Saver
+from meshwright.runtime.shards import Part, Share
 from meshwright.runtime.state import LocalParameters, full_state_dict, load_state_dict
+
+log = logging.getLogger("meshwright")
+
+OTHER_BYTES = 16 * 2**10
+"""About what a checkpoint takes on the disk besides tensors and state."""
+
+Path_ = str | os.PathLike[str]
 
 
 class Resumable:
-    """The checkpoints of a trainer. Every rank must call each of these."""
+    """What a trainer saves and goes on from. Every rank must call each method, with a directory that all share."""
 
     plan: Plan
     graph: Graph
@@ -42,83 +58,179 @@ class Resumable:
     _callers: CallersTensors
 
     def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
-        blocking: bool = True,
+        self, path: Path_, *, loader: Stateful | None = None, extra: Extra | None = None, blocking: bool = True
     ) -> None:
         """Write a checkpoint: model, optimizer, step, seed, the loader's position, and ``extra`` (such as
-        ``{"scheduler": scheduler}``). Every rank must call it, with a directory that all share; what was there
-        before stays until the new checkpoint is whole.
+        ``{"scheduler": scheduler}``). What was there before stays until the new checkpoint is whole.
 
         ``blocking=False`` copies what is saved and writes it while steps go on; the next save, a load and
         ``wait_for_save`` wait for it. What the disk then refuses is a warning, and raised by ``wait_for_save``.
 
         Raises:
-            CheckpointError: on every rank; what was at ``path`` has not changed.
+            CheckpointError: on every rank; what was at ``path`` has not changed. Without ``blocking`` it may be of the
+                save before.
             NonFiniteLossError: the loss of the last step, which a CUDA device had not told yet.
         """
+        self._save(path, loader, extra or {}, blocking=blocking, keep=0)
+
+    def save_in(
+        self,
+        directory: Path_,
+        *,
+        keep: int = 2,
+        loader: Stateful | None = None,
+        extra: Extra | None = None,
+        blocking: bool = True,
+    ) -> Path:
+        """``save`` as ``directory/step-00000120``, and return that path. When the checkpoint is whole, all but the
+        latest ``keep`` are removed."""
+        if keep < 1:
+            raise CheckpointError(f"keep is {keep}", where=f"{directory}", remedy="keep at least 1 checkpoint")
+        path = Path(directory) / manifest.step_name(self.step_number)
+        self._save(path, loader, extra or {}, blocking=blocking, keep=keep)
+        return path
+
+    def _save(self, path: Path_, loader: Stateful | None, extra: Extra, *, blocking: bool, keep: int) -> None:
         self._settle()
-        checkpoint.save(self, self._optimizer, path, loader, extra, blocking=blocking)
+        error = self.saver.wait()
+        path, where = same_path(path)
+        if error is not None and not isinstance(error, DiskError):
+            raise error
+        parts, state = everywhere(where, lambda: self._contents(loader, extra))
+        check_same(where, "the loader's position", repr(state["loader"]))
+        if "pp" in self.groups and state["optimizer"] is not None:
+            state["optimizer"] = optimizer_state.joined(from_every_rank(state["optimizer"]))
+        packed, share = checkpoint.packed(state), Share(parts)
+        num_bytes = share.num_bytes + len(packed) + OTHER_BYTES
+        try:
+            data = from_rank_0(lambda: told(where, lambda: manifest.begin(path, num_bytes)))
+        except DiskError as error:
+            if blocking:
+                raise
+            self.saver.fail(error, self.rank)
+            return
+        made = Manifest(
+            step=self.step_number,
+            model=self.graph.model,
+            fingerprint=self.graph.fingerprint,
+            optimizer=type(self._optimizer).__name__ if self._optimizer is not None else None,
+            torch=str(torch.__version__),
+            meshwright=__version__,
+            data=data,
+            files={},
+            tensors=checkpoint.saved_tensors(self.parameters),
+            plan=self._plan_as_data(),
+        )
+        self.saver.start(Save(path, made, share, packed, num_bytes, keep, self.saver.board), blocking=blocking)
+
+    def _contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, Part], dict[str, Any]]:
+        """This rank's tensors by their names in the checkpoint, and what is in ``trainer.pt``."""
+        checkpoint.check_finite(self.parameters)
+        parts, kept = checkpoint.model_parts(self.parameters), None
+        if self._optimizer is not None:
+            kept, more = optimizer_state.extract(self.parameters, self._optimizer)
+            parts.update(more)
+        return parts, {
+            "step": self.step_number,
+            "seed": self.seed,
+            "optimizer": plain("the optimizer", kept),
+            "loader": plain("the loader", loader.state_dict()) if loader is not None else None,
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
+            "extra": {name: plain(f"extra {name!r}", stateful.state_dict()) for name, stateful in extra.items()},
+        }
 
     def wait_for_save(self) -> None:
-        """Wait for a save with ``blocking=False``. Every rank must call it.
-
-        Raises:
-            CheckpointError: on every rank, if the last such save has failed (once); what was there before stays.
-        """
+        """Wait for a save with ``blocking=False``. A CheckpointError on every rank, once, if the last such save has
+        failed; what was there before stays."""
         if (error := self.saver.wait()) is not None:
             raise error
 
     def load(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
-        optimizer: bool = True,
+        self, path: Path_, *, loader: Stateful | None = None, extra: Extra | None = None, optimizer: bool = True
     ) -> None:
         """Continue from a checkpoint, saved under this or any other layout and number of ranks. With the same plan,
         whose amendments of that time hold again, training goes on bit by bit. ``optimizer=False`` leaves the optimizer
-        as it is. Every rank must call it.
+        as it is.
 
         Raises:
-            CheckpointError: on every rank: missing, half-written, damaged, newer, or of another model or optimizer.
-            DataError: the loader's data are not those of the saved position.
+            CheckpointError: on every rank: missing, half-written, damaged, newer, or of another model or optimizer
+                (nothing has changed); or its tensors could not be read after all.
+            DataError: the loader's data are not those of the saved position; nothing has changed.
         """
-        checkpoint.load(self, self._optimizer if optimizer else None, path, loader, extra)
+        self.saver.wait()  # its failure has been told, and what is loaded is another checkpoint
+        taker, extra = self._optimizer if optimizer else None, extra or {}
+        path, where = same_path(path)
+        found = from_rank_0(lambda: told(where, lambda: checkpoint.examined(self.parameters, path)))
+        directory = path / found.data
+        share = dict([*found.files.items()][self.rank :: self.plan.mesh.world_size])
+        everywhere(where, lambda: manifest.verify(directory, share))
+        read = (directory / TRAINER).read_bytes
+        state: dict[str, Any] = from_rank_0(lambda: told(where, lambda: checkpoint.unpacked(read())))
+        everywhere(where, lambda: checkpoint.check_state(where, self.parameters, taker, state, loader, extra))
+        if loader is not None:
+            everywhere(where, lambda: loader.load_state_dict(state["loader"]))
+        parts = checkpoint.model_parts(self.parameters)
+        if taker is None:
+            shards.read(directory, parts)
+        else:
+            states, more = optimizer_state.make_room(self.parameters, taker, state["optimizer"])
+            shards.read(directory, parts | more)
+            optimizer_state.take(self.parameters, taker, state["optimizer"], states)
+        self.losses.forget()
+        self.step_number, self.seed, self.metrics = state["step"], state["seed"], {}
+        self._take_amendments(found, where)
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state.get("loss_scale"))
+        everywhere(where, lambda: checkpoint.give_back(extra, state["extra"]))
         self._callers.accept()
-
-    def save_in(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep: int = 2,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
-        blocking: bool = True,
-    ) -> Path:
-        """``save`` as ``directory/step-00000120``, then remove all but the latest ``keep``; returns the path."""
-        self._settle()
-        return checkpoint.save_in(self, self._optimizer, directory, keep, loader, extra, blocking=blocking)
+        if self.rank == 0:
+            log.info("step %d is loaded from %s", self.step_number, where)
+            if taker is not None and loader is None and state["loader"] is not None:
+                log.warning("%s holds a position in the data that was not asked for (loader=)", where)
 
     def load_latest(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
+        self, directory: Path_, *, loader: Stateful | None = None, extra: Extra | None = None
     ) -> Path | None:
         """``load`` the latest whole checkpoint of ``save_in``, and return its path; None where none was ever finished.
 
         A damaged one is named in a warning, and the one before it is taken.
+
+        Raises:
+            CheckpointError: none is whole, or the latest whole one does not fit (see ``load``).
         """
-        path = checkpoint.load_latest(self, self._optimizer, directory, loader, extra)
-        if path is not None:
-            self._callers.accept()
-        return path
+        directory, where = same_path(directory)
+        damaged = []
+        names, written = from_rank_0(lambda: told(where, lambda: _steps_in(directory)))
+        for name in names:
+            try:
+                self.load(directory / name, loader=loader, extra=extra)
+            except DamagedCheckpointError as error:
+                damaged.append(error)
+                if self.rank == 0:
+                    log.warning("%s: %s; the one before it is tried", error.where, error.problem)
+            else:
+                return directory / name
+        if written:  # others were never finished: the run was stopped in its first save
+            problems = "".join(f"\n  {error.where}: {error.problem}" for error in damaged)
+            raise CheckpointError(
+                f"none of its {len(damaged)} checkpoints is whole:{problems}",
+                where=where,
+                remedy="restore one from a copy, or start without",
+            )
+        return None
+
+    def _take_amendments(self, found: Manifest, where: str) -> None:
+        """Take those of the saved plan, if it is this plan: they name its ranks and its algorithms."""
+        saved = msgspec.convert(found.plan.get("amendments", []), tuple[Amendment, ...])
+        if base_of(found.plan) == base_of(self._plan_as_data()):
+            self._amend(saved)
+        elif saved and self.rank == 0:
+            told_of = "; ".join(map(str, saved))
+            log.info("%s: its plan is another, whose amendments do not hold here: %s", where, told_of)
+
+    def _plan_as_data(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(files.encode_json(self.plan))
+        return data
 
     def _amend(self, amendments: tuple[Amendment, ...]) -> None:
         """Go on by the plan with these amendments, of which later ones replace earlier ones, and no others."""
@@ -126,15 +238,13 @@ class Resumable:
         amend(self.groups, self.plan.amendments)
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Whole tensors on the CPU under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``).
-
-        Every rank must call it; it loads into the plain model with ``load_state_dict``.
-        """
+        """Whole tensors on the CPU under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``). It
+        loads into the plain model with ``load_state_dict``."""
         return full_state_dict(self.parameters, all_ranks=all_ranks)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Train on from the whole tensors of a plain model's state dict, under any layout: the inverse of
-        ``full_state_dict``. Every rank must call it; rank 0's tensors count. The optimizer's state stays as it is.
+        ``full_state_dict``. Rank 0's tensors count. The optimizer's state stays as it is.
 
         ``strict=False`` leaves out names that the model does not have, and leaves alone what has no value here.
 
@@ -149,3 +259,9 @@ class Resumable:
         self.losses.settle()
         if self._offloader is not None:
             self._offloader.settle()
+
+
+def _steps_in(directory: Path) -> tuple[list[str], bool]:
+    """The names of checkpoints, the latest first, and whether one of them was ever written to its end."""
+    names = manifest.steps_in(directory)
+    return names, any((directory / name / manifest.MANIFEST).exists() for name in names)

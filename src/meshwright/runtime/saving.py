@@ -15,6 +15,7 @@ import logging
 import sys
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -62,47 +63,34 @@ class Save:
     state: bytes
     num_bytes: int
     keep: int
-    rank: int
-    num_ranks: int
     board: Board
 
     def run(self) -> MeshwrightError | None:
-        """Write, and wait for the verdict on what all ranks wrote: None, or why the checkpoint is not there.
-
-        Raises:
-            LostRankError: rank 0 does not answer.
-        """
+        """Write, and wait for the verdict on what all ranks wrote: None, or why the checkpoint is not there. A
+        LostRankError if rank 0 does not answer."""
         try:
             mine = self._write_share()
+            verdict = self._conclude(mine) if self.share.rank == 0 else None
         except BaseException:  # Ctrl-C: the others must not wait
-            mine = Report(error=CheckpointError(f"rank {self.rank} was stopped", where=f"{self.path}"))
-            self._tell(mine, mine.error)
+            stopped = CheckpointError(f"rank {self.share.rank} was stopped", where=f"{self.path}")
+            self._tell(Report(error=stopped), stopped)
             raise
-        if self.rank != 0:
-            self._tell(mine, None)
-            verdict: MeshwrightError | None = self.board.read(self._key(0), 0)
-            return verdict
-        try:
-            error = self._conclude(mine)
-        except BaseException:
-            self._tell(mine, CheckpointError("rank 0 was stopped", where=f"{self.path}"))
-            raise
-        self._tell(mine, error)
-        return error
+        self._tell(mine, verdict)
+        return verdict if self.share.rank == 0 else self.board.read(self._key(0), 0)
 
     def forget(self) -> None:
         """Take the last note away, when every rank has read it."""
-        if self.rank == 0:
+        if self.share.rank == 0:
             self.board.remove(self._key(0))
 
     def _key(self, rank: int) -> str:
         return f"{self.manifest.data}/{'report' if rank else 'verdict'} {rank}"
 
-    def _tell(self, mine: Report, error: MeshwrightError | None) -> None:
-        """This rank's note, after rank 0 has taken away what is left of a failed save."""
-        if self.rank == 0 and error is not None:
+    def _tell(self, mine: Report, verdict: MeshwrightError | None) -> None:
+        """Leave this rank's note: rank 0's is the verdict, after it has removed what is left of a failed save."""
+        if self.share.rank == 0 and verdict is not None:
             manifest.abandon(self.path, self.manifest.data)
-        self.board.post(self._key(self.rank), mine if self.rank else error)
+        self.board.post(self._key(self.share.rank), mine if self.share.rank else verdict)
 
     def _write_share(self) -> Report:
         directory = self.path / self.manifest.data
@@ -114,14 +102,14 @@ class Save:
         try:
             return told(f"{directory}", write)
         except MeshwrightError as error:
-            problem = f"tensors could not be written (rank {self.rank}: {error.problem})"
+            problem = f"tensors could not be written (rank {self.share.rank}: {error.problem})"
             return Report(error=type(error)(problem, where=f"{self.path}", remedy=error.remedy))
 
     def _conclude(self, mine: Report) -> MeshwrightError | None:
         """On rank 0: make what all ranks have written the checkpoint."""
         try:
             reports = [mine]
-            for rank in range(1, self.num_ranks):
+            for rank in range(1, self.share.num_ranks):
                 reports.append(self.board.read(self._key(rank), rank))
                 self.board.remove(self._key(rank))
             for report in reports:
@@ -160,23 +148,18 @@ class Saver:
     """The saves of a trainer, one at a time. Every rank calls the same methods in the same order."""
 
     def __init__(self) -> None:
-        self._board: Board | None = None
         self._last: Save | None = None
         self._thread: threading.Thread | None = None
         self._error: MeshwrightError | None = None
 
+    @cached_property
     def board(self) -> Board:
         """Where the ranks tell each other what became of a save."""
-        if self._board is None:
-            self._board = Board(attend())
-        return self._board
+        return Board(attend())
 
     def start(self, save: Save, *, blocking: bool) -> None:
-        """Write, in a thread unless ``blocking``. No other save is under way, and since the last one ranks have met.
-
-        Raises:
-            CheckpointError: on every rank, if ``blocking``.
-        """
+        """Write; in a thread unless ``blocking``, which raises a CheckpointError on every rank. No other save is under
+        way, and since the last one ranks have met."""
         if self._last is not None:
             self._last.forget()
         self._last = save
@@ -190,9 +173,12 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=(save,), name="saves a checkpoint", daemon=True)
         self._thread.start()
 
-    def fail(self, error: MeshwrightError) -> None:
-        """A save that does not block could not even begin: on every rank."""
+    def fail(self, error: MeshwrightError, rank: int) -> None:
+        """Keep why a save that does not block has failed, until ``wait``; rank 0 warns of it. Training goes on."""
         self._error = error
+        if rank == 0:
+            after = "; training goes on, and the next save tries again" if isinstance(error, DiskError) else ""
+            log.warning("%s: %s%s", error.where, error.problem, after)
 
     def wait(self) -> MeshwrightError | None:
         """Wait for the save under way. Returns why the last one that did not block has failed; once."""
@@ -203,19 +189,13 @@ class Saver:
 
     def _run(self, save: Save) -> None:
         try:
-            self._error = told(f"{save.path}", save.run)
+            failed = told(f"{save.path}", save.run)
         except MeshwrightError as error:
-            self._error = error
-        if self._error is not None and save.rank == 0:
-            warn(self._error)
+            failed = error
+        if failed is not None:
+            self.fail(failed, save.share.rank)
 
     def _end(self) -> None:
         """At the program's end."""
         if self._thread is not None:
             self._thread.join(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)
-
-
-def warn(error: MeshwrightError) -> None:
-    """Tell of a save that has failed while training goes on."""
-    after = "; training goes on, and the next save tries again" if isinstance(error, DiskError) else ""
-    log.warning("%s: %s%s", error.where, error.problem, after)

@@ -16,8 +16,9 @@ import itertools
 import math
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import add, sub
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,13 @@ class Part:
             strides = [math.prod(self.local[dim + 1 :]) for dim in range(len(self.local))]
             begin = sum(start * stride for start, stride in zip(chunk.starts, strides, strict=True)) - self.flat_from
             return value.view(-1).as_strided(chunk.sizes, strides, value.storage_offset() + begin)
-        for dim, (start, size) in enumerate(zip(chunk.starts, chunk.sizes, strict=True)):
-            value = value.narrow(dim, start, size)
-        return value
+        return _block(value, chunk.starts, chunk.sizes)
+
+
+def _block(value: Tensor, starts: Iterable[int], sizes: Iterable[int]) -> Tensor:
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        value = value.narrow(dim, start, size)
+    return value
 
 
 def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> list[Chunk]:
@@ -103,15 +108,10 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
             for axis, placement in placements.items()
             if isinstance(placement, Shard) and placement.dim == dim
         }
-        ranges.append(_runs(local_part(torch.arange(size), here, groups).tolist()) if here else _whole(size))
-    return [
-        Chunk(
-            offsets=tuple(offset for offset, _, _ in box),
-            starts=tuple(start for _, start, _ in box),
-            sizes=tuple(size for _, _, size in box),
-        )
-        for box in itertools.product(*ranges)
-    ]
+        whole = [(0, 0, size)] if size else []
+        ranges.append(_runs(local_part(torch.arange(size), here, groups).tolist()) if here else whole)
+    boxes = itertools.product(*ranges)
+    return [Chunk(*zip(*box, strict=True)) if box else Chunk((), (), ()) for box in boxes]
 
 
 def part_of(parameters: LocalParameters, name: str, value: Tensor) -> Part:
@@ -152,20 +152,14 @@ def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[i
 def _within(chunk: Chunk, box: tuple[tuple[int, int], ...]) -> Chunk | None:
     """What of a chunk lies in a box of the part; None where nothing does."""
     starts = tuple(max(start, begin) for start, (begin, _) in zip(chunk.starts, box, strict=True))
-    ends = [
+    ends = tuple(
         min(start + size, begin + length)
         for start, size, (begin, length) in zip(chunk.starts, chunk.sizes, box, strict=True)
-    ]
-    if any(end <= start for start, end in zip(starts, ends, strict=True)):
-        return None
-    offsets = tuple(
-        offset + start - first for offset, start, first in zip(chunk.offsets, starts, chunk.starts, strict=True)
     )
-    return Chunk(offsets, starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
-
-
-def _whole(size: int) -> list[tuple[int, int, int]]:
-    return [(0, 0, size)] if size else []
+    sizes = tuple(map(sub, ends, starts))
+    if any(size <= 0 for size in sizes):
+        return None
+    return Chunk(tuple(map(add, chunk.offsets, map(sub, starts, chunk.starts))), starts, sizes)
 
 
 def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
@@ -179,30 +173,28 @@ class Share:
     """What this rank writes of the tensors of all: of equal chunks (replicas) one rank writes one.
 
     Every rank must make it; each then writes its share without the others, and one rank writes the index.
-
-    Attributes:
-        num_bytes: of all ranks' shares, about.
+    ``num_bytes`` is about the size of all ranks' shares.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self._planner = _SavePlanner(parts)
         # Every rank computes the same plan from the same offers.
-        plans, self._metadata = self._planner.create_global_plan(from_every_rank(self._planner.create_local_plan()))
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._plans = plans
-        items = [item for plan in plans for item in plan.items]
+        offers = from_every_rank(self._planner.create_local_plan())
+        self._plans, self._metadata = self._planner.create_global_plan(offers)
+        self.rank, self.num_ranks = dist.get_rank() if dist.is_initialized() else 0, len(offers)
+        items = [item for plan in self._plans for item in plan.items]
         self.num_bytes = sum((item.tensor_storage_size() or 0) + CHUNK_OVERHEAD_BYTES for item in items)
 
     def stage(self) -> None:
         """Copy it, so that steps may go on before it is written."""
-        self._planner.stage(self._plans[self._rank])
+        self._planner.stage(self._plans[self.rank])
 
     def write(self, directory: Path) -> list[WriteResult]:
         """Write it to a directory, on the disk when this returns; for ``write_index``."""
         writer = _Writer(directory)
-        writer.set_up_storage_writer(is_coordinator=self._rank == 0)
+        writer.set_up_storage_writer(is_coordinator=self.rank == 0)
         directory.mkdir(parents=True, exist_ok=True)
-        plan = writer.prepare_global_plan(self._plans)[self._rank]
+        plan = writer.prepare_global_plan(self._plans)[self.rank]
         return list(writer.write_data(plan, self._planner).wait())
 
     def write_index(self, directory: Path, written: list[list[WriteResult]]) -> None:
@@ -216,11 +208,8 @@ def files_of(written: list[WriteResult]) -> list[str]:
 
 
 def read(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Fill the parts from what ``write`` wrote, under whatever placements; every rank must call it.
-
-    Raises:
-        CheckpointError: on every rank, if a rank could not read; parts may have been filled then.
-    """
+    """Fill the parts from what ``write`` wrote, under whatever placements; every rank must call it. A CheckpointError
+    on every rank if a rank could not read; parts may have been filled then."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -263,7 +252,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
                 index = MetadataIndex(name, chunk.offsets)
                 self._views[index] = part, chunk
                 data = TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
+                    chunk=_described(chunk),
                     properties=TensorProperties(dtype=part.value.dtype),
                     size=torch.Size(part.shape),
                 )
@@ -284,26 +273,24 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return part.view(chunk)
 
 
-class _LoadPlanner(LoadPlanner):
+class _LoadPlanner(dcp.DefaultLoadPlanner):
     """Every rank asks for its chunks, which are put together from whatever saved chunks overlap them."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
-        self._metadata: Metadata | None = None
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._metadata = metadata
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        assert self._metadata is not None
+        assert self.metadata is not None
         items: list[ReadItem] = []
         for name, part in self._parts.items():
             if not part.chunks:
                 continue
-            saved = self._metadata.state_dict_metadata.get(name)
-            wanted = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in part.chunks]
+            saved = self.metadata.state_dict_metadata.get(name)
+            wanted = [_described(chunk) for chunk in part.chunks]
             if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != part.shape:
                 raise CheckpointError(f"there is no tensor of shape {list(part.shape)}", where=name)
             found = create_read_items_for_chunk_list(name, saved, wanted)
@@ -312,25 +299,14 @@ class _LoadPlanner(LoadPlanner):
             items += found
         return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        part = self._parts[index.fqn]
+        assert index.index is not None
+        return part.view(part.chunks[index.index])
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("only tensors are written")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._parts[read_item.dest_index.fqn]
-        assert read_item.dest_index.index is not None
-        value = part.view(part.chunks[read_item.dest_index.index])
-        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            value = value.narrow(dim, start, size)
-        return value
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+def _described(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -349,23 +325,18 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        requests: dict[MetadataIndex, list[ReadItem]] = {}
+        files: dict[str, dict[MetadataIndex, list[ReadItem]]] = {}
         for item in plan.items:
-            requests.setdefault(item.storage_index, []).append(item)
-        files: dict[str, list[MetadataIndex]] = {}
-        for index in requests:
-            files.setdefault(self.storage_data[index].relative_path, []).append(index)
-        for name, indices in files.items():
+            name = self.storage_data[item.storage_index].relative_path
+            files.setdefault(name, {}).setdefault(item.storage_index, []).append(item)
+        for name, requests in files.items():
             with (Path(self.path) / name).open("rb") as file:
-                for index in sorted(indices, key=lambda one: int(self.storage_data[one].offset)):
+                for index in sorted(requests, key=lambda one: int(self.storage_data[one].offset)):
                     place = self.storage_data[index]
                     file.seek(place.offset)
                     saved = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
                     for item in requests[index]:
-                        source = saved
-                        for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                            source = source.narrow(dim, start, size)
-                        planner.resolve_tensor(item).copy_(source)
+                        planner.resolve_tensor(item).copy_(_block(saved, item.storage_offsets, item.lengths))
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -26,6 +26,11 @@ class LocalParameters:
 
     Where a parameter is whole on this rank it *is* the caller's; where it is split, the caller's becomes a meta
     tensor, so that nobody trains a stale copy.
+
+    Attributes:
+        own: this rank's parameters, or its parts of them.
+        given: the meta tensors that stand in the caller's module for parameters that are not whole here.
+        named_buffers: the buffers that this rank holds.
     """
 
     def __init__(
@@ -36,38 +41,30 @@ class LocalParameters:
             name: {axis: placement for axis, placement in plan.storage(name).items() if axis in groups}
             for name in graph.parameters
         }
-        count = groups["pp"].size if "pp" in groups else 1
-        self._owners = {
-            name: tuple(sorted({stage % count for stage in stages}))
-            for name, stages in cut(graph, plan.firsts).owners.items()
-        }
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._owners = cut(graph, plan.firsts).pipeline_owners(groups["pp"].size if "pp" in groups else 1)
+        self.own: dict[str, nn.Parameter] = {}
         self.given: dict[str, nn.Parameter] = {}
-        self._buffers: dict[str, Tensor] = {}
+        self.named_buffers: dict[str, Tensor] = {}
         parts: dict[str, nn.Parameter] = {}
         materialize(model, device, seed, lambda name, value: self._take(name, value, parts))
-        owned = dict(model.named_parameters())
+        callers = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         if groups:
             with torch.no_grad():
-                broadcast_tensors([*(one for one in owned.values() if not one.is_meta), *buffers.values()])
+                broadcast_tensors([*(value for value in callers.values() if not value.is_meta), *buffers.values()])
         for name in graph.parameters:
-            parameter = owned[name]
+            parameter = callers[name]
             if parameter.is_meta or self._take(name, parameter, parts):
-                self.given[name] = _on_meta(parameter)
+                meta = torch.empty_like(parameter, device="meta")
+                self.given[name] = SplitParameter(meta, requires_grad=parameter.requires_grad)
                 if name in parts:
-                    self._parameters[name] = parts[name]
+                    self.own[name] = parts[name]
             else:
-                if parameter.device != device:
-                    parameter.data = parameter.data.to(device)
-                self._parameters[name] = parameter
-        for name in graph.buffers:
-            if not self.holds(name):
-                continue
-            buffer = buffers[name]
-            if buffer.device != device:
-                buffer.data = buffer.data.to(device)
-            self._buffers[name] = buffer
+                self.own[name] = parameter
+        self.named_buffers.update((name, buffers[name]) for name in filter(self.holds, graph.buffers))
+        for value in (*self.own.values(), *self.named_buffers.values()):
+            if value.device != device:
+                value.data = value.data.to(device)
 
     def _take(self, name: str, parameter: nn.Parameter, parts: dict[str, nn.Parameter]) -> bool:
         """Put this rank's part of a parameter into ``parts`` (nothing where another stage has it); False where the
@@ -81,54 +78,43 @@ class LocalParameters:
 
     def take_over(self) -> None:
         """Make the caller's split parameters meta tensors, now that nothing can fail any more."""
-        owned = dict(self.model.named_parameters())
-        for name, given in self.given.items():
-            _replace(self.model, owned[name], given)
+        callers = dict(self.model.named_parameters())
+        replaced = {id(callers[name]): given for name, given in self.given.items()}
+        for module in self.model.modules():
+            for name, value in module._parameters.items():
+                module._parameters[name] = replaced.get(id(value), value)
         if any(map(self.is_sharded, self.graph.parameters)):
             self.model.register_load_state_dict_pre_hook(_refuse_loading)
         if self.given:
             log.info(
                 "%d of %d parameters are not whole on this rank; in the given module they are now meta tensors",
                 len(self.given),
-                len(owned),
+                len(callers),
             )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
+        return iter(self.own)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._parameters[name] if name in self._parameters else self._buffers[name]
+        return self.own[name] if name in self.own else self.named_buffers[name]
 
     def follow(self) -> tuple[str, ...]:
-        """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own).
-
-        Returns:
-            The names of the parameters that are trained now, on whatever rank.
-        """
+        """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own). Returns
+        the names of the parameters that are trained now, on whatever rank."""
         for name, given in self.given.items():
-            if name in self._parameters and self._parameters[name].requires_grad != given.requires_grad:
-                self._parameters[name].requires_grad_(given.requires_grad)
-        caller = {**self._parameters, **self.given}
-        return tuple(name for name in self.graph.parameters if caller[name].requires_grad)
-
-    @property
-    def own(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters or parts of them, by name."""
-        return self._parameters
+            if name in self.own and self.own[name].requires_grad != given.requires_grad:
+                self.own[name].requires_grad_(given.requires_grad)
+        callers = {**self.own, **self.given}
+        return tuple(name for name in self.graph.parameters if callers[name].requires_grad)
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that need gradients."""
-        return {name: value for name, value in self._parameters.items() if value.requires_grad}
-
-    @property
-    def named_buffers(self) -> dict[str, Tensor]:
-        """The buffers, by name."""
-        return self._buffers
+        return {name: value for name, value in self.own.items() if value.requires_grad}
 
     def values(self) -> dict[str, Tensor]:
         """The parameters, detached, in the graph's order."""
-        return {name: value.detach() for name, value in self._parameters.items()}
+        return {name: value.detach() for name, value in self.own.items()}
 
     def placements(self, name: str) -> Placements:
         """Where a parameter is split (empty: whole everywhere)."""
@@ -157,16 +143,19 @@ class LocalParameters:
     def whole(self, name: str, value: Tensor | None) -> Tensor:
         """The whole of something that lies as the parameter (or buffer) does; every rank must call it, those that do
         not hold the parameter with None."""
-        shape = self.global_shape(name)
         if value is None:
-            dtype = getattr(torch, self.graph.tensors[name].dtype)
-            result = torch.empty(shape, dtype=dtype, device=self.device)
+            result = self.empty(name)
         else:
-            result = gather_whole(value, shape, self.placements(name), self.groups)
+            result = gather_whole(value, self.global_shape(name), self.placements(name), self.groups)
             result = result.clone() if result.data_ptr() == value.data_ptr() else result
         if "pp" in self.groups:
             broadcast_along(result, self.groups["pp"], self._owners[name][0])
         return result
+
+    def empty(self, name: str) -> Tensor:
+        """Room for the whole tensor, on this rank's device."""
+        dtype = getattr(torch, self.graph.tensors[name].dtype)
+        return torch.empty(self.global_shape(name), dtype=dtype, device=self.device)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
@@ -183,28 +172,24 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
         if keep:
             found[name] = whole.cpu()
         del whole
-    if not keep:
-        return {}
-    for name, first in parameters.graph.tied.items():
-        found[name] = found[first]
-    order = [name for name in _state_names(parameters.model) if name in found]
-    return {name: found[name] for name in order}
+    tied = parameters.graph.tied
+    names = {name: tied.get(name, name) for name in parameters.model.state_dict()}
+    return {name: found[first] for name, first in names.items() if first in found}
 
 
 def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, strict: bool) -> None:
-    """The inverse of ``full_state_dict``: rank 0's whole tensors become the parameters and buffers of every rank.
+    """The inverse of ``full_state_dict``: rank 0's whole tensors become the parameters and buffers of every rank. A
+    CheckpointError on every rank if they do not fit; nothing has changed then."""
+    given: dict[str, Tensor] = {}  # filled on rank 0 alone
 
-    Raises:
-        CheckpointError: on every rank; nothing has changed.
-    """
-    names = from_rank_0(lambda: _checked(parameters, state, strict))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for name in names:
-        like = parameters.graph.tensors[name]
-        whole = torch.empty(like.shape, dtype=getattr(torch, like.dtype), device=parameters.device)
-        if rank == 0:
-            given = next(state[key] for key in _names_of(parameters, name) if key in state)
-            whole.copy_(given.detach())
+    def names_given() -> list[str]:
+        given.update(_checked(parameters, state, strict))
+        return list(given)
+
+    for name in from_rank_0(names_given):
+        whole = parameters.empty(name)
+        if name in given:
+            whole.copy_(given[name].detach())
         if parameters.groups:
             broadcast_tensors([whole])
         if parameters.holds(name):
@@ -212,50 +197,37 @@ def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, st
             parameters[name].detach().copy_(part)
 
 
-def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool) -> list[str]:
-    """The names, as the graph knows them, of the tensors that a state dict holds."""
-    wanted = {
-        key: name
-        for name in (*parameters.graph.parameters, *parameters.graph.buffers)
-        for key in _names_of(parameters, name)
-    }
-    for key in _state_names(parameters.model) if strict else ():
+def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool) -> dict[str, Tensor]:
+    """The tensors that a state dict holds, by the names that the graph has for them."""
+
+    def refused(key: str, problem: str, remedy: str) -> CheckpointError:
+        return CheckpointError(problem, where=f"state dict, {key}", remedy=remedy)
+
+    graph = parameters.graph
+    wanted = {name: name for name in (*graph.parameters, *graph.buffers)} | graph.tied
+    for key in parameters.model.state_dict() if strict else ():
         if key in wanted and key not in state:
-            raise CheckpointError(
-                "it is missing", where=f"state dict, {key}",
-                remedy="give all that full_state_dict() has, or strict=False to leave the rest as it is",
-            )  # fmt: skip
+            remedy = "give all that full_state_dict() has, or strict=False to leave the rest as it is"
+            raise refused(key, "it is missing", remedy)
     known: dict[str, Tensor] = {}
     for key, value in state.items():
         if key not in wanted:
             if strict:
-                raise CheckpointError(
-                    "the model has no such tensor", where=f"state dict, {key}",
-                    remedy="give the state dict of this model, or strict=False to leave such tensors out",
-                )  # fmt: skip
+                remedy = "give the state dict of this model, or strict=False to leave such tensors out"
+                raise refused(key, "the model has no such tensor", remedy)
             continue
         shape = parameters.global_shape(wanted[key])
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.is_meta:
             kind = f"a {type(value).__name__}"
             if isinstance(value, Tensor):
                 kind = f"{'a meta tensor ' if value.is_meta else ''}of shape {list(value.shape)}"
-            raise CheckpointError(
-                f"it is {kind}, in the model it is of shape {list(shape)}",
-                where=f"state dict, {key}",
-                remedy="give whole tensors: a plain model's state_dict(), or trainer.full_state_dict()",
-            )
+            remedy = "give whole tensors: a plain model's state_dict(), or trainer.full_state_dict()"
+            raise refused(key, f"it is {kind}, in the model it is of shape {list(shape)}", remedy)
         other = known.setdefault(wanted[key], value)
         if other is not value and not torch.equal(other, value):
-            raise CheckpointError(
-                f"it is not equal to {wanted[key]}, with which the model shares it", where=f"state dict, {key}",
-                remedy="give shared tensors the same values",
-            )  # fmt: skip
-    return list(known)
-
-
-def _names_of(parameters: LocalParameters, name: str) -> list[str]:
-    """The names under which a state dict has a tensor."""
-    return [name, *(other for other, first in parameters.graph.tied.items() if first == name)]
+            problem = f"it is not equal to {wanted[key]}, with which the model shares it"
+            raise refused(key, problem, "give shared tensors the same values")
+    return known
 
 
 def _refuse_loading(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -268,19 +240,3 @@ def _refuse_loading(module: nn.Module, state: Any, prefix: str, metadata: dict[s
             remedy="load into the trainer: trainer.load_state_dict(...) takes the same whole tensors; or load before "
             "parallelize",
         )
-
-
-def _state_names(model: nn.Module) -> list[str]:
-    return list(model.state_dict())
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    return SplitParameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-
-
-def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put ``new`` wherever the model holds ``old`` (tied parameters stay tied)."""
-    for module in model.modules():
-        for name, value in list(module._parameters.items()):
-            if value is old:
-                module._parameters[name] = new

@@ -40,8 +40,7 @@ def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
 
 
 class Step:
-    """A captured step, lowered for this rank: its stages, and the schedule by which they are run. ``inputs`` are the
-    names of the batch's tensors, in order."""
+    """A captured step, lowered for this rank: its stages, and the schedule by which they are run."""
 
     def __init__(
         self,
@@ -53,7 +52,6 @@ class Step:
         compiler: Compiler | None = None,
     ) -> None:
         graph = captured.graph
-        self.inputs = list(graph.inputs)
         scalars = {"loss": graph.loss, **graph.metrics}
         self._dtypes = {name: getattr(torch, graph.tensors[one].dtype) for name, one in scalars.items()}
         self._device = device
@@ -76,11 +74,10 @@ class Step:
             self.input_placements |= lowered.program.input_placements
         ranks = plan.mesh.group_ranks("pp", rank) if self._pipeline is not None else (rank,)
         self._shared = {
-            name: tuple(sorted({stage % self._count for stage in stages}))
-            for name, stages in divided.owners.items()
-            if name in divided.terms
+            name: owners
+            for name, owners in divided.pipeline_owners(self._count).items()
+            if name in divided.terms and len(owners) > 1 and index in owners
         }
-        self._shared = {name: owners for name, owners in self._shared.items() if len(owners) > 1 and index in owners}
         self._index, self._rank, self._ranks = index, rank, ranks
         routes = {
             (stage, kind): [self._route(stage, kind, one) for one in transfers]

@@ -28,6 +28,7 @@ from meshwright.ir.trace import Trace
 from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
+from meshwright.ops.library import mix
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import Parts, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
@@ -36,7 +37,6 @@ from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.precision import LossScale
 from meshwright.runtime.resumable import Resumable
-from meshwright.runtime.rng import step_key
 from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters
 from meshwright.runtime.steps import Step, StepResult, groups_of
@@ -99,7 +99,7 @@ class Trainer(Resumable):
         self.loss_scale = LossScale(precision, device) if precision in LOW else None
         self._callers = CallersTensors(self.parameters)
         self._leaves = captured.traced.leaves
-        self._parts = Parts(self._leaves, list(self._leaves.tensors), lowered.input_placements, self.groups)
+        self._parts = Parts(self._leaves, lowered.input_placements, self.groups)
         key = self._key(self._leaves, local=False, training=True)
         self._lowered: list[tuple[Hashable, Guard, Step]] = [(key, Guard(model, True, captured.reads), lowered)]
         self._compared: set[Hashable] = set()
@@ -134,11 +134,7 @@ class Trainer(Resumable):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer over this rank's parameters.
-
-        Raises:
-            OptimizerError: the trainer was made without one.
-        """
+        """The user's optimizer over this rank's parameters; an OptimizerError if the trainer was made without one."""
         if self._optimizer is None:
             raise OptimizerError(
                 "this trainer has no optimizer",
@@ -265,15 +261,12 @@ class Trainer(Resumable):
             self.parameters.values(),
             self.parameters.named_buffers,
             inputs,
-            lambda microbatch: step_key(self.seed, self.step_number, microbatch),
+            lambda microbatch: mix(self.seed, self.step_number, microbatch),
         )
 
     def _trained(self) -> tuple[str, ...]:
-        """The names of the parameters that are not frozen (any more).
-
-        Raises:
-            OptimizerError: one was frozen when the optimizer was made, which therefore does not have it.
-        """
+        """The names of the parameters that are not frozen (any more). An OptimizerError if one was frozen when the
+        optimizer was made, which therefore does not have it."""
         names = self.parameters.follow()
         if self._names_trained != names:
             known = {id(value) for group in self.optimizer.param_groups for value in group["params"]}

@@ -91,11 +91,8 @@ def eager_steps(
     max_grad_norm: float | None,
     progress: Progress,
 ) -> Record:
-    """The same steps of a plain model in one process: the oracle.
-
-    Raises:
-        CaptureError: the model draws random numbers, so that two runs cannot be compared.
-    """
+    """The same steps of a plain model in one process: the oracle. A CaptureError if the model draws random numbers, so
+    that two runs cannot be compared."""
     model.train()
     _check_deterministic(model, loss_fn, batch)
     record = Record()
