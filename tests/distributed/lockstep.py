@@ -37,7 +37,8 @@ from meshwright.lower.local import Emitter, LocalCall
 from meshwright.lower.stage import lower_stage
 from meshwright.ops import collectives, ring
 from meshwright.ops.base import Call, OperatorRule, Unsplit
-from meshwright.ops.experts import Exchange, across, across_backward
+from meshwright.ops.collectives import Exchange
+from meshwright.ops.experts import across, across_backward
 from meshwright.ops.ring import Shift
 from meshwright.ops.table import operator_rule
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import OWN, Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, make_rule
-from meshwright.ops.halo import SPACE
+from meshwright.ops.base import Call, Local, OperatorRule, Value, emit_unchanged, make_rule
 from meshwright.ops.normalization import all_reduced, norm_flops, spatial, split_factors, wanted
+from meshwright.ops.space import SPACE
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ def batch_norm_local(local: Local) -> Any:
 
 def _batch_norm(local: Local) -> Any:
     if not split_factors(local, _BATCH):
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     stats = local.target is aten._native_batch_norm_legit_functional.default
     source, weight, bias = local.args[:3]
     momentum, eps = local.args[-2:]
@@ -161,7 +161,7 @@ def batch_norm_backward_local(local: Local) -> Any:
     grad, source, weight, running_mean, running_var, mean, scale, train, eps, mask = local.args
     split = split_factors(local, _BATCH)
     if not split or not train:
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     # with the statistics of all shards, the vectors' gradients are this shard's terms of the sums
     terms = local.call(local.target, grad, source, weight, None, None, mean, scale, True, eps, [False, True, True])
     both = [local.call(operator.getitem, terms, index) for index in (2, 1)]

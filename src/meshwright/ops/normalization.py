@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule, narrowed, wide_dtype, widened
-from meshwright.ops.halo import SPACE
+from meshwright.ops.base import (
+    Call,
+    Local,
+    OperatorRule,
+    Value,
+    emit_unchanged,
+    make_rule,
+    narrowed,
+    wide_dtype,
+    widened,
+)
+from meshwright.ops.patterns import letters
+from meshwright.ops.space import SPACE
 
 aten = torch.ops.aten
 
@@ -41,7 +52,7 @@ def layer_norm_rule(call: Call) -> Rule:
 def layer_norm_local(local: Local) -> Any:
     split = split_factors(local, [f"k{index}" for index in range(len(local.args[1]))])
     if not split:
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     source, shape, weight, bias, eps = local.args
     source = widened(local, source)
     mean = _mean(local, source, shape, split)
@@ -86,7 +97,7 @@ def layer_norm_backward_rule(call: Call) -> Rule:
 def layer_norm_backward_local(local: Local) -> Any:
     split = split_factors(local, [f"k{index}" for index in range(len(local.args[2]))])
     if not split:
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     grad, source, shape, mean, scale, weight, _, mask = local.args
     grad, source = widened(local, grad), widened(local, source)
     normal = local.call(aten.mul.Tensor, local.call(aten.sub.Tensor, source, mean), scale)

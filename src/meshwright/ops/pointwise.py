@@ -7,6 +7,7 @@ from torch import Tensor
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, elementwise_flops, make_rule
+from meshwright.ops.patterns import aligned, named, operand
 
 aten = torch.ops.aten
 
@@ -69,18 +70,13 @@ def carets(call: Call) -> list[int]:
 
 def pointwise_rule(call: Call) -> Rule:
     """Dims aligned from the right; a dim of size 1 that is broadcast cannot be split."""
-    output = call.outputs[0]
-    names = [f"_{index}" if size != 1 else "1" for index, size in enumerate(output.shape)]
-    operands = []
-    for tensor, linear in zip(call.tensors, carets(call), strict=True):
-        offset = output.dim() - tensor.dim()
-        dims = [
-            names[offset + index] if size == output.shape[offset + index] else "1"
-            for index, size in enumerate(tensor.shape)
-        ]
-        operands.append("^" * linear + (" ".join(dims) or "."))
-    right = " ".join(names) or "."
-    return make_rule(call, f"{', '.join(operands)} -> {', '.join([right] * len(call.outputs))}")
+    shape = call.outputs[0].shape
+    names = named(shape)
+    operands = [
+        "^" * linear + operand(aligned(names, shape, tensor.shape))
+        for tensor, linear in zip(call.tensors, carets(call), strict=True)
+    ]
+    return make_rule(call, f"{', '.join(operands)} -> {', '.join([operand(names)] * len(call.outputs))}")
 
 
 POINTWISE = OperatorRule(rule=pointwise_rule, flops=elementwise_flops)
