@@ -1,6 +1,6 @@
 """Operators that move elements without computing: views, permutations, slices, joins."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, count, pairwise
 from operator import mul
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, arguments, make_rule
 from meshwright.ops.patterns import aligned, letters, named, normalize_dim, operand
 
 aten = torch.ops.aten
@@ -41,29 +41,18 @@ def common_factors(left: list[int], right: list[int]) -> tuple[list[list[str]], 
     return *names, sizes
 
 
+_EMPTY = 2**61 - 1
+"""A prime that stands for a size of 0: products of sizes then still tell where runs of dims end."""
+
+
 def _spans(left: list[int], right: list[int]) -> Iterator[tuple[range, range]]:
-    """The shortest runs of dims on both sides that have equally many elements; dims of size 1 may lie between them."""
-    i = j = 0
-    while i < len(left) or j < len(right):
-        if i < len(left) and left[i] == 1 and (j >= len(right) or right[j] != 1):
-            i += 1
-            continue
-        if j < len(right) and right[j] == 1 and (i >= len(left) or left[i] != 1):
-            j += 1
-            continue
-        if i >= len(left) or j >= len(right):
-            break
-        start_i, start_j = i, j
-        product_left, product_right = left[i], right[j]
-        while product_left != product_right:
-            if product_left < product_right:
-                i += 1
-                product_left *= left[i]
-            else:
-                j += 1
-                product_right *= right[j]
-        i, j = i + 1, j + 1
-        yield range(start_i, i), range(start_j, j)
+    """The shortest runs of dims on both sides that have equally many elements, without dims of size 1 around them."""
+    one, two = (list(accumulate((size or _EMPTY for size in shape), mul)) for shape in (left, right))
+    for before, reached in pairwise(sorted({1, *one} & {1, *two})):
+        yield (
+            range(bisect_right(one, before), bisect_left(one, reached) + 1),
+            range(bisect_right(two, before), bisect_left(two, reached) + 1),
+        )
 
 
 def _dims_text(names: list[list[str]], shape: list[int]) -> str:
@@ -185,8 +174,7 @@ def split_rule(call: Call) -> Rule:
 
 
 def split_local(local: Local) -> Any:
-    rank = len(local.shape())
-    dim = normalize_dim(local.args[2] if len(local.args) > 2 else local.kwargs.get("dim", 0), rank)
+    dim = normalize_dim(arguments(local)["dim"], len(local.shape()))
     if isinstance(local.args[1], int):
         return local.call(local.target, local.args[0], local.shape()[dim], dim)
     sizes = [local.shape(index)[dim] for index in range(len(local.args[1]))]
