@@ -1,9 +1,10 @@
 """Traces one whole training step (forward, loss, backward) of an unmodified model into ATen operators."""
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -50,6 +51,14 @@ class Traced:
     @property
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))
+
+    def results(self) -> tuple[list[fx.Node], dict[str, fx.Node | None], dict[str, fx.Node]]:
+        """(the loss and the metrics; by differentiable parameter its gradient, None where the loss does not depend on
+        it; by buffer what the step leaves there)."""
+        nodes: Iterator[Any] = iter(cast(list[Any], self.graph.output_node().args[0]))
+        scalars = list(islice(nodes, 1 + len(self.metrics)))
+        gradients = dict(zip(self.differentiable, islice(nodes, len(self.differentiable)), strict=True))
+        return scalars, gradients, dict(zip(self.buffers, nodes, strict=True))
 
 
 class _Step(nn.Module):
@@ -249,36 +258,25 @@ def _described(value: Any) -> str:
 
 
 def _not_traceable(error: Exception, provenance: Provenance) -> CaptureError:
-    place = ""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        line = user_line(frame.filename, frame.lineno)
-        if line is not None:
-            place = line
-            break
-    module = provenance.module or "(model)"
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    kind = type(error).__name__
-    if (
-        "DataDependent" in kind
-        or "data-dependent" in str(error)
-        or "_local_scalar_dense" in str(error)
-        or "GuardOn" in kind
-    ):
-        return CaptureError(
-            f"data-dependent control flow: the step asks for the value of a tensor ({first})",
-            where=f"module {module}, {place or provenance.source}",
-            remedy="replace the branch on a tensor's value by torch.where and .item() by the tensor itself, or move it "
-            "out of the model",
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    lines = filter(None, (user_line(frame.filename, frame.lineno) for frame in frames))
+    kind, text = type(error).__name__, str(error)
+    first = next(iter(text.strip().splitlines()), kind)
+    asks_values = "DataDependent" in kind or "data-dependent" in text or "_local_scalar_dense" in text
+    if asks_values or "GuardOn" in kind:
+        what = f"data-dependent control flow: the step asks for the value of a tensor ({first})"
+        remedy = (
+            "replace the branch on a tensor's value by torch.where and .item() by the tensor itself, or move it out of "
+            "the model"
         )
-    if kind == "DynamicOutputShapeException":
-        return CaptureError(
-            f"the shape of a tensor depends on values ({first})",
-            where=f"module {module}, {place or provenance.source}",
-            remedy="keep every element and weigh it (torch.where, a mask that is multiplied, ignore_index) instead of "
-            "taking some by a mask",
+    elif kind == "DynamicOutputShapeException":
+        what = f"the shape of a tensor depends on values ({first})"
+        remedy = (
+            "keep every element and weigh it (torch.where, a mask that is multiplied, ignore_index) instead of taking "
+            "some by a mask"
         )
-    return CaptureError(
-        f"the step cannot be traced: {kind}: {first}",
-        where=f"module {module}, {place or provenance.source}",
-        remedy="check that loss_fn(model, batch) runs in plain PyTorch; operators must work on fake tensors",
-    )
+    else:
+        what = f"the step cannot be traced: {kind}: {first}"
+        remedy = "check that loss_fn(model, batch) runs in plain PyTorch; operators must work on fake tensors"
+    where = f"module {provenance.module or '(model)'}, {next(lines, provenance.source)}"
+    return CaptureError(what, where=where, remedy=remedy)

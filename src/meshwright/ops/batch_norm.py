@@ -64,8 +64,9 @@ _BATCH = "nzyx"
 
 
 def batch_norm_local(local: Local) -> Any:
-    result = _batch_norm(local)
-    if not local.is_split(OWN) or local.target is not aten._native_batch_norm_legit_functional.default:
+    updates = local.target is aten._native_batch_norm_legit_functional.default
+    result = _over_shards(local, updates) if split_factors(local, _BATCH) else emit_unchanged(local)
+    if not local.is_split(OWN) or not updates:
         return result
     image, mean, scale, *running = (
         result if isinstance(result, tuple) else (local.call(operator.getitem, result, index) for index in range(5))
@@ -74,23 +75,20 @@ def batch_norm_local(local: Local) -> Any:
     return image, mean, scale, *(local.call(aten.mul.Tensor, one, 1 / parts) for one in running)
 
 
-def _batch_norm(local: Local) -> Any:
-    if not split_factors(local, _BATCH):
-        return emit_unchanged(local)
-    stats = local.target is aten._native_batch_norm_legit_functional.default
+def _over_shards(local: Local, updates: bool) -> tuple[Value, ...]:
+    """By statistics of all shards; ``updates``: with the running ones that they become."""
     source, weight, bias = local.args[:3]
     momentum, eps = local.args[-2:]
     mean, variance = _merged_statistics(local, source)
     scale = local.call(aten.rsqrt.default, local.call(aten.add.Tensor, variance, eps))
-    output = local.call(
-        aten._native_batch_norm_legit_no_training.default, source, weight, bias, mean, variance, momentum, eps
-    )
+    given = aten._native_batch_norm_legit_no_training.default
+    output = local.call(given, source, weight, bias, mean, variance, momentum, eps)
     result = [local.call(operator.getitem, output, 0), mean, scale]
-    if stats:
+    if updates:
         count = _count(local)
         unbiased = local.call(aten.mul.Tensor, variance, count / max(count - 1, 1))
-        for running, new in ((local.args[3], mean), (local.args[4], unbiased)):
-            result.append(local.call(aten.lerp.Scalar, running, new, momentum))
+        pairs = (local.args[3], mean), (local.args[4], unbiased)
+        result += [local.call(aten.lerp.Scalar, running, new, momentum) for running, new in pairs]
     return tuple(result)
 
 

@@ -43,11 +43,11 @@ def _filled_scalar(value: Any) -> Any:
     """Canonical forms of ones_like and its like for a scalar, of which they take no value: then the gradient of the
     loss does not wait for the loss."""
 
-    def full(self: Tensor, *rest: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        if self.dim():
-            return NotImplemented  # the dims say what can be split
-        fill = rest[0] if value is None else value
-        return aten.full.default([], fill, dtype=dtype or self.dtype, device=device or self.device)
+    filled = _filled(value)
+
+    def full(self: Tensor, *rest: Any, **options: Any) -> Any:
+        # the dims say what can be split
+        return NotImplemented if self.dim() else filled(self, [], *rest, **options)
 
     return full
 

@@ -186,30 +186,16 @@ def experts(tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Te
     return result
 
 
-def _names(call: Call, up: int, down: int) -> tuple[str, str]:
-    gated = call.tensors[up].shape[1] == 2 * call.tensors[down].shape[2]
-    return ("e (2 f) !k" if gated else "e f !k"), "e o f"
-
-
 def experts_rule(call: Call) -> Rule:
-    """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: what other experts, slots or features add is on other ranks."""
-    up, down = _names(call, 3, 4)
-    return make_rule(
-        call, f"t !k, t a, ^t a, {up}, ^^{down} -> t o", decompositions={"te": "all_to_all"},
-        joint={"te": ("t", "e")}, equal=("te",),
-    )  # fmt: skip
+    """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: what other experts, slots or features add is on other ranks.
 
-
-def experts_backward_rule(call: Call) -> Rule:
-    """Linear in the gradient; what is split in one result is a sum in the others."""
-    up, down = _names(call, 4, 5)
-    return make_rule(
-        call,
-        f"^t o, t !k, t a, t a, {up}, {down} -> t !k, t a, {up}, {down}",
-        decompositions={"te": "all_to_all"},
-        joint={"te": ("t", "e")},
-        equal=("te",),
-    )
+    The gradients are linear in that of the result; what is split in one of them is a sum in the others."""
+    gated = call.tensors[-2].shape[1] == 2 * call.tensors[-1].shape[2]
+    up, down = ("e (2 f) !k" if gated else "e f !k"), "e o f"
+    pattern = f"t !k, t a, ^t a, {up}, ^^{down} -> t o"
+    if call.target is ours.experts_backward.default:
+        pattern = f"^t o, t !k, t a, t a, {up}, {down} -> t !k, t a, {up}, {down}"
+    return make_rule(call, pattern, decompositions={"te": "all_to_all"}, joint={"te": ("t", "e")}, equal=("te",))
 
 
 def experts_local(local: Local) -> Any:
@@ -246,5 +232,5 @@ def _flops(products: int) -> Callable[[Call, Rule | None], float]:
 
 RULES = {
     ours.experts.default: OperatorRule(experts_rule, experts_local, _flops(1), frozenset("e")),
-    ours.experts_backward.default: OperatorRule(experts_backward_rule, experts_local, _flops(2), frozenset("e")),
+    ours.experts_backward.default: OperatorRule(experts_rule, experts_local, _flops(2), frozenset("e")),
 }

@@ -6,7 +6,7 @@ there. Adaptive windows never lie over two parts where the parts' sizes are whol
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -90,11 +90,20 @@ class _Pool:
         return True
 
 
-def max_pool_local(local: Local) -> Any:
-    settings = _Pool.of(local)
-    sides = split_sides(local, len(settings.kernel))
-    if not sides:
-        return emit_unchanged(local)
+def _where_split(emit: Callable[[Local, _Pool, list[Side]], Any]) -> Callable[[Local], Any]:
+    """The rewrite of a pooling whose spatial dims are split here; else it runs as it is. Positions of maxima are others
+    on a part even where windows are single rows."""
+
+    def rewrite(local: Local) -> Any:
+        settings = _Pool.of(local)
+        maxima = "max" in str(local.target)
+        sides = split_sides(local, len(settings.kernel), () if maxima else settings.windows)
+        return emit(local, settings, sides) if sides else emit_unchanged(local)
+
+    return rewrite
+
+
+def _max_pool(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     source = fetch(local, local.args[0], sides, settings.windows, -math.inf)
     call = local.call(local.target, source, *settings.maxima(sides))
     found, indices = (local.call(operator.getitem, call, index) for index in (0, 1))
@@ -102,11 +111,7 @@ def max_pool_local(local: Local) -> Any:
     return found, here.outwards(local, indices)
 
 
-def max_pool_backward_local(local: Local) -> Any:
-    settings = _Pool.of(local)
-    sides = split_sides(local, len(settings.kernel))
-    if not sides:
-        return emit_unchanged(local)
+def _max_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     grad, shape = local.args[0], local.shape()
     here = _Place.of(local, shape, sides, settings.windows)
     like = local.call(aten.new_empty.default, grad, here.shape(shape))
@@ -186,21 +191,13 @@ def _floor(local: Local, value: Value, by: int) -> Value:
     return local.call(aten.div.Tensor_mode, value, by, rounding_mode="floor")
 
 
-def avg_pool_local(local: Local) -> Any:
-    settings = _Pool.of(local)
-    sides = split_sides(local, len(settings.kernel), settings.windows)
-    if not sides:
-        return emit_unchanged(local)
+def _avg_pool(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     source = fetch(local, local.args[0], sides, settings.windows)
     result = local.call(local.target, source, *settings.averages(sides))
     return _divided(local, result, settings, sides, local.input_shape(0), local.shape())
 
 
-def avg_pool_backward_local(local: Local) -> Any:
-    settings = _Pool.of(local)
-    sides = split_sides(local, len(settings.kernel), settings.windows)
-    if not sides:
-        return emit_unchanged(local)
+def _avg_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     grad = _divided(local, local.args[0], settings, sides, local.shape(), local.input_shape(0))
     shape = local.shape()
     for side in sides:
@@ -268,10 +265,10 @@ def adaptive_max_backward_local(local: Local) -> Any:
     return local.call(local.target, grad, source, indices)
 
 
-_MAX = OperatorRule(pool_rule, max_pool_local, largest_flops)
-_MAX_BACKWARD = OperatorRule(pool_rule, max_pool_backward_local, largest_flops)
-_AVG = OperatorRule(pool_rule, avg_pool_local, largest_flops)
-_AVG_BACKWARD = OperatorRule(pool_rule, avg_pool_backward_local, largest_flops)
+_MAX = OperatorRule(pool_rule, _where_split(_max_pool), largest_flops)
+_MAX_BACKWARD = OperatorRule(pool_rule, _where_split(_max_pool_backward), largest_flops)
+_AVG = OperatorRule(pool_rule, _where_split(_avg_pool), largest_flops)
+_AVG_BACKWARD = OperatorRule(pool_rule, _where_split(_avg_pool_backward), largest_flops)
 _ADAPTIVE = OperatorRule(pool_rule, adaptive_local, largest_flops)
 _ADAPTIVE_MAX_BACKWARD = OperatorRule(pool_rule, adaptive_max_backward_local, largest_flops)
 _ADAPTIVE_AVG_BACKWARD = OperatorRule(pool_rule, flops=largest_flops)
