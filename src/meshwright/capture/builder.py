@@ -372,14 +372,8 @@ class _Builder:
 def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """Tensor inputs in order of appearance, repeated ones as often as they appear."""
     found: list[fx.Node] = []
-
-    def note(item: fx.Node) -> fx.Node:
-        if isinstance(item.meta.get("val"), Tensor):
-            found.append(item)
-        return item
-
-    torch.fx.map_arg((node.args, node.kwargs), note)
-    return found
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return [item for item in found if isinstance(item.meta.get("val"), Tensor)]
 
 
 def _short(target: Any) -> str:

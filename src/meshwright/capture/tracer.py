@@ -123,22 +123,18 @@ def trace(
     refusals.hooks(model, parameters)
     check_masters(precision, parameters)
     wanted = [name for name, value in parameters.items() if value.requires_grad] if training else []
-    scaled = is_scaled(precision) and bool(wanted)
     provenance = Provenance(model)
     metrics: list[str] = []
+    values, states = ({name: fake(value) for name, value in each.items()} for each in (parameters, buffers))
+    inputs = {name: fake(value, resize=True) for name, value in leaves.tensors.items()}
+    scale = {LOSS_SCALE: fake(torch.empty(()))} if is_scaled(precision) and wanted else {}
 
-    def run(
-        values: list[Tensor], states: list[Tensor], inputs: list[Tensor], scale: list[Tensor]
-    ) -> list[Tensor | None]:
-        weights = {
-            name: value.detach().requires_grad_(name in wanted) for name, value in zip(parameters, values, strict=True)
-        }
-        every = {**weights, **dict(zip(buffers, states, strict=True))}
+    def run() -> list[Tensor | None]:
+        weights = {name: value.detach().requires_grad_(name in wanted) for name, value in values.items()}
+        given = {f"model.{name}": value for name, value in (weights | states).items()}
         attention = Attention()
         with _Watch(provenance, attention), attention.everywhere(), provenance.forward(), computing_in(precision):
-            result, after = torch.func.functional_call(
-                step, {f"model.{name}": value for name, value in every.items()}, (leaves.with_tensors(inputs),)
-            )
+            result, after = torch.func.functional_call(step, given, (leaves.with_tensors(list(inputs.values())),))
         loss, extra = _loss_and_metrics(result)
         # micro-batches and ranks add up their terms in float32
         loss, *others = (value.to(wide_dtype(value.dtype)) for value in (loss, *extra.values()))
@@ -151,26 +147,21 @@ def trace(
                 )
             provenance.follow_backward(loss)
             of = [weights[name] for name in wanted]
-            gradients = torch.autograd.grad(loss, of, scale or None, allow_unused=True)
-        updates = refusals.updated(dict(zip(buffers, states, strict=True)), after)
+            gradients = torch.autograd.grad(loss, of, list(scale.values()) or None, allow_unused=True)
+        updates = refusals.updated(states, after)
         return [loss.detach(), *(value.detach() for value in others), *gradients, *updates]
 
     draws = refusals.Draws()
     modes = [(part, part.training) for part in model.modules()]
-    values = [
-        [fake(value) for value in parameters.values()],
-        [fake(value) for value in buffers.values()],
-        [fake(value, resize=True) for value in leaves.tensors.values()],
-        [fake(torch.empty(()))] if scaled else [],
-    ]
-    recorder = Recorder([tensor for group in values for tensor in group], provenance.here, rewrites)
+    placeholders = [*values.values(), *states.values(), *inputs.values(), *scale.values()]
+    recorder = Recorder(placeholders, provenance.here, rewrites)
     cached_casts = torch.is_autocast_cache_enabled()
     try:
         if model.training != training:  # modules that the user has set apart from the model stay as they are
             model.train(training)
         torch.set_autocast_cache_enabled(False)
         with mode, nothing_recomputed(), one_operator(), recorder:
-            results = run(*values)
+            results = run()
         recorder.returns(results)
     except CaptureError:
         raise
@@ -186,7 +177,7 @@ def trace(
         recorder.mutates,
         parameters=list(parameters),
         buffers=list(buffers),
-        inputs=[*leaves.tensors, *([LOSS_SCALE] if scaled else [])],
+        inputs=[*inputs, *scale],
         leaves=leaves.without_values(),
         metrics=metrics,
         differentiable=wanted,

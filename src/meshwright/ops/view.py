@@ -86,14 +86,6 @@ def permute_rule(call: Call) -> Rule:
     return make_rule(call, f"^{operand(names)} -> {operand([names[dim] for dim in order])}")
 
 
-def unsqueeze_rule(call: Call) -> Rule:
-    """Dims of size 1 that come or go."""
-    names = named(call.tensors[0].shape)
-    kept = iter(name for name in names if name != "1")
-    right = ["1" if size == 1 else next(kept) for size in call.outputs[0].shape]
-    return make_rule(call, f"^{operand(names)} -> {operand(right)}")
-
-
 def expand_rule(call: Call) -> Rule:
     """``b 1 k -> b s k``: the new factor can be split, it costs nothing."""
     shape = call.outputs[0].shape
@@ -257,7 +249,6 @@ def positions_rule(call: Call) -> Rule:
 
 _VIEW = OperatorRule(view_rule, view_local)
 _PERMUTE = OperatorRule(permute_rule)
-_SQUEEZE = OperatorRule(unsqueeze_rule, view_local)
 _SELECT = OperatorRule(select_rule)
 _SPLIT = OperatorRule(split_rule, split_local)
 _SCATTER_BACK = OperatorRule(scatter_back_rule, scatter_back_local)
@@ -267,8 +258,8 @@ _POSITIONS = OperatorRule(positions_rule)
 RULES = {
     **dict.fromkeys([aten.view.default, aten._unsafe_view.default, aten.reshape.default], _VIEW),
     **dict.fromkeys([aten.t.default, aten.transpose.int, aten.permute.default], _PERMUTE),
-    aten.unsqueeze.default: OperatorRule(unsqueeze_rule),
-    **dict.fromkeys([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], _SQUEEZE),
+    aten.unsqueeze.default: OperatorRule(view_rule),
+    **dict.fromkeys([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], _VIEW),
     aten.expand.default: OperatorRule(expand_rule, expand_local),
     aten.slice.Tensor: OperatorRule(slice_rule),
     **dict.fromkeys([aten.select.int, aten.unbind.int], _SELECT),
