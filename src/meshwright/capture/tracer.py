@@ -208,13 +208,9 @@ class Hooks:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Further names of shared parameters and buffers, each with the name that stands for it."""
     first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, value in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        if id(value) in first:
-            tied[name] = first[id(value)]
-        else:
-            first[id(value)] = name
-    return tied
+    named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+    names = ((name, first.setdefault(id(value), name)) for name, value in named)
+    return {name: other for name, other in names if name != other}
 
 
 def _loss_and_metrics(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -30,12 +30,6 @@ class Call:
         """The tensor inputs, in order of appearance."""
         return list(_tensors_in((self.args, self.kwargs)))
 
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or by name."""
-        if position < len(self.args):
-            return self.args[position]
-        return self.kwargs.get(name, default)
-
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):

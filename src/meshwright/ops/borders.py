@@ -96,22 +96,25 @@ class Borders:
             return local.call(operator.getitem, made, 0)
 
         strips = []
-        if self.top:
-            made = gradient(self._rows(grad, 0, self.top), window.rows(self.top), rest)
-            strips.append(local.call(aten.slice.Tensor, made, dim, 0, self.before))
-        if self.bottom:
-            rows = window.rows(self.bottom)
-            made = gradient(self._rows(grad, self.made - self.bottom, self.bottom), rows, rest)
-            strips.append(local.call(aten.slice.Tensor, made, dim, rows - self.after, rows))
+        for start, count, (low, high) in self._edges:
+            if count:
+                made = gradient(self._rows(grad, start, count), window.rows(count), rest)
+                strips.append(self._rows(made, low, high - low))
         started = local.halo_return(strips, self.side.factor, dim, self.side.image, self.ranges)
         rows = self.made * window.stride
         own = gradient(grad, rows, self._padded(rest))
         come = local.call(collectives.WAIT, started)
         for first, count, start in ((0, self.after, 0), (self.after, self.before, rows - self.before)):
             if count:
-                term = local.call(aten.slice.Tensor, come, dim, first, first + count)
-                own = local.call(collectives.ADD_ROWS, own, term, dim, start)
+                own = local.call(collectives.ADD_ROWS, own, self._rows(come, first, count), dim, start)
         return own
+
+    @property
+    def _edges(self) -> tuple[tuple[int, int, Rows], ...]:
+        """The rows made that read the halo before, and after: the first, how many, and where the halo lies among the
+        rows that they read."""
+        last = self.window.rows(self.bottom)
+        return (0, self.top, (0, self.before)), (self.made - self.bottom, self.bottom, (last - self.after, last))
 
     def _begun(self, source: Value) -> Any:
         begun = self.local.halo_begin(source, self.side.factor, self.side.dim, self.side.image, self.ranges)
@@ -122,13 +125,9 @@ class Borders:
         """The halo before and after, each with zeros in place of own rows: with the first row made of it, and how many
         there are."""
         local, dim, found = self.local, self.side.dim, []
-        above, below = local.halo_end(begun)
-        for strip, start, count, halo in (
-            (above, 0, self.top, self.before), (below, self.made - self.bottom, self.bottom, self.after),
-        ):  # fmt: skip
+        for strip, (start, count, (low, high)) in zip(local.halo_end(begun), self._edges, strict=True):
             if count:
-                zeros = self.window.rows(count) - halo
-                padding = [0, 0] * (-dim - 1) + ([0, zeros] if strip is above else [zeros, 0])
+                padding = [0, 0] * (-dim - 1) + [low, self.window.rows(count) - high]
                 found.append((local.call(aten.constant_pad_nd.default, strip, padding, 0.0), start, count))
         return found
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Unsplit, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, Unsplit, arguments, make_rule
 from meshwright.ops.patterns import aligned, letters, normalize_dim, operand
 
 aten = torch.ops.aten
@@ -71,7 +71,7 @@ def index_put_rule(call: Call) -> Rule | Unsplit:
     if patterns is None:
         return _NO_PATTERN
     source, indices, taken, sizes = patterns
-    if not call.argument(3, "accumulate", False):
+    if not arguments(call)["accumulate"]:
         taken, indices = ([name.replace("i", "!i") for name in names] for names in (taken, indices))
     values = operand(aligned(taken, sizes, call.args[2].shape))
     return make_rule(call, f"^{source}, {', '.join(indices)}, ^{values} -> {source}")

@@ -138,7 +138,7 @@ def group_norm_rule(call: Call) -> Rule:
 def group_norm_local(local: Local) -> Any:
     source, weight, bias = local.args[:3]
     source = local.call(aten.contiguous.default, source)
-    split, sizes = _space_split(local), _group_sizes(local)
+    split, sizes = split_factors(local, SPACE[3]), _group_sizes(local)
     if not split:
         return local.call(local.target, source, weight, bias, *sizes, local.args[7])
     samples, channels, points, groups = sizes
@@ -176,7 +176,7 @@ def group_norm_backward_rule(call: Call) -> Rule:
 def group_norm_backward_local(local: Local) -> Any:
     grad, source, mean, scale, weight = local.args[:5]
     grad, source = (local.call(aten.contiguous.default, value) for value in (grad, source))
-    split, sizes, mask = _space_split(local), _group_sizes(local), local.args[9]
+    split, sizes, mask = split_factors(local, SPACE[3]), _group_sizes(local), local.args[9]
     if not split:
         return local.call(local.target, grad, source, mean, scale, weight, *sizes, mask)
     samples, channels, points, groups = sizes
@@ -213,10 +213,6 @@ def group_norm_backward_local(local: Local) -> Any:
 
 def _times(local: Local, value: Value, factor: Value | None) -> Value:
     return value if factor is None else local.call(aten.mul.Tensor, value, factor)
-
-
-def _space_split(local: Local) -> list[str]:
-    return split_factors(local, "zyx")
 
 
 def _group_sizes(local: Local) -> tuple[int, int, int, int]:

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def pool_rule(call: Call) -> Rule:
-    """``n c ~y ~x -> n c ~y1 ~x1``, of maxima also where they are in the whole image; gradients go back there.
+    """``n c ~y ~x -> n c ~y1 ~x1``; maxima come with their places in the whole image, and gradients go back.
 
     Adaptive windows are a part's own, where a part has whole numbers of rows on both sides."""
     maxima, adaptive, rank = "max" in str(call.target), "adaptive" in str(call.target), space_rank(call.target)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Target, emit_unchanged, make_rule, wide_dtype
+from meshwright.ops.base import Call, Local, OperatorRule, Target, arguments, emit_unchanged, make_rule, wide_dtype
 from meshwright.ops.patterns import letters, normalize_dim, operand
 
 aten = torch.ops.aten
@@ -17,14 +17,10 @@ aten = torch.ops.aten
 _EXTREMA: dict[Target, str] = {
     aten.amax.default: "max", aten.max.default: "max", aten.amin.default: "min", aten.min.default: "min",
 }  # fmt: skip
-_WHOLE: frozenset[Target] = frozenset({aten.sum.default, aten.max.default, aten.min.default, aten.prod.default})
 
 
 def _reduced_dims(call: Call) -> list[int]:
-    rank = call.tensors[0].dim()
-    if call.target in _WHOLE:
-        return list(range(rank))
-    dims = call.argument(1, "dim")
+    rank, dims = call.tensors[0].dim(), arguments(call).get("dim")
     if dims is None or (isinstance(dims, Sequence) and not dims):
         return list(range(rank))
     return [normalize_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)] if rank else []
@@ -55,13 +51,9 @@ def gathered_reduction_rule(call: Call) -> Rule:
 
     Those of argmax are each shard's extreme and where it stands."""
     dims = _reduced_dims(call)
-    if len(dims) != 1 or call.argument(1, "dim") is None:
+    if len(dims) != 1 or arguments(call).get("dim") is None:
         return fixed_reduction_rule(call)
     return make_rule(call, _pattern(call, dims, "!", name="v"), decompositions={"v": "gather"})
-
-
-_COUNTED: frozenset[Target] = frozenset({aten.topk.default, aten.kthvalue.default})
-"""Scans that take a count before their dim."""
 
 
 def scan_rule(call: Call) -> Rule:
@@ -69,7 +61,7 @@ def scan_rule(call: Call) -> Rule:
     rank = call.tensors[0].dim()
     if not rank:
         return make_rule(call, f". -> {', '.join('.' for _ in call.outputs)}")
-    dim = normalize_dim(call.argument(2 if call.target in _COUNTED else 1, "dim", -1), rank)
+    dim = normalize_dim(arguments(call)["dim"], rank)
     names = letters(rank, fixed=(dim,))
     right = list(names)
     if call.outputs[0].dim() < rank:

@@ -93,7 +93,7 @@ def constant_pad_rule(call: Call) -> Rule:
         else:
             space.left.append(names[dim])
             space.right.append(names[dim])
-    linear = "^" if call.argument(2, "value", 0) == 0 else ""
+    linear = "^" if arguments(call)["value"] == 0 else ""
     return space.rule(call, lambda image, padded: f"{linear}{image or '.'} -> {padded or '.'}")
 
 

@@ -63,7 +63,7 @@ def _dims_text(names: list[list[str]], shape: list[int]) -> str:
 
 
 def view_rule(call: Call) -> Rule:
-    """A reshape: both sides are written in their common factors."""
+    """A reshape, or dims of size 1 that come or go: both sides are written in their common factors."""
     left, right = list(call.tensors[0].shape), list(call.outputs[0].shape)
     names_left, names_right, sizes = common_factors(left, right)
     pattern = f"^{_dims_text(names_left, left)} -> {_dims_text(names_right, right)}"
@@ -110,7 +110,7 @@ def slice_rule(call: Call) -> Rule:
 def select_rule(call: Call) -> Rule:
     """One index of a dim, or all of them apart: the dim stays whole."""
     rank = call.tensors[0].dim()
-    names = letters(rank, fixed=(normalize_dim(call.argument(1, "dim", 0), rank),))
+    names = letters(rank, fixed=(normalize_dim(arguments(call)["dim"], rank),))
     right = operand([name for name in names if name[0] != "!"])
     return make_rule(call, f"^{operand(names)} -> {', '.join([right] * len(call.outputs))}")
 
@@ -138,7 +138,7 @@ def scatter_back_rule(call: Call) -> Rule:
 def scatter_into_rule(call: Call) -> Rule:
     """slice_scatter and select_scatter: the dim that a part of is overwritten stays whole."""
     target, source = call.tensors
-    whole, part = _part_of(target, source, call.argument(2, "dim", 0), ("!x", "!y"))
+    whole, part = _part_of(target, source, arguments(call)["dim"], ("!x", "!y"))
     return make_rule(call, f"^{whole}, ^{part} -> {whole}")
 
 
@@ -161,7 +161,7 @@ def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int) -> tuple[str, list
 
 def split_rule(call: Call) -> Rule:
     """Equal parts share their factors with the whole: ``b (3 f) -> b f, b f, b f``."""
-    whole, parts = _joined(call.tensors[0], call.outputs, call.argument(2, "dim", 0))
+    whole, parts = _joined(call.tensors[0], call.outputs, arguments(call)["dim"])
     return make_rule(call, f"^{whole} -> {', '.join(parts)}")
 
 
@@ -175,7 +175,7 @@ def split_local(local: Local) -> Any:
 
 def cat_rule(call: Call) -> Rule:
     """Equal parts share their factors with the whole: ``b f, b f -> b (2 f)``."""
-    whole, parts = _joined(call.outputs[0], call.tensors, call.argument(1, "dim", 0))
+    whole, parts = _joined(call.outputs[0], call.tensors, arguments(call)["dim"])
     return make_rule(call, f"{', '.join(f'^{part}' for part in parts)} -> {whole}")
 
 
@@ -238,11 +238,9 @@ def repeat_rule(call: Call) -> Rule:
 def positions_rule(call: Call) -> Rule:
     """Dims along which positions matter (flipped, rolled, those of a triangle) stay whole."""
     rank = call.tensors[0].dim()
-    dims = call.argument(2, "dims") or list(range(rank))
-    if call.target is aten.flip.default:
-        dims = call.args[1]
-    elif call.target in (aten.tril.default, aten.triu.default):
-        dims = (-2, -1)
+    dims = arguments(call).get("dims", (-2, -1))
+    if call.target is aten.roll.default and not dims:
+        dims = range(rank)
     names = operand(letters(rank, fixed=tuple(normalize_dim(dim, rank) for dim in dims)))
     return make_rule(call, f"^{names} -> {names}")
 
