@@ -194,22 +194,17 @@ class _Builder:
 
     def _join(self, operation: _Operation) -> None:
         found = operation.found.rule
-        for output, name in zip(operation.outputs, operation.output_names, strict=True):
-            if output is not None:
-                self.names[output] = name
         if isinstance(found, Unsplit):
-            for output, value in zip(operation.outputs, operation.call.outputs, strict=True):
-                if output is not None:
-                    self.atoms[output] = [[Atom(int(size))] for size in value.shape]
-            return
-        bound = bind(found, operation.found.contiguous)
-        operation.bound = bound
-        for operand, node in zip(bound.inputs, operation.inputs, strict=True):
-            for mine, theirs in zip(dim_atoms(operand), self.atoms[node], strict=True):
-                unify(theirs, mine)
-        for operand, output in zip(bound.outputs, operation.outputs, strict=True):
+            made = [[[Atom(int(size))] for size in value.shape] for value in operation.call.outputs]
+        else:
+            bound = operation.bound = bind(found, operation.found.contiguous)
+            for operand, node in zip(bound.inputs, operation.inputs, strict=True):
+                for mine, theirs in zip(dim_atoms(operand), self.atoms[node], strict=True):
+                    unify(theirs, mine)
+            made = [dim_atoms(operand) for operand in bound.outputs]
+        for output, name, atoms in zip(operation.outputs, operation.output_names, made, strict=True):
             if output is not None:
-                self.atoms[output] = dim_atoms(operand)
+                self.names[output], self.atoms[output] = name, atoms
 
     def _join_gradients(self) -> None:
         by_name = {name: node for node, name in self.names.items()}

@@ -240,11 +240,6 @@ def elementwise_flops(call: Call, rule: Rule | None) -> float:
     return float(sum(output.numel() for output in call.outputs[:1]))
 
 
-def largest_flops(call: Call, rule: Rule | None) -> float:
-    """One operation for each element of the largest tensor."""
-    return float(max(tensor.numel() for tensor in (*call.tensors, *call.outputs)))
-
-
 def with_gradients(names: Sequence[str], forward: OperatorRule, backward: OperatorRule) -> dict[Target, OperatorRule]:
     """The rules of the ATen operators of these names, and of their gradients, which are called ``NAME_backward``."""
     pair = (("", forward), ("_backward", backward))

@@ -14,18 +14,9 @@ from typing import Any
 import torch
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import (
-    Call,
-    Local,
-    OperatorRule,
-    Value,
-    arguments,
-    emit_unchanged,
-    largest_flops,
-    with_gradients,
-)
+from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, emit_unchanged, with_gradients
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
-from meshwright.ops.space import Space, image_and_made, is_gradient, space_rank
+from meshwright.ops.space import Space, image_and_made, is_gradient, largest_flops, space_rank
 
 aten = torch.ops.aten
 

@@ -15,10 +15,10 @@ import torch
 
 from meshwright.ir.halo import Rows
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Target, Value, arguments, largest_flops, with_gradients
+from meshwright.ops.base import Call, Local, OperatorRule, Target, Value, arguments, with_gradients
 from meshwright.ops.halo import Side, Window, split_side, split_sides
 from meshwright.ops.patterns import letters
-from meshwright.ops.space import SPACE, Space, both, image_and_made, space_rank
+from meshwright.ops.space import SPACE, Space, both, image_and_made, largest_flops, space_rank
 
 aten = torch.ops.aten
 

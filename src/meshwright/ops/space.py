@@ -35,6 +35,11 @@ def image_and_made(call: Call) -> tuple[Sequence[int], Sequence[int]]:
     return (pair[1], pair[0]) if is_gradient(call.target) else pair
 
 
+def largest_flops(call: Call, rule: Rule | None) -> float:
+    """One operation for each element of the largest tensor."""
+    return float(max(tensor.numel() for tensor in (*call.tensors, *call.outputs)))
+
+
 @dataclass
 class Space:
     """Spatial dims in a pattern: those of the image (``left``) and of what is made from it (``right``)."""

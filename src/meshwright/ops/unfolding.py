@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, arguments, largest_flops
+from meshwright.ops.base import Call, Local, OperatorRule, arguments
 from meshwright.ops.halo import Window, each, fetch, give_back, split_sides, windows, without
-from meshwright.ops.space import Space
+from meshwright.ops.space import Space, largest_flops
 
 aten = torch.ops.aten
 
