@@ -22,7 +22,8 @@ from meshwright.ops.halo import Side, Window
 
 aten = torch.ops.aten
 
-_INPUT, _WEIGHT = [True, False, False], [False, True, False]
+INPUT, WEIGHT = [True, False, False], [False, True, False]
+"""Output masks of convolution_backward."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Borders:
         begun = self._begun(source)
 
         def gradient(grad: Value, source: Value, rest: tuple[Any, ...]) -> Value:
-            made = local.call(local.target, grad, source, weight, None, *rest, _WEIGHT)
+            made = local.call(local.target, grad, source, weight, None, *rest, WEIGHT)
             return local.call(operator.getitem, made, 1)
 
         result = gradient(grad, source, self._padded(rest))
@@ -92,7 +93,7 @@ class Borders:
 
         def gradient(grad: Value, rows: int, rest: tuple[Any, ...]) -> Value:
             like = local.call(aten.new_empty.default, grad, [*shape[:dim], rows, *shape[dim:][1:]])
-            made = local.call(local.target, grad, like, weight, None, *rest, _INPUT)
+            made = local.call(local.target, grad, like, weight, None, *rest, INPUT)
             return local.call(operator.getitem, made, 0)
 
         strips = []

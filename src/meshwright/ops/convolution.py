@@ -15,13 +15,11 @@ from torch import Tensor
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value
-from meshwright.ops.borders import Borders
+from meshwright.ops.borders import INPUT, WEIGHT, Borders
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
 from meshwright.ops.space import Space
 
 aten = torch.ops.aten
-
-INPUT, WEIGHT = [True, False, False], [False, True, False]
 
 
 def convolution(

@@ -18,24 +18,15 @@ def safe_softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
     return weights.masked_fill((self == -torch.inf).all(dim, keepdim=True), 0.0)
 
 
-def _names(call: Call) -> str:
-    """The pattern of the tensor."""
-    names = letters(call.outputs[0].dim())
-    if names:
-        names[call.args[len(call.tensors)]] = "!v"
-    return operand(names)
-
-
 def softmax_rule(call: Call) -> Rule:
-    """``b s !v -> b s !v``; split over ``v`` it gathers a maximum and a sum."""
-    names = _names(call)
+    """``b !v -> b !v``; split over ``v`` a maximum and a sum are gathered, or for a gradient one sum is reduced."""
+    dims = letters(call.outputs[0].dim())
+    if dims:
+        dims[call.args[len(call.tensors)]] = "!v"
+    names = operand(dims)
+    if len(call.tensors) > 1:
+        return make_rule(call, f"^{names}, {names} -> {names}", decompositions={"v": "sum"})
     return make_rule(call, f"{names} -> {names}", decompositions={"v": "gather"})
-
-
-def softmax_backward_rule(call: Call) -> Rule:
-    """``b s !v, b s !v -> b s !v``; split over ``v`` it reduces one sum."""
-    names = _names(call)
-    return make_rule(call, f"^{names}, {names} -> {names}", decompositions={"v": "sum"})
 
 
 def softmax_local(local: Local) -> Any:
@@ -85,7 +76,7 @@ def _flops(call: Call, rule: Rule | None) -> float:
 
 
 _FORWARD = OperatorRule(softmax_rule, softmax_local, _flops)
-_BACKWARD = OperatorRule(softmax_backward_rule, softmax_backward_local, _flops)
+_BACKWARD = OperatorRule(softmax_rule, softmax_backward_local, _flops)
 
 RULES = {
     **dict.fromkeys([aten._softmax.default, aten._log_softmax.default], _FORWARD),

@@ -15,12 +15,12 @@ from meshwright.ops.space import Space, largest_flops
 
 aten = torch.ops.aten
 
-NAMES = ("kernel_size", "dilation", "padding", "stride")
-
 
 def _windows(given: dict[str, Any]) -> tuple[list[int], list[Window]]:
     """(the kernel, the windows of both dims)."""
-    kernel, dilation, padding, stride = (each(given[name], 2) for name in NAMES)
+    kernel, dilation, padding, stride = (
+        each(given[name], 2) for name in ("kernel_size", "dilation", "padding", "stride")
+    )
     return kernel, windows(kernel, stride, padding, dilation)
 
 
