@@ -19,8 +19,8 @@ from meshwright.capture.provenance import repeated
 from meshwright.capture.reads import Reads
 from meshwright.capture.recorder import Rewrites
 from meshwright.capture.rules import Found, Rules
-from meshwright.capture.tracer import Hooks, LossFunction, Traced, trace
-from meshwright.capture.values import Read
+from meshwright.capture.tracer import LossFunction, Traced, forward_hooks, trace
+from meshwright.capture.values import Read, put_contents
 from meshwright.ir import graph as ir
 from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule
@@ -96,7 +96,7 @@ def capture(
         RuleError: a rule's pattern does not fit its operator.
     """
     size = take_apart(batch).size
-    reads, hooks = Reads(model, loss_fn), Hooks(model)
+    reads, hooks = Reads(model, loss_fn), forward_hooks(model)
 
     def at(batch_size: int, rewrites: Rewrites) -> Traced:
         with reads:
@@ -106,7 +106,7 @@ def capture(
 
     rewrites: Rewrites = CANONICAL
     traced = at(size, rewrites)
-    if hooks.put_back():  # the model sets itself up when it is first called, and stays so
+    if put_contents(hooks):  # the model sets itself up when it is first called, and stays so
         trace(model, loss_fn, batch, training=training, precision=precision)
         reads = Reads(model, loss_fn)
         traced = at(size, rewrites)

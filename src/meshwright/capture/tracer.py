@@ -20,6 +20,7 @@ from meshwright.capture.precision import called, check_masters, computing_in
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
 from meshwright.capture.recorder import Recorder, Rewrites
+from meshwright.capture.values import Contents, contents_of
 from meshwright.errors import CaptureError
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
 from meshwright.ops.base import wide_dtype
@@ -188,21 +189,11 @@ def trace(
     )
 
 
-class Hooks:
+def forward_hooks(model: nn.Module) -> Contents:
     """The forward hooks of a model's modules as they are now."""
-
-    def __init__(self, model: nn.Module) -> None:
-        names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
-        held = [getattr(part, name) for part in model.modules() for name in (*names, "_forward_hooks_always_called")]
-        self._held: list[tuple[dict[int, Any], dict[int, Any]]] = [(hooks, dict(hooks)) for hooks in held]
-
-    def put_back(self) -> bool:
-        """Whether there are others now; these are back then."""
-        changed = [(now, before) for now, before in self._held if now.keys() != before.keys()]
-        for now, before in changed:
-            now.clear()
-            now.update(before)
-        return bool(changed)
+    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    held = [getattr(part, name) for part in model.modules() for name in (*names, "_forward_hooks_always_called")]
+    return contents_of(held)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

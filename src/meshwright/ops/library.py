@@ -238,11 +238,9 @@ def attention(
 
     ``number`` tells the calls of one step apart: forward and backward of a call draw the same dropout mask by it.
     """
-    if attn_mask is not None and (attn_mask.requires_grad or is_causal):
+    if attn_mask is not None and (attn_mask.requires_grad or is_causal or attn_mask.dim() not in (2, 4)):
         return None
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4 or query.shape[0] != key.shape[0]:
-        return None
-    if attn_mask is not None and attn_mask.dim() not in (2, 4):
         return None
     if enable_gqa:
         times = query.shape[1] // key.shape[1]

@@ -121,12 +121,9 @@ def var_correction(
     return variance.to(self.dtype.to_real())
 
 
-def std_correction(
-    self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False
-) -> Tensor:
-    """Canonical standard deviation."""
-    variance = var_correction(self.to(wide_dtype(self.dtype)), dim, correction=correction, keepdim=keepdim)
-    return variance.sqrt().to(self.dtype.to_real())
+def std_correction(self: Tensor, dim: list[int] | None = None, **settings: Any) -> Tensor:
+    """Canonical standard deviation, with the settings of the variance."""
+    return var_correction(self.to(wide_dtype(self.dtype)), dim, **settings).sqrt().to(self.dtype.to_real())
 
 
 def _with_mean(spread: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
