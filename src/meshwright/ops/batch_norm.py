@@ -24,15 +24,12 @@ def native_batch_norm(
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Canonical batch norm: it says that it updates the running statistics, which native_batch_norm hides."""
+    given, running = (input, weight, bias), (running_mean, running_var)
     if not training:
-        return aten._native_batch_norm_legit_no_training.default(
-            input, weight, bias, running_mean, running_var, momentum, eps
-        )
+        return aten._native_batch_norm_legit_no_training.default(*given, *running, momentum, eps)
     if running_mean is None:
-        return aten._native_batch_norm_legit.no_stats(input, weight, bias, training, momentum, eps)
-    return aten._native_batch_norm_legit.default(
-        input, weight, bias, running_mean, running_var, training, momentum, eps
-    )
+        return aten._native_batch_norm_legit.no_stats(*given, training, momentum, eps)
+    return aten._native_batch_norm_legit.default(*given, *running, training, momentum, eps)
 
 
 def native_batch_norm_backward(

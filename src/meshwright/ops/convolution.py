@@ -22,30 +22,24 @@ from meshwright.ops.space import Space
 aten = torch.ops.aten
 
 
-def convolution(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
-    output_padding: Any, groups: int,
-) -> Tensor:  # fmt: skip
+def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
     """Canonical convolution: the bias is an addition of its own."""
     if bias is None:
         return NotImplemented
-    output = aten.convolution.default(
-        input, weight, None, stride, padding, dilation, transposed, output_padding, groups
-    )
+    output = aten.convolution.default(input, weight, None, *settings)
     return output + bias.view(1, -1, *[1] * (output.dim() - 2))
 
 
 def convolution_backward(
-    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
-    transposed: bool, output_padding: Any, groups: int, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *settings: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Canonical backward: one operator for the input's gradient, one for the weight's, a sum for the bias's."""
-    if output_mask in (INPUT, WEIGHT):
+    *rest, mask = settings
+    if mask in (INPUT, WEIGHT):
         return NotImplemented
-    rest = (None, stride, padding, dilation, transposed, output_padding, groups)
-    input_grad = aten.convolution_backward.default(grad, input, weight, *rest, INPUT)[0] if output_mask[0] else None
-    weight_grad = aten.convolution_backward.default(grad, input, weight, *rest, WEIGHT)[1] if output_mask[1] else None
-    bias_grad = grad.sum([0, *range(2, grad.dim())]) if output_mask[2] else None
+    input_grad = aten.convolution_backward.default(grad, input, weight, None, *rest, INPUT)[0] if mask[0] else None
+    weight_grad = aten.convolution_backward.default(grad, input, weight, None, *rest, WEIGHT)[1] if mask[1] else None
+    bias_grad = grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
     return input_grad, weight_grad, bias_grad
 
 

@@ -67,18 +67,15 @@ class Space:
     ) -> None:
         """A dim that is split with a halo, or without one where nothing reads another part's rows; ``contiguous``: even
         then its parts must be runs of rows; ``equal``: where sizes differ, parts must be equal for that."""
-        if sizes[0] == sizes[1]:
-            marked = halo or contiguous
-            names = [f"~{name}" if marked else name] * 2
-            if marked:
-                self.decompositions[name] = HALO if halo else PARTS
-        else:
-            names = [f"~{name}", f"~{name}1"]
+        alike = sizes[0] == sizes[1]
+        marked = halo or contiguous or not alike
+        if marked:
+            self.decompositions[name if alike else both(name)] = HALO if halo else PARTS
+        if not alike:
             self.joint[both(name)] = name, f"{name}1"
             self.equal += [both(name)] if equal else []
-            self.decompositions[both(name)] = HALO if halo else PARTS
-        self.left.append(names[0])
-        self.right.append(names[1])
+        self.left.append(f"~{name}" if marked else name)
+        self.right.append(self.left[-1] if alike else f"~{name}1")
 
     def whole(self, name: str, sizes: tuple[int, int]) -> None:
         """A dim that cannot be split."""
