@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+import meshwright.comm.backend  # noqa: F401 - the kernel of add_rows, which no wire carries
 from meshwright.capture.builder import Capture
 from meshwright.capture.factors import Atom, bind, rendered, unify
 from meshwright.ir import graph as ir
