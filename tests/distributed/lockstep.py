@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+import meshwright.comm.backend  # noqa: F401 - the kernel of add_rows, which no wire carries
 from meshwright.capture.builder import Capture
 from meshwright.capture.factors import Atom, bind, rendered, unify
 from meshwright.ir import graph as ir
@@ -37,7 +38,8 @@ from meshwright.lower.local import Emitter, LocalCall
 from meshwright.lower.stage import lower_stage
 from meshwright.ops import collectives, ring
 from meshwright.ops.base import Call, OperatorRule, Unsplit
-from meshwright.ops.experts import Exchange, across, across_backward
+from meshwright.ops.collectives import Exchange
+from meshwright.ops.experts import across, across_backward
 from meshwright.ops.ring import Shift
 from meshwright.ops.table import operator_rule
 

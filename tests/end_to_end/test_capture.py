@@ -189,6 +189,16 @@ def test_views_share_the_storage_of_what_they_view(graph: Graph) -> None:
     assert product.bytes == 4 * (BATCH * SEQUENCE * 16 + 16 * VOCABULARY + BATCH * SEQUENCE * VOCABULARY)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 2, 0)], ids=str)
+def test_a_tensor_without_elements_is_reshaped(shape: tuple[int, ...]) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        output: Tensor = model(batch)
+        return output.sum() + output[:, :0].reshape(shape).sum()
+
+    reshaped = named(capture(nn.Linear(3, 3), loss, torch.ones(BATCH, 3)).graph, "view#0")
+    assert reshaped.rule is not None
+
+
 def test_the_prologue_depends_on_no_parameter_and_no_random_number() -> None:
     captured = captured_family("GPT with dropout")
     prologue = [operator for operator in captured.graph.operators if operator.prologue]

@@ -12,15 +12,15 @@ from torch import Tensor, fx, nn
 from meshwright.capture import refusals
 from meshwright.capture.batch import take_apart
 from meshwright.capture.calls import written
-from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify
+from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify, unused
 from meshwright.capture.functionalize import functionalized, is_getitem
 from meshwright.capture.garbage import nothing_collected
 from meshwright.capture.provenance import repeated
 from meshwright.capture.reads import Reads
 from meshwright.capture.recorder import Rewrites
 from meshwright.capture.rules import Found, Rules
-from meshwright.capture.tracer import Hooks, LossFunction, Traced, trace
-from meshwright.capture.values import Read
+from meshwright.capture.tracer import LossFunction, Traced, forward_hooks, trace
+from meshwright.capture.values import Read, put_contents
 from meshwright.ir import graph as ir
 from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule
@@ -55,6 +55,22 @@ class _Operation:
     name: str = ""
     bound: BoundRule | None = None
 
+    @property
+    def custom(self) -> dict[str, Any]:
+        """Where the call comes from (``Provenance.here``)."""
+        return self.node.meta.get("custom", {})
+
+    @property
+    def module(self) -> str:
+        """The path of the module that it was called in."""
+        return str(self.custom.get("module", ""))
+
+    @property
+    def output_names(self) -> list[str]:
+        """The names of its outputs in the graph."""
+        several = len(self.outputs) > 1
+        return [f"{self.name}.{index}" if several else self.name for index in range(len(self.outputs))]
+
 
 @nothing_collected()
 def capture(
@@ -80,7 +96,7 @@ def capture(
         RuleError: a rule's pattern does not fit its operator.
     """
     size = take_apart(batch).size
-    reads, hooks = Reads(model, loss_fn), Hooks(model)
+    reads, hooks = Reads(model, loss_fn), forward_hooks(model)
 
     def at(batch_size: int, rewrites: Rewrites) -> Traced:
         with reads:
@@ -90,7 +106,7 @@ def capture(
 
     rewrites: Rewrites = CANONICAL
     traced = at(size, rewrites)
-    if hooks.put_back():  # the model sets itself up when it is first called, and stays so
+    if put_contents(hooks):  # the model sets itself up when it is first called, and stays so
         trace(model, loss_fn, batch, training=training, precision=precision)
         reads = Reads(model, loss_fn)
         traced = at(size, rewrites)
@@ -113,10 +129,11 @@ class _Builder:
     ) -> None:  # fmt: skip
         self.model, self.traced, self.pair, self.size, self.own = model, traced, pair, size, own
         self.precision = precision
+        self.scalars, self.gradients, self.updates = traced.results()
         self.rules, self.rendered = Rules(own), Rendered()
         self.atoms: dict[fx.Node, list[list[Atom]]] = {}
         self.names: dict[fx.Node, str] = {}
-        self.batched: set[int] = set()
+        self.batched: list[Atom] = []
 
     def build(self, training: bool) -> Capture:
         self._name_placeholders()
@@ -147,7 +164,7 @@ class _Builder:
         ):
             for dim, (a, b) in enumerate(zip(first.meta["val"].shape, second.meta["val"].shape, strict=True)):
                 if a != b:
-                    self.batched.add(id(self.atoms[node][dim][0]))
+                    self.batched += self.atoms[node][dim]
                     self.atoms[node][dim][0].hint = "b"
 
     def _operations(self) -> list[_Operation]:
@@ -168,7 +185,7 @@ class _Builder:
             fake = torch.fx.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
             call = Call(node.target, tuple(fake[0]), dict(fake[1]), tuple(values))
             operation = _Operation(node, call, self.rules.of(call), _tensor_nodes(node), outputs, tuple(present))
-            module = node.meta.get("custom", {}).get("module", "")
+            module = operation.module
             stem = f"{module}:{_short(node.target)}" if module else _short(node.target)
             operation.name = f"{stem}#{counts[stem]}"
             counts[stem] += 1
@@ -177,44 +194,27 @@ class _Builder:
 
     def _join(self, operation: _Operation) -> None:
         found = operation.found.rule
-        single = len(operation.outputs) == 1
-        for index, output in enumerate(operation.outputs):
-            if output is not None:
-                self.names[output] = operation.name if single else f"{operation.name}.{index}"
         if isinstance(found, Unsplit):
-            for output, value in zip(operation.outputs, operation.call.outputs, strict=True):
-                if output is not None:
-                    self.atoms[output] = [[Atom(int(size))] for size in value.shape]
-            return
-        bound = bind(found, operation.found.contiguous)
-        operation.bound = bound
-        pattern = found.parsed
-        for index, (operand, node) in enumerate(zip(pattern.inputs, operation.inputs, strict=True)):
-            for mine, theirs in zip(dim_atoms(bound, operand, False, index), self.atoms[node], strict=True):
-                unify(theirs, mine)
-        for index, (operand, output) in enumerate(zip(pattern.outputs, operation.outputs, strict=True)):
+            made = [[[Atom(int(size))] for size in value.shape] for value in operation.call.outputs]
+        else:
+            bound = operation.bound = bind(found, operation.found.contiguous)
+            for operand, node in zip(bound.inputs, operation.inputs, strict=True):
+                for mine, theirs in zip(dim_atoms(operand), self.atoms[node], strict=True):
+                    unify(theirs, mine)
+            made = [dim_atoms(operand) for operand in bound.outputs]
+        for output, name, atoms in zip(operation.outputs, operation.output_names, made, strict=True):
             if output is not None:
-                self.atoms[output] = dim_atoms(bound, operand, True, index)
-
-    def _gradients(self) -> list[tuple[str, fx.Node | None]]:
-        output = next(node for node in self.traced.graph.nodes if node.op == "output")
-        flat = list(output.args[0])
-        start = 1 + len(self.traced.metrics)
-        return list(zip(self.traced.differentiable, flat[start:], strict=False))
+                self.names[output], self.atoms[output] = name, atoms
 
     def _join_gradients(self) -> None:
         by_name = {name: node for node, name in self.names.items()}
-        for parameter, gradient in self._gradients():
+        for parameter, gradient in self.gradients.items():
             if gradient is not None and gradient in self.atoms:
                 for mine, theirs in zip(self.atoms[by_name[parameter]], self.atoms[gradient], strict=True):
                     unify(mine, theirs)
 
     def _classes(self, operations: list[_Operation]) -> tuple[dict[int, str], dict[str, ir.FactorClass]]:
-        batched = set()
-        for node in self.traced.placeholders:
-            for dim in self.atoms[node]:
-                if any(id(atom) in self.batched for atom in dim):
-                    batched.add(id(leaves(dim)[0]))
+        batched = {id(leaves([atom])[0]) for atom in self.batched}
         names: dict[int, str] = {}
         classes: dict[str, ir.FactorClass] = {}
         groups = [dim for dims in self.atoms.values() for dim in dims]
@@ -225,12 +225,7 @@ class _Builder:
                     batch = id(atom) in batched
                     if batch:
                         atom.hint = "b"
-                    stem = atom.hint or "x"
-                    name, count = stem, 0
-                    while name in classes:
-                        count += 1
-                        name = f"{stem}{count}"
-                    names[id(atom)] = name
+                    name = names[id(atom)] = unused(atom.hint or "x", classes)
                     classes[name] = ir.FactorClass(name=name, size=atom.size, role="batch" if batch else "")
         return names, classes
 
@@ -238,7 +233,7 @@ class _Builder:
         names, classes = self._classes(operations)
         tensors = self._tensors(operations, names)
         prologue = self._prologue(operations)
-        repeats = repeated([operation.node.meta.get("custom", {}).get("module", "") for operation in operations])
+        repeats = repeated([operation.module for operation in operations])
         result: list[ir.Operator] = []
         lines = self._forward_lines(operations)
         for operation in operations:
@@ -247,15 +242,13 @@ class _Builder:
             letters: dict[str, tuple[str, ...]] = {}
             if operation.bound is not None:
                 rule, members, letters = self.rendered(operation.bound, names)
-            custom = operation.node.meta.get("custom", {})
-            module = custom.get("module", "")
-            found = operation.found
+            custom, module, found = operation.custom, operation.module, operation.found
             result.append(
                 ir.Operator(
                     name=operation.name,
                     target=str(operation.call.target),
                     inputs=tuple(self.names[node] for node in operation.inputs),
-                    outputs=tuple(self._output_name(operation, index) for index in range(len(operation.outputs))),
+                    outputs=tuple(operation.output_names),
                     rule=rule,
                     arguments=written(operation.node.args, operation.node.kwargs, operation.name),
                     positions=operation.positions,
@@ -278,25 +271,18 @@ class _Builder:
     @staticmethod
     def _forward_lines(operations: list[_Operation]) -> dict[int, str]:
         """By sequence number, the source line of the forward operator."""
-        customs = [operation.node.meta.get("custom", {}) for operation in operations]
         return {
             custom["sequence"]: custom["source"]
-            for custom in customs
+            for custom in (operation.custom for operation in operations)
             if custom.get("source") and "sequence" in custom and not custom.get("backward")
         }
-
-    def _output_name(self, operation: _Operation, index: int) -> str:
-        output = operation.outputs[index]
-        if output is not None:
-            return self.names[output]
-        return f"{operation.name}.{index}" if len(operation.outputs) > 1 else operation.name
 
     def _tensors(self, operations: list[_Operation], names: dict[int, str]) -> dict[str, ir.Tensor]:
         traced = self.traced
         kinds: dict[str, ir.TensorKind] = dict.fromkeys(traced.parameters, "parameter")
         kinds.update(dict.fromkeys(traced.buffers, "buffer"))
         kinds.update(dict.fromkeys(traced.inputs, "input"))
-        gradients = {self.names[node] for _, node in self._gradients() if node is not None and node in self.names}
+        gradients = {self.names[node] for node in self.gradients.values() if node in self.names}
         tensors: dict[str, ir.Tensor] = {}
 
         def add(name: str, value: Tensor, kind: ir.TensorKind, storage: str, atoms: list[list[Atom]]) -> None:
@@ -313,8 +299,8 @@ class _Builder:
             if node.op in ("placeholder", "get_attr"):
                 add(name, node.meta["val"], kinds.get(name, "constant"), name, self.atoms[node])
         for operation in operations:
-            for index, (output, value) in enumerate(zip(operation.outputs, operation.call.outputs, strict=True)):
-                name = self._output_name(operation, index)
+            outputs = zip(operation.output_names, operation.outputs, operation.call.outputs, strict=True)
+            for name, output, value in outputs:
                 view = operation.call.target in VIEWS and operation.inputs
                 storage = tensors[self.names[operation.inputs[0]]].storage if view else name
                 kind: ir.TensorKind = "gradient" if name in gradients else "activation"
@@ -348,18 +334,14 @@ class _Builder:
 
     def _buffer_updates(self) -> dict[str, str]:
         """By buffer that the step changes, what it becomes."""
-        updates: Any = self.traced.graph.output_node().args[0]
-        updates = updates[1 + len(self.traced.metrics) + len(self.traced.differentiable) :]
-        named = zip(self.traced.buffers, (self.names[node] for node in updates), strict=True)
-        return {name: value for name, value in named if value != name}
+        named = {name: self.names[node] for name, node in self.updates.items()}
+        return {name: value for name, value in named.items() if value != name}
 
     def _graph(
         self, tensors: dict[str, ir.Tensor], operators: tuple[ir.Operator, ...], classes: dict[str, ir.FactorClass]
     ) -> ir.Graph:
         traced = self.traced
-        output = next(node for node in traced.graph.nodes if node.op == "output")
-        flat = list(output.args[0])
-        metrics = {name: self.names[node] for name, node in zip(traced.metrics, flat[1:], strict=False)}
+        loss, *metrics = (self.names[node] for node in self.scalars)
         graph = ir.Graph(
             model=type(self.model).__name__,
             batch_size=self.size,
@@ -369,11 +351,11 @@ class _Builder:
             inputs=tuple(traced.inputs),
             parameters=tuple(traced.parameters),
             buffers=tuple(traced.buffers),
-            loss=self.names[flat[0]],
-            metrics=metrics,
+            loss=loss,
+            metrics=dict(zip(traced.metrics, metrics, strict=True)),
             gradients=tuple(
                 ir.ParameterGradient(parameter=name, gradient=self.names[node] if node is not None else None)
-                for name, node in self._gradients()
+                for name, node in self.gradients.items()
             ),
             buffer_updates=self._buffer_updates(),
             tied=traced.tied,
@@ -385,14 +367,8 @@ class _Builder:
 def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """Tensor inputs in order of appearance, repeated ones as often as they appear."""
     found: list[fx.Node] = []
-
-    def note(item: fx.Node) -> fx.Node:
-        if isinstance(item.meta.get("val"), Tensor):
-            found.append(item)
-        return item
-
-    torch.fx.map_arg((node.args, node.kwargs), note)
-    return found
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return [item for item in found if isinstance(item.meta.get("val"), Tensor)]
 
 
 def _short(target: Any) -> str:

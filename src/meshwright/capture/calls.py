@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import inf, nan
 from typing import Any
 
@@ -105,10 +105,8 @@ def target_of(text: str) -> Callable[..., Any]:
     Raises:
         CaptureError: the operator is not registered in this process.
     """
-    value: Any = torch.ops
     try:
-        for part in text.split("."):
-            value = getattr(value, part)
+        value: Any = reduce(getattr, text.split("."), torch.ops)
     except AttributeError:
         raise CaptureError(
             "the operator is not known here", where=text, remedy="import the library that registers it"

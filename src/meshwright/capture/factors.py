@@ -10,8 +10,9 @@ refines the projection's single factor to ``(3 h d)``, so that splitting heads s
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from meshwright.ir.rule import Dim, Factor, Operand, Pattern, Rule
@@ -95,44 +96,52 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
     return True
 
 
+BoundOperand = list[list[list[Atom]]]
+"""By dim, the atoms of each of its factors."""
+
+
 @dataclass
 class BoundRule:
-    """A rule whose letters are atoms."""
+    """A rule whose letters are atoms; so are its literal sizes (``literals``)."""
 
     rule: Rule
     letters: dict[str, list[Atom]]
     contiguous: frozenset[str]
-    literals: dict[tuple[bool, int, int, int], Atom] = field(default_factory=dict)
+    literals: list[Atom]
+    inputs: list[BoundOperand]
+    outputs: list[BoundOperand]
 
 
 def bind(rule: Rule, contiguous: frozenset[str] = frozenset()) -> BoundRule:
     """Fresh atoms for the letters and literal sizes of a rule."""
-    pattern = rule.parsed
+    literals: list[Atom] = []
     letters = {
         name: [Atom(size, hint="" if name.startswith("_") else name.rstrip("0123456789"))]
         for name, size in rule.sizes.items()
     }
-    bound = BoundRule(rule, letters, contiguous)
-    for output, operands in ((False, pattern.inputs), (True, pattern.outputs)):
-        for index, operand in enumerate(operands):
-            for dim_index, dim in enumerate(operand.dims):
-                for position, factor in enumerate(dim):
-                    if not factor.name:
-                        bound.literals[output, index, dim_index, position] = Atom(factor.size or 0)
-    return bound
+
+    def atoms(factor: Factor) -> list[Atom]:
+        if factor.name:
+            return letters[factor.name]
+        literals.append(Atom(factor.size or 0))
+        return literals[-1:]
+
+    inputs, outputs = (
+        [[[atoms(factor) for factor in dim] for dim in operand.dims] for operand in operands]
+        for operands in (rule.parsed.inputs, rule.parsed.outputs)
+    )
+    return BoundRule(rule, letters, contiguous, literals, inputs, outputs)
 
 
-def dim_atoms(bound: BoundRule, operand: Operand, output: bool, index: int) -> list[list[Atom]]:
+def dim_atoms(operand: BoundOperand) -> list[list[Atom]]:
     """The atoms of each dim of an operand."""
-    result = []
-    for dim_index, dim in enumerate(operand.dims):
-        atoms: list[Atom] = []
-        for position, factor in enumerate(dim):
-            atoms.extend(
-                bound.letters[factor.name] if factor.name else [bound.literals[output, index, dim_index, position]]
-            )
-        result.append(atoms)
-    return result
+    return [[atom for factor in dim for atom in factor] for dim in operand]
+
+
+def unused(stem: str, taken: Container[str]) -> str:
+    """The name ``stem``, with the first number that makes it unlike those that are taken."""
+    numbered = (f"{stem}{number or ''}" for number in count())
+    return next(name for name in numbered if name not in taken)
 
 
 def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, str], dict[str, tuple[str, ...]]]:
@@ -155,12 +164,7 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
         mine: list[str] = []
         for position, atom in enumerate(leaves(atoms)):
             if (original, id(atom)) not in letter_of:
-                stem = (atom.hint or "x")[:1]
-                letter, count = stem, 0
-                while letter in classes:
-                    count += 1
-                    letter = f"{stem}{count}"
-                letter_of[original, id(atom)] = letter
+                letter = letter_of[original, id(atom)] = unused((atom.hint or "x")[:1], classes)
                 classes[letter] = names[id(atom)]
                 sizes[letter] = atom.size
             letter = letter_of[original, id(atom)]
@@ -179,26 +183,23 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
     fixed |= doubled
     pattern = bound.rule.parsed
 
-    def refined(operand: Operand, output: bool, index: int) -> Operand:
+    def refined(operand: Operand, atoms: BoundOperand) -> Operand:
         dims: list[Dim] = []
         used: set[str] = set()
-        for dim_index, dim in enumerate(operand.dims):
+        for dim, parts in zip(operand.dims, atoms, strict=True):
             factors: list[Factor] = []
-            for position, factor in enumerate(dim):
-                literal = [] if factor.name else leaves([bound.literals[output, index, dim_index, position]])
-                factors += [Factor("", size=atom.size) for atom in literal]
-                for atom, letter in zip(
-                    leaves(bound.letters.get(factor.name, [])), became.get(factor.name, ()), strict=True
-                ):
+            for factor, part in zip(dim, parts, strict=True):
+                pieces = leaves(part)
+                for atom, letter in zip(pieces, became.get(factor.name, [""] * len(pieces)), strict=True):
                     marks = {"fixed": letter in fixed, "stencil": letter in stencils - fixed}
-                    factors.append(Factor("", size=atom.size) if letter in used else Factor(letter, **marks))
+                    is_letter = letter and letter not in used
+                    factors.append(Factor(letter, **marks) if is_letter else Factor("", size=atom.size))
                     used.add(letter)
             dims.append(tuple(factors))
         return Operand(tuple(dims), operand.linear)
 
     text = Pattern(
-        tuple(refined(operand, False, index) for index, operand in enumerate(pattern.inputs)),
-        tuple(refined(operand, True, index) for index, operand in enumerate(pattern.outputs)),
+        tuple(map(refined, pattern.inputs, bound.inputs)), tuple(map(refined, pattern.outputs, bound.outputs))
     )
     kept = {name: value for name, value in decompositions.items() if name not in doubled}
     joint: dict[str, tuple[str, ...]] = {}
@@ -230,7 +231,7 @@ class Rendered:
             tuple((seen.setdefault(id(atom), len(seen)), atom.hint[:1], atom.size) for atom in leaves(atoms))
             for atoms in bound.letters.values()
         )
-        literals = tuple(tuple(atom.size for atom in leaves([one])) for one in bound.literals.values())
+        literals = tuple(tuple(atom.size for atom in leaves([one])) for one in bound.literals)
         key = (id(bound.rule), bound.contiguous, letters, literals)
         classes = [names[one] for one in seen]
         if key not in self._known:  # rendered with the atoms' numbers in place of names; the rule is kept, with its id

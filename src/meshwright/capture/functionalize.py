@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from meshwright.capture import refusals
 from meshwright.capture.outputs import outputs_of
@@ -44,30 +44,28 @@ def functionalized(traced: Traced) -> Traced:
     return traced
 
 
+class _Replay(fx.Interpreter):
+    """Runs the nodes of a step again; ``here`` is where the node that runs comes from."""
+
+    def __init__(self, step: Traced) -> None:
+        super().__init__(nn.Module(), graph=step.graph)
+        self._constants = step.constants
+        self.here: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.here = n.meta.get("custom", self.here)
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Tensor:
+        return self._constants[target]
+
+
 def _replayed(step: Traced) -> Traced:
     """The nodes run again, each at its place, on tensors that turn changes in place into new tensors."""
-    here: dict[str, Any] = {}
-    results = cast(list[fx.Node | None], step.graph.output_node().args[0])
-
-    def replay(*values: Tensor) -> list[Tensor | None]:
-        nonlocal here
-        given = iter(values)
-        known: dict[fx.Node, Any] = {}
-        for node in step.graph.nodes:
-            if node.op == "placeholder":
-                known[node] = next(given)
-            elif node.op == "get_attr":
-                known[node] = step.constants[node.target]
-            elif node.op == "call_function":
-                here = node.meta["custom"]
-                args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), known.__getitem__))
-                known[node] = cast(Any, node.target)(*args, **kwargs)
-        return [None if node is None else known[node] for node in results]
-
-    inputs = [node.meta["val"] for node in step.placeholders]
-    recorder = Recorder(inputs, lambda: here, CANONICAL)
+    replay, inputs = _Replay(step), [node.meta["val"] for node in step.placeholders]
+    recorder = Recorder(inputs, lambda: replay.here, CANONICAL)
     with step.mode, recorder:
-        outputs = torch.func.functionalize(replay)(*inputs)
+        outputs = torch.func.functionalize(lambda *values: replay.run(*values, enable_io_processing=False))(*inputs)
     recorder.returns(outputs)
     return replace(step, graph=recorder.graph, constants=recorder.constants, mutates=False)
 

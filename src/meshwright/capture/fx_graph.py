@@ -14,15 +14,9 @@ class Graph(fx.Graph):
     searched for symbolic numbers, and we have none."""
 
     def create_node(
-        self,
-        op: str,
-        target: fx.node.Target,
-        args: tuple[Any, ...] | None = None,
-        kwargs: dict[str, Any] | None = None,
-        name: str | None = None,
-        type_expr: Any = None,
+        self, op: str, target: Any, args: Any = None, kwargs: Any = None, *rest: Any, **named: Any
     ) -> fx.Node:
-        node = super().create_node(op, target, name=name, type_expr=type_expr)
+        node = super().create_node(op, target, None, None, *rest, **named)
         if args:
             _set_args(node, args)
         if kwargs:

@@ -1,7 +1,7 @@
 """What operators return on fake tensors, once for all calls of a process that are alike: models repeat their blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -85,20 +85,14 @@ MOST_KNOWN = 20_000
 """Calls that are remembered, some kilobytes each."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class _Call:
     """A call, which equals others of the same ``key``. A memo keeps it, but not what it was made with: ``given`` and
     ``result`` go when it is done."""
 
     key: tuple[Any, ...]
-    given: tuple[Any, tuple[Any, ...], dict[str, Any], list[FakeTensor]] | None
-    result: Any = None
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Call) and self.key == other.key
+    given: tuple[Any, tuple[Any, ...], dict[str, Any], list[FakeTensor]] | None = field(compare=False)
+    result: Any = field(default=None, compare=False)
 
 
 def fake_mode() -> FakeTensorMode:

@@ -6,8 +6,8 @@ list that autocast has for CUDA. Norms are in float32 here too. A gradient has t
 those of parameters are float32.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,14 +32,9 @@ IN_FLOAT32 = frozenset({
 """Functions of torch, of Tensor and of torch.nn.functional, by name."""
 
 
-@contextmanager
-def computing_in(precision: str | None) -> Iterator[None]:
+def computing_in(precision: str | None) -> AbstractContextManager[Any]:
     """Products in ``precision``; as the model says where that is None or float32."""
-    if precision not in LOW:
-        yield
-        return
-    with torch.autocast("cpu", LOW[precision]):
-        yield
+    return torch.autocast("cpu", LOW[precision]) if precision in LOW else nullcontext()
 
 
 def called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

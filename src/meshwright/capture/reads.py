@@ -10,20 +10,11 @@ import functools
 import inspect
 import sys
 import sysconfig
+import types
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import PurePath
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-    TracebackType,
-)
 from typing import Any
 
 import torch
@@ -90,7 +81,7 @@ class Reads:
         if self._first:
             self._follow(self._loss_fn, "loss_fn")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for owner, name, original in reversed(self._originals):
             if original is MISSING:
                 delattr(owner, name)
@@ -229,7 +220,7 @@ class Reads:
             if not any(name in space.get(members, ()) for members in ("_parameters", "_buffers", "_modules")):
                 self._add(key, space, name, value, where)
         elif isinstance(value, (*PLAIN, *CONTAINERS)) and (
-            of_class is value or of_class is MISSING or isinstance(of_class, MemberDescriptorType)
+            of_class is value or of_class is MISSING or isinstance(of_class, types.MemberDescriptorType)
         ):
             self._add(key, owner, name, value, where)
         else:
@@ -249,22 +240,22 @@ class Reads:
         if isinstance(value, CONTAINERS):
             for item in (value.values() if isinstance(value, dict) else value) if depth and len(value) <= 100 else ():
                 self._follow(item, where, depth - 1)
-        elif isinstance(value, (*PLAIN, Tensor, type, ModuleType, Enum, BuiltinFunctionType)):
+        elif isinstance(value, (*PLAIN, Tensor, type, types.ModuleType, Enum, types.BuiltinFunctionType)):
             return
         elif id(value) not in self._followed:
             self._followed.add(id(value))
             self._alive.append(value)
-            if isinstance(value, MethodType):
+            if isinstance(value, types.MethodType):
                 self._follow(value.__func__, where)
                 self._follow(value.__self__, where)
-            elif isinstance(value, FunctionType):
+            elif isinstance(value, types.FunctionType):
                 self._look_up(value)
             elif isinstance(value, functools.partial):
                 self._add(
                     (id(value), "keywords"), value, "keywords", value.keywords, f"{where}, arguments of a partial"
                 )
                 self._follow((value.func, value.args), where)
-            elif kind is SimpleNamespace:  # its reads cannot be noted
+            elif kind is types.SimpleNamespace:  # its reads cannot be noted
                 self._keep_space(value)
                 self._namespaces[id(value)] = where
                 for name, item in vars(value).items():
@@ -277,14 +268,14 @@ class Reads:
                     self._classes[kind] = None
                     self._patch(kind)
 
-    def _look_up(self, function: FunctionType) -> None:
+    def _look_up(self, function: types.FunctionType) -> None:
         """Defaults, closure and globals of a function that is no library's."""
         code, called = function.__code__, f"function {function.__qualname__}"
         self._names.update(_names_in(code))
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         held = {name: (cell, value_at(cell, "cell_contents")) for name, cell in cells if name != "__class__"}
         if code.co_filename.startswith(_LIBRARIES):  # a decorator's
-            self._follow([value for _, value in held.values() if isinstance(value, FunctionType)], called)
+            self._follow([value for _, value in held.values() if isinstance(value, types.FunctionType)], called)
             return
         for name in ("__defaults__", "__kwdefaults__"):
             if (value := getattr(function, name)) is not None:
@@ -305,12 +296,12 @@ class Reads:
                     return
             else:
                 value = value_at(space, name)
-            if isinstance(value, ModuleType) and not _is_standard(value.__name__):
+            if isinstance(value, types.ModuleType) and not _is_standard(value.__name__):
                 space = vars(value)
             elif isinstance(value, type) and _is_open(value) and not _is_standard(value.__module__):
                 space = value
             else:
-                if not isinstance(value, (ModuleType, type, BuiltinFunctionType)) and value is not MISSING:
+                if not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)) and value is not MISSING:
                     self._alive.append(space)
                     self._add((id(space), name), space, name, value, where)
                 return
@@ -329,7 +320,7 @@ def _is_settable(kind: type) -> bool:
     attribute shows, and would lose it."""
     setter: Any = kind.__setattr__
     made = (meta is type or _is_open(meta) for meta in inspect.getmro(type(kind))[:-1])
-    return isinstance(setter, FunctionType) or (setter is object.__setattr__ and all(made))
+    return isinstance(setter, types.FunctionType) or (setter is object.__setattr__ and all(made))
 
 
 def _is_open(kind: type) -> bool:
@@ -342,17 +333,17 @@ def _is_standard(module: str) -> bool:
     return package == "torch" or (package in sys.stdlib_module_names and package != "__main__")
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _names_in(code: types.CodeType) -> Iterator[str]:
     """Names of attributes and globals, and the words in quotes (``getattr(settings, "scale")``)."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             yield constant
-        elif isinstance(constant, CodeType):
+        elif isinstance(constant, types.CodeType):
             yield from _names_in(constant)
 
 
-def _globals_of(code: CodeType) -> Iterator[list[str]]:
+def _globals_of(code: types.CodeType) -> Iterator[list[str]]:
     """The globals that a function's code reads, each with the attributes that follow."""
     names: list[str] = []
     for instruction in (*dis.get_instructions(code), None):
@@ -363,5 +354,5 @@ def _globals_of(code: CodeType) -> Iterator[list[str]]:
             yield names
         names = [instruction.argval] if instruction is not None and instruction.opname == "LOAD_GLOBAL" else []
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):
+        if isinstance(constant, types.CodeType):
             yield from _globals_of(constant)

@@ -1,9 +1,10 @@
 """Traces one whole training step (forward, loss, backward) of an unmodified model into ATen operators."""
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +20,7 @@ from meshwright.capture.precision import called, check_masters, computing_in
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
 from meshwright.capture.recorder import Recorder, Rewrites
+from meshwright.capture.values import Contents, contents_of
 from meshwright.errors import CaptureError
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
 from meshwright.ops.base import wide_dtype
@@ -50,6 +52,14 @@ class Traced:
     @property
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))
+
+    def results(self) -> tuple[list[fx.Node], dict[str, fx.Node | None], dict[str, fx.Node]]:
+        """(the loss and the metrics; by differentiable parameter its gradient, None where the loss does not depend on
+        it; by buffer what the step leaves there)."""
+        nodes: Iterator[Any] = iter(cast(list[Any], self.graph.output_node().args[0]))
+        scalars = list(islice(nodes, 1 + len(self.metrics)))
+        gradients = dict(zip(self.differentiable, islice(nodes, len(self.differentiable)), strict=True))
+        return scalars, gradients, dict(zip(self.buffers, nodes, strict=True))
 
 
 class _Step(nn.Module):
@@ -114,22 +124,18 @@ def trace(
     refusals.hooks(model, parameters)
     check_masters(precision, parameters)
     wanted = [name for name, value in parameters.items() if value.requires_grad] if training else []
-    scaled = is_scaled(precision) and bool(wanted)
     provenance = Provenance(model)
     metrics: list[str] = []
+    values, states = ({name: fake(value) for name, value in each.items()} for each in (parameters, buffers))
+    inputs = {name: fake(value, resize=True) for name, value in leaves.tensors.items()}
+    scale = {LOSS_SCALE: fake(torch.empty(()))} if is_scaled(precision) and wanted else {}
 
-    def run(
-        values: list[Tensor], states: list[Tensor], inputs: list[Tensor], scale: list[Tensor]
-    ) -> list[Tensor | None]:
-        weights = {
-            name: value.detach().requires_grad_(name in wanted) for name, value in zip(parameters, values, strict=True)
-        }
-        every = {**weights, **dict(zip(buffers, states, strict=True))}
+    def run() -> list[Tensor | None]:
+        weights = {name: value.detach().requires_grad_(name in wanted) for name, value in values.items()}
+        given = {f"model.{name}": value for name, value in (weights | states).items()}
         attention = Attention()
         with _Watch(provenance, attention), attention.everywhere(), provenance.forward(), computing_in(precision):
-            result, after = torch.func.functional_call(
-                step, {f"model.{name}": value for name, value in every.items()}, (leaves.with_tensors(inputs),)
-            )
+            result, after = torch.func.functional_call(step, given, (leaves.with_tensors(list(inputs.values())),))
         loss, extra = _loss_and_metrics(result)
         # micro-batches and ranks add up their terms in float32
         loss, *others = (value.to(wide_dtype(value.dtype)) for value in (loss, *extra.values()))
@@ -142,26 +148,21 @@ def trace(
                 )
             provenance.follow_backward(loss)
             of = [weights[name] for name in wanted]
-            gradients = torch.autograd.grad(loss, of, scale or None, allow_unused=True)
-        updates = refusals.updated(dict(zip(buffers, states, strict=True)), after)
+            gradients = torch.autograd.grad(loss, of, list(scale.values()) or None, allow_unused=True)
+        updates = refusals.updated(states, after)
         return [loss.detach(), *(value.detach() for value in others), *gradients, *updates]
 
     draws = refusals.Draws()
     modes = [(part, part.training) for part in model.modules()]
-    values = [
-        [fake(value) for value in parameters.values()],
-        [fake(value) for value in buffers.values()],
-        [fake(value, resize=True) for value in leaves.tensors.values()],
-        [fake(torch.empty(()))] if scaled else [],
-    ]
-    recorder = Recorder([tensor for group in values for tensor in group], provenance.here, rewrites)
+    placeholders = [*values.values(), *states.values(), *inputs.values(), *scale.values()]
+    recorder = Recorder(placeholders, provenance.here, rewrites)
     cached_casts = torch.is_autocast_cache_enabled()
     try:
         if model.training != training:  # modules that the user has set apart from the model stay as they are
             model.train(training)
         torch.set_autocast_cache_enabled(False)
         with mode, nothing_recomputed(), one_operator(), recorder:
-            results = run(*values)
+            results = run()
         recorder.returns(results)
     except CaptureError:
         raise
@@ -177,7 +178,7 @@ def trace(
         recorder.mutates,
         parameters=list(parameters),
         buffers=list(buffers),
-        inputs=[*leaves.tensors, *([LOSS_SCALE] if scaled else [])],
+        inputs=[*inputs, *scale],
         leaves=leaves.without_values(),
         metrics=metrics,
         differentiable=wanted,
@@ -188,33 +189,19 @@ def trace(
     )
 
 
-class Hooks:
+def forward_hooks(model: nn.Module) -> Contents:
     """The forward hooks of a model's modules as they are now."""
-
-    def __init__(self, model: nn.Module) -> None:
-        names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
-        held = [getattr(part, name) for part in model.modules() for name in (*names, "_forward_hooks_always_called")]
-        self._held: list[tuple[dict[int, Any], dict[int, Any]]] = [(hooks, dict(hooks)) for hooks in held]
-
-    def put_back(self) -> bool:
-        """Whether there are others now; these are back then."""
-        changed = [(now, before) for now, before in self._held if now.keys() != before.keys()]
-        for now, before in changed:
-            now.clear()
-            now.update(before)
-        return bool(changed)
+    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    held = [getattr(part, name) for part in model.modules() for name in (*names, "_forward_hooks_always_called")]
+    return contents_of(held)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Further names of shared parameters and buffers, each with the name that stands for it."""
     first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, value in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        if id(value) in first:
-            tied[name] = first[id(value)]
-        else:
-            first[id(value)] = name
-    return tied
+    named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+    names = ((name, first.setdefault(id(value), name)) for name, value in named)
+    return {name: other for name, other in names if name != other}
 
 
 def _loss_and_metrics(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -249,36 +236,25 @@ def _described(value: Any) -> str:
 
 
 def _not_traceable(error: Exception, provenance: Provenance) -> CaptureError:
-    place = ""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        line = user_line(frame.filename, frame.lineno)
-        if line is not None:
-            place = line
-            break
-    module = provenance.module or "(model)"
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    kind = type(error).__name__
-    if (
-        "DataDependent" in kind
-        or "data-dependent" in str(error)
-        or "_local_scalar_dense" in str(error)
-        or "GuardOn" in kind
-    ):
-        return CaptureError(
-            f"data-dependent control flow: the step asks for the value of a tensor ({first})",
-            where=f"module {module}, {place or provenance.source}",
-            remedy="replace the branch on a tensor's value by torch.where and .item() by the tensor itself, or move it "
-            "out of the model",
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    lines = filter(None, (user_line(frame.filename, frame.lineno) for frame in frames))
+    kind, text = type(error).__name__, str(error)
+    first = next(iter(text.strip().splitlines()), kind)
+    asks_values = "DataDependent" in kind or "data-dependent" in text or "_local_scalar_dense" in text
+    if asks_values or "GuardOn" in kind:
+        what = f"data-dependent control flow: the step asks for the value of a tensor ({first})"
+        remedy = (
+            "replace the branch on a tensor's value by torch.where and .item() by the tensor itself, or move it out of "
+            "the model"
         )
-    if kind == "DynamicOutputShapeException":
-        return CaptureError(
-            f"the shape of a tensor depends on values ({first})",
-            where=f"module {module}, {place or provenance.source}",
-            remedy="keep every element and weigh it (torch.where, a mask that is multiplied, ignore_index) instead of "
-            "taking some by a mask",
+    elif kind == "DynamicOutputShapeException":
+        what = f"the shape of a tensor depends on values ({first})"
+        remedy = (
+            "keep every element and weigh it (torch.where, a mask that is multiplied, ignore_index) instead of taking "
+            "some by a mask"
         )
-    return CaptureError(
-        f"the step cannot be traced: {kind}: {first}",
-        where=f"module {module}, {place or provenance.source}",
-        remedy="check that loss_fn(model, batch) runs in plain PyTorch; operators must work on fake tensors",
-    )
+    else:
+        what = f"the step cannot be traced: {kind}: {first}"
+        remedy = "check that loss_fn(model, batch) runs in plain PyTorch; operators must work on fake tensors"
+    where = f"module {provenance.module or '(model)'}, {next(lines, provenance.source)}"
+    return CaptureError(what, where=where, remedy=remedy)

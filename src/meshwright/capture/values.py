@@ -74,15 +74,18 @@ def contents_of(value: Any, depth: int = _DEPTH) -> Contents:
     return found
 
 
-def put_contents(contents: Contents) -> None:
-    """Give containers their contents back."""
+def put_contents(contents: Contents) -> bool:
+    """Give containers their contents back; whether any had others."""
+    changed = False
     for value, copied in contents:
         old, new = (
             list(chain.from_iterable(each.items()) if isinstance(each, dict) else each) for each in (value, copied)
         )
         if len(old) != len(new) or not all(map(is_, old, new)):
+            changed = True
             value.clear()
             value.update(copied) if isinstance(value, dict | set) else value.extend(copied)
+    return changed
 
 
 @dataclass

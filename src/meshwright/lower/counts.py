@@ -146,7 +146,7 @@ def started(call: Call, axes: Mapping[str, int]) -> Collective | None:
     """The collective that a call starts, over one of ``axes`` (sizes); None where it starts none."""
     if call.target not in _KINDS:
         return None
-    given = arguments(call.target, call.args, call.kwargs)
+    given = arguments(call)
     kind, axis = _KINDS[call.target], given["group"]
     if kind == "halo":
         (value,), ranges = call.tensors, tuple(zip(given["lows"], given["highs"], strict=True))

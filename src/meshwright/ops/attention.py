@@ -40,19 +40,21 @@ def attention_backward_rule(call: Call) -> Rule:
     return make_rule(call, pattern, decompositions={"st": "ring"}, joint={"st": ("s", "t")}, equal=("st",))
 
 
+_ACROSS = {
+    ours.attention.default: ours.attention_ring.default,
+    ours.attention_backward.default: ours.attention_ring_backward.default,
+}
+"""What goes round a ring instead."""
+
+
 def attention_local(local: Local) -> Any:
     """Each shard attends to its keys; their softmaxes are merged through the log-sum-exp (Milakov, Gimelshein 2018)."""
-    query, key, value, mask, dropout, causal, scale, _, number = local.args
-    if local.is_split("st"):
-        call = local.call(
-            ours.attention_ring.default, *local.args[:7], *_key(local, dropout, number), *_ring(local, causal)
-        )
-        return local.call(operator.getitem, call, 0), local.call(operator.getitem, call, 1)
-    mask, causal = _shifted_mask(local, query, mask, causal)
-    call = local.call(local.target, query, key, value, mask, dropout, causal, scale, *_key(local, dropout, number))
-    if not local.is_split("t"):
+    call = emit_attention(local)
+    if not (local.is_split("t") or local.is_split("st")):
         return call
     output, own = (local.call(operator.getitem, call, index) for index in (0, 1))
+    if local.is_split("st"):
+        return output, own
     shape = [local.coordinate("t")[1], *local.shape(1)]
     every = local.call(aten.reshape.default, local.all_gather(own, "t"), shape)
     merged = local.call(aten.logsumexp.default, every, [0])
@@ -64,18 +66,17 @@ def attention_local(local: Local) -> Any:
     return local.call(aten._to_copy.default, total, dtype=local.dtype(0)), merged
 
 
-def attention_backward_local(local: Local) -> Any:
-    """Given the whole output and log-sum-exp, every part of the weights has its gradient alone."""
-    grad, query, key, value, mask, output, logsumexp, dropout, causal, scale, _, number = local.args
+def emit_attention(local: Local) -> Any:
+    """The operator on this rank, or around a ring. Backward needs no more: given the whole output and
+    log-sum-exp, every part of the weights has its gradient alone."""
+    *tensors, dropout, causal, scale, _, number = local.args
+    # forward and backward of one call carry one number, and draw the same mask
+    key = local.key(f"attention {number}") if dropout else (0, 0)
     if local.is_split("st"):
-        return local.call(
-            ours.attention_ring_backward.default, *local.args[:10], *_key(local, dropout, number), *_ring(local, causal)
-        )
-    mask, causal = _shifted_mask(local, query, mask, causal)
-    return local.call(
-        local.target, grad, query, key, value, mask, output, logsumexp, dropout, causal, scale,
-        *_key(local, dropout, number),
-    )  # fmt: skip
+        return local.call(_ACROSS[local.target], *tensors, dropout, causal, scale, *key, *_ring(local, causal))
+    query = 1 if local.target is ours.attention_backward.default else 0
+    tensors[query + 3], causal = _shifted_mask(local, tensors[query], tensors[query + 3], causal)
+    return local.call(local.target, *tensors, dropout, causal, scale, *key)
 
 
 def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
@@ -89,11 +90,6 @@ def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
     place = part * size + index if parts > 1 and local.outside("s", "st") else index * parts + part
     balanced = causal and parts == 1 and rows % 2 == 0 and local.size("s") == local.size("t")
     return place * rows, index, balanced, group, size
-
-
-def _key(local: Local, dropout: float, number: int) -> tuple[Value, int]:
-    """Forward and backward of one call carry one number, and draw the same mask."""
-    return local.key(f"attention {number}") if dropout else (0, 0)
 
 
 def _shifted_mask(local: Local, query: Value, mask: Value, causal: bool) -> tuple[Value, bool]:
@@ -120,6 +116,6 @@ _CONTIGUOUS = frozenset({"s", "t"})
 RULES = {
     ours.attention.default: OperatorRule(attention_rule, attention_local, _flops(2), _CONTIGUOUS, random=True),
     ours.attention_backward.default: OperatorRule(
-        attention_backward_rule, attention_backward_local, _flops(5), _CONTIGUOUS, random=True
+        attention_backward_rule, emit_attention, _flops(5), _CONTIGUOUS, random=True
     ),
 }

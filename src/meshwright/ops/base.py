@@ -30,12 +30,6 @@ class Call:
         """The tensor inputs, in order of appearance."""
         return list(_tensors_in((self.args, self.kwargs)))
 
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or by name."""
-        if position < len(self.args):
-            return self.args[position]
-        return self.kwargs.get(name, default)
-
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
@@ -45,11 +39,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-def arguments(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(call: "Call | Local") -> dict[str, Any]:
     """Every argument of a call of an ATen operator by its name; those that were not given have their default."""
-    schema = target._schema.arguments  # type: ignore[attr-defined]
-    given = dict(zip([one.name for one in schema], args, strict=False))
-    return {one.name: one.default_value for one in schema if one.has_default_value()} | given | dict(kwargs)
+    schema = call.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip([one.name for one in schema], call.args, strict=False))
+    return {one.name: one.default_value for one in schema if one.has_default_value()} | given | dict(call.kwargs)
 
 
 Value = Any
@@ -236,25 +230,6 @@ def _misfit(call: Call, pattern: str, what: str) -> RuleError:
     )
 
 
-def letters(count: int, prefix: str = "_", fixed: tuple[int, ...] = ()) -> list[str]:
-    """``count`` neutral letters (``_0 _1``), those in ``fixed`` marked ``!``. Neutral letters take the name of
-    the class that they join."""
-    return [f"{'!' if index in fixed else ''}{prefix}{index}" for index in range(count)]
-
-
-def neutral(prefix: str = "x") -> Iterator[str]:
-    """Endless fresh letters."""
-    index = 0
-    while True:
-        yield f"{prefix}{index}"
-        index += 1
-
-
-def normalize_dim(dim: int, rank: int) -> int:
-    """A dim counted from the front."""
-    return dim + rank if dim < 0 else dim
-
-
 def contraction_flops(call: Call, rule: Rule | None) -> float:
     """Two operations (multiply, add) for each combination of the factors."""
     return 2.0 * prod(rule.sizes.values()) if rule is not None else 0.0
@@ -263,3 +238,9 @@ def contraction_flops(call: Call, rule: Rule | None) -> float:
 def elementwise_flops(call: Call, rule: Rule | None) -> float:
     """One operation for each output element."""
     return float(sum(output.numel() for output in call.outputs[:1]))
+
+
+def with_gradients(names: Sequence[str], forward: OperatorRule, backward: OperatorRule) -> dict[Target, OperatorRule]:
+    """The rules of the ATen operators of these names, and of their gradients, which are called ``NAME_backward``."""
+    pair = (("", forward), ("_backward", backward))
+    return {getattr(aten, name + suffix).default: rule for name in names for suffix, rule in pair}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import OWN, Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, make_rule
-from meshwright.ops.halo import SPACE
+from meshwright.ops.base import Call, Local, OperatorRule, Value, emit_unchanged, make_rule
 from meshwright.ops.normalization import all_reduced, norm_flops, spatial, split_factors, wanted
+from meshwright.ops.space import SPACE
 
 aten = torch.ops.aten
 
@@ -24,15 +24,12 @@ def native_batch_norm(
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Canonical batch norm: it says that it updates the running statistics, which native_batch_norm hides."""
+    given, running = (input, weight, bias), (running_mean, running_var)
     if not training:
-        return aten._native_batch_norm_legit_no_training.default(
-            input, weight, bias, running_mean, running_var, momentum, eps
-        )
+        return aten._native_batch_norm_legit_no_training.default(*given, *running, momentum, eps)
     if running_mean is None:
-        return aten._native_batch_norm_legit.no_stats(input, weight, bias, training, momentum, eps)
-    return aten._native_batch_norm_legit.default(
-        input, weight, bias, running_mean, running_var, training, momentum, eps
-    )
+        return aten._native_batch_norm_legit.no_stats(*given, training, momentum, eps)
+    return aten._native_batch_norm_legit.default(*given, *running, training, momentum, eps)
 
 
 def native_batch_norm_backward(
@@ -64,8 +61,9 @@ _BATCH = "nzyx"
 
 
 def batch_norm_local(local: Local) -> Any:
-    result = _batch_norm(local)
-    if not local.is_split(OWN) or local.target is not aten._native_batch_norm_legit_functional.default:
+    updates = local.target is aten._native_batch_norm_legit_functional.default
+    result = _over_shards(local, updates) if split_factors(local, _BATCH) else emit_unchanged(local)
+    if not local.is_split(OWN) or not updates:
         return result
     image, mean, scale, *running = (
         result if isinstance(result, tuple) else (local.call(operator.getitem, result, index) for index in range(5))
@@ -74,23 +72,20 @@ def batch_norm_local(local: Local) -> Any:
     return image, mean, scale, *(local.call(aten.mul.Tensor, one, 1 / parts) for one in running)
 
 
-def _batch_norm(local: Local) -> Any:
-    if not split_factors(local, _BATCH):
-        return local.call(local.target, *local.args, **local.kwargs)
-    stats = local.target is aten._native_batch_norm_legit_functional.default
+def _over_shards(local: Local, updates: bool) -> tuple[Value, ...]:
+    """By statistics of all shards; ``updates``: with the running ones that they become."""
     source, weight, bias = local.args[:3]
     momentum, eps = local.args[-2:]
     mean, variance = _merged_statistics(local, source)
     scale = local.call(aten.rsqrt.default, local.call(aten.add.Tensor, variance, eps))
-    output = local.call(
-        aten._native_batch_norm_legit_no_training.default, source, weight, bias, mean, variance, momentum, eps
-    )
+    given = aten._native_batch_norm_legit_no_training.default
+    output = local.call(given, source, weight, bias, mean, variance, momentum, eps)
     result = [local.call(operator.getitem, output, 0), mean, scale]
-    if stats:
+    if updates:
         count = _count(local)
         unbiased = local.call(aten.mul.Tensor, variance, count / max(count - 1, 1))
-        for running, new in ((local.args[3], mean), (local.args[4], unbiased)):
-            result.append(local.call(aten.lerp.Scalar, running, new, momentum))
+        pairs = (local.args[3], mean), (local.args[4], unbiased)
+        result += [local.call(aten.lerp.Scalar, running, new, momentum) for running, new in pairs]
     return tuple(result)
 
 
@@ -161,7 +156,7 @@ def batch_norm_backward_local(local: Local) -> Any:
     grad, source, weight, running_mean, running_var, mean, scale, train, eps, mask = local.args
     split = split_factors(local, _BATCH)
     if not split or not train:
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     # with the statistics of all shards, the vectors' gradients are this shard's terms of the sums
     terms = local.call(local.target, grad, source, weight, None, None, mean, scale, True, eps, [False, True, True])
     both = [local.call(operator.getitem, terms, index) for index in (2, 1)]

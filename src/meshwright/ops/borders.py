@@ -22,7 +22,8 @@ from meshwright.ops.halo import Side, Window
 
 aten = torch.ops.aten
 
-_INPUT, _WEIGHT = [True, False, False], [False, True, False]
+INPUT, WEIGHT = [True, False, False], [False, True, False]
+"""Output masks of convolution_backward."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Borders:
         begun = self._begun(source)
 
         def gradient(grad: Value, source: Value, rest: tuple[Any, ...]) -> Value:
-            made = local.call(local.target, grad, source, weight, None, *rest, _WEIGHT)
+            made = local.call(local.target, grad, source, weight, None, *rest, WEIGHT)
             return local.call(operator.getitem, made, 1)
 
         result = gradient(grad, source, self._padded(rest))
@@ -92,26 +93,29 @@ class Borders:
 
         def gradient(grad: Value, rows: int, rest: tuple[Any, ...]) -> Value:
             like = local.call(aten.new_empty.default, grad, [*shape[:dim], rows, *shape[dim:][1:]])
-            made = local.call(local.target, grad, like, weight, None, *rest, _INPUT)
+            made = local.call(local.target, grad, like, weight, None, *rest, INPUT)
             return local.call(operator.getitem, made, 0)
 
         strips = []
-        if self.top:
-            made = gradient(self._rows(grad, 0, self.top), window.rows(self.top), rest)
-            strips.append(local.call(aten.slice.Tensor, made, dim, 0, self.before))
-        if self.bottom:
-            rows = window.rows(self.bottom)
-            made = gradient(self._rows(grad, self.made - self.bottom, self.bottom), rows, rest)
-            strips.append(local.call(aten.slice.Tensor, made, dim, rows - self.after, rows))
+        for start, count, (low, high) in self._edges:
+            if count:
+                made = gradient(self._rows(grad, start, count), window.rows(count), rest)
+                strips.append(self._rows(made, low, high - low))
         started = local.halo_return(strips, self.side.factor, dim, self.side.image, self.ranges)
         rows = self.made * window.stride
         own = gradient(grad, rows, self._padded(rest))
         come = local.call(collectives.WAIT, started)
         for first, count, start in ((0, self.after, 0), (self.after, self.before, rows - self.before)):
             if count:
-                term = local.call(aten.slice.Tensor, come, dim, first, first + count)
-                own = local.call(collectives.ADD_ROWS, own, term, dim, start)
+                own = local.call(collectives.ADD_ROWS, own, self._rows(come, first, count), dim, start)
         return own
+
+    @property
+    def _edges(self) -> tuple[tuple[int, int, Rows], ...]:
+        """The rows made that read the halo before, and after: the first, how many, and where the halo lies among the
+        rows that they read."""
+        last = self.window.rows(self.bottom)
+        return (0, self.top, (0, self.before)), (self.made - self.bottom, self.bottom, (last - self.after, last))
 
     def _begun(self, source: Value) -> Any:
         begun = self.local.halo_begin(source, self.side.factor, self.side.dim, self.side.image, self.ranges)
@@ -122,13 +126,9 @@ class Borders:
         """The halo before and after, each with zeros in place of own rows: with the first row made of it, and how many
         there are."""
         local, dim, found = self.local, self.side.dim, []
-        above, below = local.halo_end(begun)
-        for strip, start, count, halo in (
-            (above, 0, self.top, self.before), (below, self.made - self.bottom, self.bottom, self.after),
-        ):  # fmt: skip
+        for strip, (start, count, (low, high)) in zip(local.halo_end(begun), self._edges, strict=True):
             if count:
-                zeros = self.window.rows(count) - halo
-                padding = [0, 0] * (-dim - 1) + ([0, zeros] if strip is above else [zeros, 0])
+                padding = [0, 0] * (-dim - 1) + [low, self.window.rows(count) - high]
                 found.append((local.call(aten.constant_pad_nd.default, strip, padding, 0.0), start, count))
         return found
 

@@ -23,6 +23,7 @@ where they are added up; the result has the part's own rows. ``halo_return`` giv
 after a part, and for its last, as many as it has before. ``add_rows`` adds some rows in place, on this rank alone.
 """
 
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -34,73 +35,18 @@ from meshwright.ir.placement import flat_shape
 
 NAMESPACE = "meshwright_comm"
 LIBRARY = Library(NAMESPACE, "DEF")
-for _schema in (
-    "all_reduce_start(Tensor(a!) value, str op, str group, str algorithm, str label='') -> Tensor(a!)",
-    "all_gather_start(Tensor value, str group, int size, str algorithm, str label='') -> Tensor",
-    "reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm, str label='') -> Tensor",
-    "all_to_all_start(Tensor value, str group, str algorithm, str label='') -> Tensor",
-    (
-        "gather_parts_start(Tensor[] parts, str group, int size, str algorithm, str label='', bool again=False) "
-        "-> Tensor"
-    ),
-    (
-        "reduce_to_parts_start(Tensor[] values, str group, int size, str algorithm, str label='', bool again=False) "
-        "-> Tensor"
-    ),
-    "exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)",
-    "shift(Tensor value, str group, SymInt size) -> Tensor",
-    (
-        "halo_exchange_start(Tensor value, int dim, int[] lows, int[] highs, int[] edges, float fill, str group, "
-        "int index, str label='') -> Tensor"
-    ),
-    (
-        "halo_reduce_start(Tensor value, int dim, int[] lows, int[] highs, int[] edges, str group, int index, "
-        "str label='') -> Tensor"
-    ),
-    (
-        "halo_return_start(Tensor strips, int dim, int[] lows, int[] highs, int[] edges, str group, int index, "
-        "str label='') -> Tensor"
-    ),
-    "add_rows(Tensor(a!) value, Tensor rows, int dim, int start) -> Tensor(a!)",
-    "wait(Tensor(a!) value) -> Tensor(a!)",
-):
-    LIBRARY.define(_schema)
+
+Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""``exchange_rows`` over a group: rows by destination and their counts, to what came by sender and its counts."""
 
 
-def _part_size(value: Tensor, parts: int) -> int:
-    return prod(flat_shape(tuple(value.shape), parts))
+def exchange_over(group: str, size: int) -> Exchange:
+    """The exchange of rows over a group of ``size`` ranks."""
+    return lambda rows, counts: EXCHANGE_ROWS(rows, counts, group, size)
 
 
-register_fake(f"{NAMESPACE}::all_reduce_start", lambda value, op, group, algorithm, label="": value, lib=LIBRARY)
-register_fake(
-    f"{NAMESPACE}::all_gather_start",
-    lambda value, group, size, algorithm, label="": value.new_empty(size, *value.shape),
-    lib=LIBRARY,
-)
-register_fake(
-    f"{NAMESPACE}::reduce_scatter_start",
-    lambda value, op, group, size, algorithm, label="": value.new_empty(value.shape[1:]),
-    lib=LIBRARY,
-)
-register_fake(
-    f"{NAMESPACE}::all_to_all_start",
-    lambda value, group, algorithm, label="": value.new_empty(value.shape),
-    lib=LIBRARY,
-)
-register_fake(
-    f"{NAMESPACE}::gather_parts_start",
-    lambda parts, group, size, algorithm, label="", again=False: parts[0].new_empty(
-        size * sum(part.numel() for part in parts)
-    ),
-    lib=LIBRARY,
-)
-register_fake(
-    f"{NAMESPACE}::reduce_to_parts_start",
-    lambda values, group, size, algorithm, label="", again=False: values[0].new_empty(
-        sum(_part_size(value, size) for value in values)
-    ),
-    lib=LIBRARY,
-)
+def _parts_size(values: list[Tensor], size: int) -> int:
+    return sum(prod(flat_shape(tuple(value.shape), size)) for value in values)
 
 
 def _resized(value: Tensor, dim: int, rows: int) -> Tensor:
@@ -110,36 +56,51 @@ def _resized(value: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def _halo(
-    value: Tensor,
-    dim: int,
-    lows: list[int],
-    highs: list[int],
-    edges: list[int],
-    fill: float,
-    group: str,
-    index: int,
+    value: Tensor, dim: int, lows: list[int], highs: list[int], edges: list[int], fill: float, group: str, index: int,
     label: str = "",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     sides = outside((lows[index], highs[index]), owned(edges, index))
     return _resized(value, dim, sum(high - low for low, high in sides))
 
 
-register_fake(f"{NAMESPACE}::halo_exchange_start", _halo, lib=LIBRARY)
-register_fake(
-    f"{NAMESPACE}::halo_reduce_start",
-    lambda value, dim, lows, highs, edges, group, index, label="": _resized(
-        value, dim, edges[index + 1] - edges[index]
+_HALO = "int dim, int[] lows, int[] highs, int[] edges"
+_PARTS = "str group, int size, str algorithm, str label='', bool again=False"
+_SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
+    "all_reduce_start(Tensor(a!) value, str op, str group, str algorithm, str label='') -> Tensor(a!)": (
+        lambda value, *_: value
     ),
-    lib=LIBRARY,
-)
-register_fake(
-    f"{NAMESPACE}::halo_return_start",
-    lambda strips, dim, lows, highs, edges, group, index, label="": torch.empty_like(strips),
-    lib=LIBRARY,
-)
-register_fake(f"{NAMESPACE}::add_rows", lambda value, rows, dim, start: value, lib=LIBRARY)
-register_fake(f"{NAMESPACE}::wait", lambda value: value, lib=LIBRARY)
-
+    "all_gather_start(Tensor value, str group, int size, str algorithm, str label='') -> Tensor": (
+        lambda value, group, size, *_: value.new_empty(size, *value.shape)
+    ),
+    "reduce_scatter_start(Tensor value, str op, str group, int size, str algorithm, str label='') -> Tensor": (
+        lambda value, *_: value.new_empty(value.shape[1:])
+    ),
+    "all_to_all_start(Tensor value, str group, str algorithm, str label='') -> Tensor": (
+        lambda value, *_: value.new_empty(value.shape)
+    ),
+    f"gather_parts_start(Tensor[] parts, {_PARTS}) -> Tensor": (
+        lambda parts, group, size, *_: parts[0].new_empty(size * sum(part.numel() for part in parts))
+    ),
+    f"reduce_to_parts_start(Tensor[] values, {_PARTS}) -> Tensor": (
+        lambda values, group, size, *_: values[0].new_empty(_parts_size(values, size))
+    ),
+    "exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)": None,
+    "shift(Tensor value, str group, SymInt size) -> Tensor": None,
+    f"halo_exchange_start(Tensor value, {_HALO}, float fill, str group, int index, str label='') -> Tensor": _halo,
+    f"halo_reduce_start(Tensor value, {_HALO}, str group, int index, str label='') -> Tensor": (
+        lambda value, dim, lows, highs, edges, group, index, *_: _resized(value, dim, edges[index + 1] - edges[index])
+    ),
+    f"halo_return_start(Tensor strips, {_HALO}, str group, int index, str label='') -> Tensor": (
+        lambda strips, *_: torch.empty_like(strips)
+    ),
+    "add_rows(Tensor(a!) value, Tensor rows, int dim, int start) -> Tensor(a!)": lambda value, *_: value,
+    "wait(Tensor(a!) value) -> Tensor(a!)": lambda value: value,
+}
+"""By schema, what the operator makes of fake tensors; None where graphs never call it by itself."""
+for _schema, _fake in _SCHEMAS.items():
+    LIBRARY.define(_schema)
+    if _fake is not None:
+        register_fake(f"{NAMESPACE}::{_schema.partition('(')[0]}", _fake, lib=LIBRARY)
 
 OPERATORS = torch.ops.meshwright_comm
 ALL_REDUCE = OPERATORS.all_reduce_start.default

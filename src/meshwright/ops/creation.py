@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, make_rule
+from meshwright.ops.patterns import letters, named, operand
 
 aten = torch.ops.aten
 
 
 def fill_rule(call: Call) -> Rule:
     """``-> b s``: constant everywhere, so any dim can be split."""
-    shape = call.outputs[0].shape
-    names = [name if size != 1 else "1" for name, size in zip(letters(len(shape)), shape, strict=True)]
-    return make_rule(call, f" -> {' '.join(names) or '.'}")
+    return make_rule(call, f" -> {operand(named(call.outputs[0].shape))}")
 
 
 def fill_local(local: Local) -> Any:
@@ -25,7 +24,7 @@ def fill_local(local: Local) -> Any:
 def position_rule(call: Call) -> Rule:
     """Values that depend on position (arange, eye): whole on every rank."""
     rank = call.outputs[0].dim()
-    return make_rule(call, f" -> {' '.join(letters(rank, fixed=tuple(range(rank)))) or '.'}")
+    return make_rule(call, f" -> {operand(letters(rank, fixed=tuple(range(rank))))}")
 
 
 def _filled(value: Any) -> Any:
@@ -44,11 +43,11 @@ def _filled_scalar(value: Any) -> Any:
     """Canonical forms of ones_like and its like for a scalar, of which they take no value: then the gradient of the
     loss does not wait for the loss."""
 
-    def full(self: Tensor, *rest: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        if self.dim():
-            return NotImplemented  # the dims say what can be split
-        fill = rest[0] if value is None else value
-        return aten.full.default([], fill, dtype=dtype or self.dtype, device=device or self.device)
+    filled = _filled(value)
+
+    def full(self: Tensor, *rest: Any, **options: Any) -> Any:
+        # the dims say what can be split
+        return NotImplemented if self.dim() else filled(self, [], *rest, **options)
 
     return full
 
@@ -61,19 +60,10 @@ _FILL = OperatorRule(fill_rule, fill_local)
 _POSITION = OperatorRule(position_rule)
 
 RULES = {
-    aten.full.default: _FILL,
-    aten.zeros.default: _FILL,
-    aten.ones.default: _FILL,
-    aten.empty.memory_format: _FILL,
-    aten.scalar_tensor.default: _POSITION,
-    aten.arange.default: _POSITION,
-    aten.arange.start: _POSITION,
-    aten.arange.start_step: _POSITION,
-    aten.linspace.default: _POSITION,
-    aten.eye.default: _POSITION,
-    aten.eye.m: _POSITION,
-    aten.tril_indices.default: _POSITION,
-    aten.triu_indices.default: _POSITION,
+    **dict.fromkeys([aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format], _FILL),
+    **dict.fromkeys([aten.scalar_tensor.default, aten.linspace.default, aten.eye.default, aten.eye.m], _POSITION),
+    **dict.fromkeys([aten.arange.default, aten.arange.start, aten.arange.start_step], _POSITION),
+    **dict.fromkeys([aten.tril_indices.default, aten.triu_indices.default], _POSITION),
 }
 
 CANONICAL = {

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, Value, emit_unchanged, make_rule
+from meshwright.ops.patterns import letters, operand
 
 aten = torch.ops.aten
 
@@ -26,13 +27,13 @@ def shifted_indices(local: Local, indices: Value, factor: str, elsewhere: int) -
 
 def embedding_rule(call: Call) -> Rule:
     """``v k, b s -> b s k``: a split ``v`` leaves the output Partial."""
-    index = " ".join(letters(call.tensors[1].dim())) or "."
-    return make_rule(call, f"^v k, {index} -> {'' if index == '.' else index} k")
+    index = letters(call.tensors[1].dim())
+    return make_rule(call, f"^v k, {operand(index)} -> {operand([*index, 'k'])}")
 
 
 def embedding_local(local: Local) -> Any:
     if not local.is_split("v"):
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     weight, indices = local.args[:2]
     shifted, outside = shifted_indices(local, indices, "v", 0)
     rows = local.call(aten.embedding.default, weight, shifted)
@@ -42,14 +43,14 @@ def embedding_local(local: Local) -> Any:
 def embedding_backward_rule(call: Call) -> Rule:
     """``b s k, b s -> v k``; where gradients are divided by how often a row is used, all indices must be there."""
     rank = call.tensors[1].dim()
-    index = " ".join(letters(rank, fixed=tuple(range(rank)) if call.args[4] else ()))
-    return make_rule(call, f"^{index} k, {index or '.'} -> v k")
+    index = letters(rank, fixed=tuple(range(rank)) if call.args[4] else ())
+    return make_rule(call, f"^{operand([*index, 'k'])}, {operand(index)} -> v k")
 
 
 def embedding_backward_local(local: Local) -> Any:
     grad, indices, _, padding, scale = local.args
     if not local.is_split("v"):
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     rows = local.shape()[0]
     first = local.bounds("v")[local.coordinate("v")[0]]
     shifted, _ = shifted_indices(local, indices, "v", rows)

@@ -13,30 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops import collectives
 from meshwright.ops.base import Call, Local, OperatorRule, make_rule
-from meshwright.ops.library import LIBRARY
+from meshwright.ops.collectives import Exchange, exchange_over
+from meshwright.ops.library import define
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
-
-LIBRARY.define(
-    "experts(Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down, str activation, SymInt first)"
-    " -> Tensor"
-)
-LIBRARY.define(
-    "experts_backward(Tensor grad, Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down, str activation,"
-    " SymInt first) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-LIBRARY.define(
-    "experts_across(Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down, str activation, SymInt first,"
-    " SymInt num_experts, str group, SymInt size) -> Tensor"
-)
-LIBRARY.define(
-    "experts_across_backward(Tensor grad, Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down,"
-    " str activation, SymInt first, SymInt num_experts, str group, SymInt size) -> (Tensor, Tensor, Tensor, Tensor)"
-)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -88,10 +70,6 @@ def _experts_backward(
         torch.mm(inside.t(), tokens[rows], out=grads[2][expert])
         grads[0].index_add_(0, rows, torch.mm(inside, up[expert]))
     return grads
-
-
-Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``collectives.exchange_rows`` over a group: rows by destination and their counts, to what came and its counts."""
 
 
 @dataclass(frozen=True)
@@ -159,29 +137,14 @@ def across_backward(
     return mine.sum(1).to(tokens.dtype), share.squeeze(2).to(weights.dtype), found[2], found[3]
 
 
-def _over(group: str, size: int) -> Exchange:
-    return lambda rows, counts: collectives.EXCHANGE_ROWS(rows, counts, group, size)
+def _over_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``across`` or ``across_backward`` as a kernel, whose last arguments are the ranks' group and its size."""
 
+    def kernel(*values: Any) -> Any:
+        *given, group, size = values
+        return function(exchange_over(group, size), *given, size=size)
 
-def _across(*values: Any) -> Any:
-    *given, group, size = values
-    return across(_over(group, size), *given, size=size)
-
-
-def _across_backward(*values: Any) -> Any:
-    *given, group, size = values
-    return across_backward(_over(group, size), *given, size=size)
-
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "experts": _experts,
-    "experts_backward": _experts_backward,
-    "experts_across": _across,
-    "experts_across_backward": _across_backward,
-}
-for _name, _kernel in _KERNELS.items():
-    LIBRARY.impl(_name, _kernel, "CPU")
-    LIBRARY.impl(_name, _kernel, "CUDA")
+    return kernel
 
 
 def _shape(tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *_: Any) -> Tensor:
@@ -192,9 +155,15 @@ def _shapes(grad: Tensor, tokens: Tensor, index: Tensor, *values: Any) -> tuple[
     return tuple(torch.empty_like(value) for value in (tokens, *values[:3]))
 
 
-for _name in _KERNELS:
-    _fake = _shapes if _name.endswith("backward") else _shape
-    torch.library.register_fake(f"meshwright::{_name}", _fake, lib=LIBRARY)
+_GIVEN = "Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down, str activation, SymInt first"
+_ACROSS = ", SymInt num_experts, str group, SymInt size"
+_GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
+define(f"experts({_GIVEN}) -> Tensor", _experts, _shape)
+define(f"experts_backward(Tensor grad, {_GIVEN}) -> {_GRADIENTS}", _experts_backward, _shapes)
+define(f"experts_across({_GIVEN}{_ACROSS}) -> Tensor", _over_ranks(across), _shape)
+define(
+    f"experts_across_backward(Tensor grad, {_GIVEN}{_ACROSS}) -> {_GRADIENTS}", _over_ranks(across_backward), _shapes
+)
 
 
 class _Experts(torch.autograd.Function):
@@ -217,30 +186,16 @@ def experts(tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Te
     return result
 
 
-def _names(call: Call, up: int, down: int) -> tuple[str, str]:
-    gated = call.tensors[up].shape[1] == 2 * call.tensors[down].shape[2]
-    return ("e (2 f) !k" if gated else "e f !k"), "e o f"
-
-
 def experts_rule(call: Call) -> Rule:
-    """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: what other experts, slots or features add is on other ranks."""
-    up, down = _names(call, 3, 4)
-    return make_rule(
-        call, f"t !k, t a, ^t a, {up}, ^^{down} -> t o", decompositions={"te": "all_to_all"},
-        joint={"te": ("t", "e")}, equal=("te",),
-    )  # fmt: skip
+    """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: what other experts, slots or features add is on other ranks.
 
-
-def experts_backward_rule(call: Call) -> Rule:
-    """Linear in the gradient; what is split in one result is a sum in the others."""
-    up, down = _names(call, 4, 5)
-    return make_rule(
-        call,
-        f"^t o, t !k, t a, t a, {up}, {down} -> t !k, t a, {up}, {down}",
-        decompositions={"te": "all_to_all"},
-        joint={"te": ("t", "e")},
-        equal=("te",),
-    )
+    The gradients are linear in that of the result; what is split in one of them is a sum in the others."""
+    gated = call.tensors[-2].shape[1] == 2 * call.tensors[-1].shape[2]
+    up, down = ("e (2 f) !k" if gated else "e f !k"), "e o f"
+    pattern = f"t !k, t a, ^t a, {up}, ^^{down} -> t o"
+    if call.target is ours.experts_backward.default:
+        pattern = f"^t o, t !k, t a, t a, {up}, {down} -> t !k, t a, {up}, {down}"
+    return make_rule(call, pattern, decompositions={"te": "all_to_all"}, joint={"te": ("t", "e")}, equal=("te",))
 
 
 def experts_local(local: Local) -> Any:
@@ -277,5 +232,5 @@ def _flops(products: int) -> Callable[[Call, Rule | None], float]:
 
 RULES = {
     ours.experts.default: OperatorRule(experts_rule, experts_local, _flops(1), frozenset("e")),
-    ours.experts_backward.default: OperatorRule(experts_backward_rule, experts_local, _flops(2), frozenset("e")),
+    ours.experts_backward.default: OperatorRule(experts_rule, experts_local, _flops(2), frozenset("e")),
 }

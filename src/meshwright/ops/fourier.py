@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, elementwise_flops, letters, make_rule, normalize_dim
+from meshwright.ops.base import Call, Local, OperatorRule, elementwise_flops, make_rule
+from meshwright.ops.patterns import letters, normalize_dim, operand
 
 aten = torch.ops.aten
 
@@ -23,14 +24,14 @@ def transform_rule(call: Call) -> Rule:
 
 def parts_rule(call: Call) -> Rule:
     """``^b s -> b s 2``, real and imaginary part, or back."""
-    names = " ".join(letters(min(call.tensors[0].dim(), call.outputs[0].dim())))
-    back = call.target is aten.view_as_complex.default
-    return make_rule(call, f"^{names} 2 -> {names or '.'}" if back else f"^{names or '.'} -> {names} 2")
+    names = letters(min(call.tensors[0].dim(), call.outputs[0].dim()))
+    one, two = operand(names), operand([*names, "2"])
+    return make_rule(call, f"^{two} -> {one}" if call.target is aten.view_as_complex.default else f"^{one} -> {two}")
 
 
 def conjugate_rule(call: Call) -> Rule:
     """``^b s -> b s``; a Python number is no tensor."""
-    names = " ".join(letters(call.outputs[0].dim())) or "."
+    names = operand(letters(call.outputs[0].dim()))
     return make_rule(call, f"{f'^{names}' if call.tensors else ''} -> {names}")
 
 
@@ -46,9 +47,6 @@ _TRANSFORM = OperatorRule(transform_rule, flops=elementwise_flops)
 
 RULES = {
     aten._conj.default: OperatorRule(conjugate_rule, conjugate_local),
-    aten._fft_c2c.default: _TRANSFORM,
-    aten._fft_c2r.default: _TRANSFORM,
-    aten._fft_r2c.default: _TRANSFORM,
-    aten.view_as_complex.default: OperatorRule(parts_rule),
-    aten.view_as_real.default: OperatorRule(parts_rule),
+    **dict.fromkeys([aten._fft_c2c.default, aten._fft_c2r.default, aten._fft_r2c.default], _TRANSFORM),
+    **dict.fromkeys([aten.view_as_complex.default, aten.view_as_real.default], OperatorRule(parts_rule)),
 }

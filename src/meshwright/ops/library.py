@@ -13,19 +13,15 @@ from meshwright.ir.kernel import fused_attention
 aten = torch.ops.aten
 LIBRARY = Library("meshwright", "DEF")
 
-LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool causal, float scale,"
-    " SymInt random_key, SymInt salt) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor output,"
-    " Tensor logsumexp, float dropout, bool causal, float scale, SymInt random_key, SymInt salt)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define("cross_entropy_backward(Tensor grad, Tensor logarithms, Tensor target, SymInt ignore_index) -> Tensor")
-LIBRARY.define("bernoulli(Tensor like, float probability, SymInt random_key, SymInt salt) -> Tensor")
-LIBRARY.define("uniform(Tensor like, float low, float high, SymInt random_key, SymInt salt) -> Tensor")
-LIBRARY.define("normal(Tensor like, float mean, float std, SymInt random_key, SymInt salt) -> Tensor")
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define the operator of a schema ``NAME(...) -> ...``; ``kernel`` is for devices, ``fake`` for fake tensors."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(name, kernel, device)
+    torch.library.register_fake(f"meshwright::{name}", fake, lib=LIBRARY)
+
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
@@ -41,23 +37,20 @@ def mix(*values: int) -> int:
     return state >> 1
 
 
-def _generator(device: torch.device, random_key: int, salt: int) -> torch.Generator:
-    generator = torch.Generator(device=device)
-    generator.manual_seed(mix(random_key, salt))
-    return generator
+def _draws(method: str) -> Callable[..., Tensor]:
+    """The kernel that fills a tensor by ``method`` of torch.Tensor; its numbers follow from the key and the salt."""
+
+    def kernel(like: Tensor, *values: Any) -> Tensor:
+        *parameters, random_key, salt = values
+        generator = torch.Generator(device=like.device)
+        generator.manual_seed(mix(random_key, salt))
+        result: Tensor = getattr(torch.empty_like(like), method)(*parameters, generator=generator)
+        return result
+
+    return kernel
 
 
-def _bernoulli(like: Tensor, probability: float, random_key: int, salt: int) -> Tensor:
-    result = torch.empty_like(like)
-    return result.bernoulli_(probability, generator=_generator(like.device, random_key, salt))
-
-
-def _uniform(like: Tensor, low: float, high: float, random_key: int, salt: int) -> Tensor:
-    return torch.empty_like(like).uniform_(low, high, generator=_generator(like.device, random_key, salt))
-
-
-def _normal(like: Tensor, mean: float, std: float, random_key: int, salt: int) -> Tensor:
-    return torch.empty_like(like).normal_(mean, std, generator=_generator(like.device, random_key, salt))
+_bernoulli = _draws("bernoulli_")
 
 
 def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -177,66 +170,55 @@ def _cross_entropy_backward(grad: Tensor, logarithms: Tensor, target: Tensor, ig
     return logarithms.exp().mul_(weights).scatter_add_(-1, indices, -weights)
 
 
-def _attention_shape(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float,
-    random_key: int, salt: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    batch, heads, length, _ = query.shape
-    # the layout of the fused kernels: (batch, length, heads, width) in memory
-    output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+def _unfilled(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor (batch, heads, length, ...), laid out as ``_laid_out`` does."""
+    batch, heads, length, *rest = shape
+    return like.new_empty(batch, length, heads, *rest, dtype=dtype or like.dtype).transpose(1, 2)
+
+
+def _attention_shape(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     statistics = torch.promote_types(query.dtype, torch.float32)
-    return output, query.new_empty(batch, length, heads, dtype=statistics).transpose(1, 2)
+    output = _unfilled(query, *query.shape[:3], value.shape[-1])
+    return output, _unfilled(query, *query.shape[:3], dtype=statistics)
 
 
-def _attention_backward_shape(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(
-        tensor.new_empty(tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3]).transpose(1, 2)
-        for tensor in (query, key, value)
-    )  # type: ignore[return-value]
+def _attention_backward_shape(grad: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    return tuple(_unfilled(value, *value.shape) for value in values[:3])
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "attention": _attention_cpu,
-    "attention_backward": _attention_backward_cpu,
-    "bernoulli": _bernoulli,
-    "cross_entropy_backward": _cross_entropy_backward,
-    "normal": _normal,
-    "uniform": _uniform,
-}
-for _name, _kernel in _KERNELS.items():
-    LIBRARY.impl(_name, _kernel, "CPU")
-    LIBRARY.impl(_name, _kernel, "CUDA")
-for _name in ("bernoulli", "normal", "uniform"):
-    torch.library.register_fake(f"meshwright::{_name}", lambda like, *_: torch.empty_like(like), lib=LIBRARY)
-torch.library.register_fake(
-    "meshwright::cross_entropy_backward", lambda grad, logarithms, *_: torch.empty_like(logarithms), lib=LIBRARY
+QUERY = "Tensor query, Tensor key, Tensor value, Tensor? mask"
+RESULTS = "Tensor output, Tensor logsumexp"
+KEY = "SymInt random_key, SymInt salt"
+SETTINGS = f"float dropout, bool causal, float scale, {KEY}"
+"""Arguments in the schemas of attention."""
+define(f"attention({QUERY}, {SETTINGS}) -> (Tensor, Tensor)", _attention_cpu, _attention_shape)
+define(
+    f"attention_backward(Tensor grad, {QUERY}, {RESULTS}, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    _attention_backward_cpu,
+    _attention_backward_shape,
 )
-torch.library.register_fake("meshwright::attention", _attention_shape, lib=LIBRARY)
-torch.library.register_fake("meshwright::attention_backward", _attention_backward_shape, lib=LIBRARY)
+define(
+    "cross_entropy_backward(Tensor grad, Tensor logarithms, Tensor target, SymInt ignore_index) -> Tensor",
+    _cross_entropy_backward,
+    lambda grad, logarithms, *_: torch.empty_like(logarithms),
+)
+for _name, _parameters in (
+    ("bernoulli", "float probability"), ("uniform", "float low, float high"), ("normal", "float mean, float std"),
+):  # fmt: skip
+    _schema = f"{_name}(Tensor like, {_parameters}, {KEY}) -> Tensor"
+    define(_schema, _draws(f"{_name}_"), lambda like, *_: torch.empty_like(like))
 
 
 class _Attention(torch.autograd.Function):
     """Attention as one forward and one backward operator, so that a capture holds no device's kernel."""
 
     @staticmethod
-    def forward(
-        context: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        causal: bool,
-        scale: float,
-        number: int,
-    ) -> Tensor:
-        settings = (dropout, causal, scale, 0, number)
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *settings: Any) -> Tensor:
         output, logsumexp = torch.ops.meshwright.attention(query, key, value, mask, *settings)
         context.save_for_backward(query, key, value, mask, output, logsumexp)
         context.settings = settings
-        return output
+        result: Tensor = output
+        return result
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -244,7 +226,7 @@ class _Attention(torch.autograd.Function):
         gradients = torch.ops.meshwright.attention_backward(
             grad, query, key, value, mask, output, logsumexp, *context.settings
         )
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, *[None] * 6)
 
 
 def attention(
@@ -256,11 +238,9 @@ def attention(
 
     ``number`` tells the calls of one step apart: forward and backward of a call draw the same dropout mask by it.
     """
-    if attn_mask is not None and (attn_mask.requires_grad or is_causal):
+    if attn_mask is not None and (attn_mask.requires_grad or is_causal or attn_mask.dim() not in (2, 4)):
         return None
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4 or query.shape[0] != key.shape[0]:
-        return None
-    if attn_mask is not None and attn_mask.dim() not in (2, 4):
         return None
     if enable_gqa:
         times = query.shape[1] // key.shape[1]
@@ -269,4 +249,4 @@ def attention(
         return None
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
-    return _Attention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale, number)
+    return _Attention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale, 0, number)

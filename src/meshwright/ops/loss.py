@@ -9,8 +9,9 @@ from torch._ops import OpOverload
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Target, make_rule, wide_dtype
+from meshwright.ops.base import Call, Local, OperatorRule, Target, arguments, emit_unchanged, make_rule, wide_dtype
 from meshwright.ops.embedding import shifted_indices
+from meshwright.ops.patterns import operand
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
@@ -58,7 +59,7 @@ def _nll_backward(operator: Target) -> Callable[..., Any]:
 def _names(source: Tensor) -> tuple[str, str]:
     """(pattern of the logarithms, pattern of the targets): ``v``, ``n v`` or ``n v y x``."""
     whole = {1: "v", 2: "n v", 4: "n v y x"}[source.dim()]
-    return whole, whole.replace("v", "").replace("  ", " ").strip() or "."
+    return whole, operand([name for name in whole.split() if name != "v"])
 
 
 def nll_rule(call: Call) -> Rule:
@@ -70,7 +71,7 @@ def nll_rule(call: Call) -> Rule:
 
 def nll_local(local: Local) -> Any:
     if not local.is_split("v"):
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     source, target, weight, reduction, ignore = local.args
     shifted = _local_target(local, target, ignore)
     return local.call(local.target, source, shifted, weight, reduction, _IGNORE)
@@ -99,7 +100,7 @@ def nll_backward_rule(call: Call) -> Rule:
 
 def nll_backward_local(local: Local) -> Any:
     if not local.is_split("v"):
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     grad, source, target, weight, reduction, ignore, total = local.args
     shifted = _local_target(local, target, ignore)
     like = local.call(aten.new_empty.default, source, local.shape())  # of the source its shape is read; contiguous
@@ -125,37 +126,31 @@ def cross_entropy_backward_local(local: Local) -> Any:
         weights = local.call(aten.masked_fill.Scalar, weights, outside, 0)
     else:
         indices = local.call(aten.masked_fill.Scalar, target, ignored, 0)
-    if not rows:
-        weights, indices = (local.call(aten.unsqueeze.default, item, -1) for item in (weights, indices))
-    else:
-        weights, indices = (local.call(aten.unsqueeze.default, item, 1) for item in (weights, indices))
+    weights, indices = (local.call(aten.unsqueeze.default, item, 1 if rows else -1) for item in (weights, indices))
     scaled = local.call(aten.mul.Tensor, local.call(aten.exp.default, logarithms), column)
     return local.call(aten.scatter_add.default, scaled, -1, indices, local.call(aten.neg.default, weights))
 
 
 def _elementwise(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
     """Canonical form of a loss that is element by element before its reduction."""
-    names = [argument.name for argument in operator._schema.arguments]
 
     def canonical(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        reduction = given.get("reduction", MEAN)
-        if reduction == NONE:
+        given = arguments(Call(operator, args, kwargs, ()))
+        if given["reduction"] == NONE:
             return NotImplemented
         values = operator(**{**given, "reduction": NONE})
         total = values.sum(dtype=wide_dtype(values.dtype))
-        return (total if reduction == SUM else total / values.numel()).to(values.dtype)
+        return (total if given["reduction"] == SUM else total / values.numel()).to(values.dtype)
 
     return canonical
 
 
 def _elementwise_backward(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
     """Canonical gradient of such a loss: that of the sum, scaled by the global count."""
-    names = [argument.name for argument in operator._schema.arguments]
 
     def canonical(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if given.get("reduction", MEAN) != MEAN:
+        given = arguments(Call(operator, args, kwargs, ()))
+        if given["reduction"] != MEAN:
             return NotImplemented
         grad = given["grad_output"] / given["self"].numel()
         return operator(**{**given, "grad_output": grad, "reduction": SUM})
@@ -179,19 +174,11 @@ RULES = {
     aten.nll_loss2d_backward.default: _NLL_BACKWARD,
 }
 
-_ELEMENTWISE = (
-    aten.binary_cross_entropy.default, aten.huber_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default,
-    aten.soft_margin_loss.default,
-)  # fmt: skip
-_ELEMENTWISE_BACKWARD = (
-    aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default, aten.soft_margin_loss_backward.default,
-)  # fmt: skip
-CANONICAL: dict[Target, Callable[..., Any]] = {
-    aten.nll_loss_forward.default: _nll(aten.nll_loss_forward.default),
-    aten.nll_loss_backward.default: _nll_backward(aten.nll_loss_backward.default),
-    aten.nll_loss2d_forward.default: _nll(aten.nll_loss2d_forward.default),
-    aten.nll_loss2d_backward.default: _nll_backward(aten.nll_loss2d_backward.default),
-    **{target: _elementwise(target) for target in _ELEMENTWISE},
-    **{target: _elementwise_backward(target) for target in _ELEMENTWISE_BACKWARD},
-}
+_ELEMENTWISE = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
+_FORMS: tuple[tuple[Callable[..., Any], tuple[Target, ...]], ...] = (
+    (_nll, (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)),
+    (_nll_backward, (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)),
+    (_elementwise, tuple(getattr(aten, name).default for name in _ELEMENTWISE)),
+    (_elementwise_backward, tuple(getattr(aten, f"{name}_backward").default for name in _ELEMENTWISE)),
+)
+CANONICAL: dict[Target, Callable[..., Any]] = {target: form(target) for form, targets in _FORMS for target in targets}

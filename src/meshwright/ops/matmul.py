@@ -1,34 +1,24 @@
 """Matrix products. ``addmm`` is captured as mm + add, so that no rank adds a bias that is not its to add."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.ops.base import OperatorRule, contraction_flops, make_rule
+from meshwright.ops.base import OperatorRule, Target, contraction_flops, make_rule
 
 aten = torch.ops.aten
 
 
-def addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """Canonical addmm."""
-    product = aten.mm.default(mat1, mat2)
-    product = product if alpha == 1 else product * alpha
-    return product if beta == 0 else product + (self if beta == 1 else self * beta)
+def _added(product: Target) -> Callable[..., Tensor]:
+    def canonical(self: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        """Canonical form of a product that is added to a tensor: ``beta self + alpha (left right)``."""
+        result: Tensor = product(left, right)
+        result = result if alpha == 1 else result * alpha
+        return result if beta == 0 else result + (self if beta == 1 else self * beta)
 
-
-def baddbmm(self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """Canonical baddbmm."""
-    product = aten.bmm.default(batch1, batch2)
-    product = product if alpha == 1 else product * alpha
-    return product if beta == 0 else product + (self if beta == 1 else self * beta)
-
-
-def addmv(self: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """Canonical addmv."""
-    product = aten.mv.default(mat, vec)
-    product = product if alpha == 1 else product * alpha
-    return product if beta == 0 else product + (self if beta == 1 else self * beta)
+    return canonical
 
 
 RULES = {
@@ -38,4 +28,8 @@ RULES = {
     aten.dot.default: OperatorRule(lambda call: make_rule(call, "^k, ^^k -> ."), flops=contraction_flops),
 }
 
-CANONICAL = {aten.addmm.default: addmm, aten.addmv.default: addmv, aten.baddbmm.default: baddbmm}
+CANONICAL = {
+    aten.addmm.default: _added(aten.mm.default),
+    aten.addmv.default: _added(aten.mv.default),
+    aten.baddbmm.default: _added(aten.bmm.default),
+}

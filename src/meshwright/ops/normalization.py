@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule, narrowed, wide_dtype, widened
-from meshwright.ops.halo import SPACE
+from meshwright.ops.base import (
+    Call,
+    Local,
+    OperatorRule,
+    Value,
+    emit_unchanged,
+    make_rule,
+    narrowed,
+    wide_dtype,
+    widened,
+)
+from meshwright.ops.patterns import letters
+from meshwright.ops.space import SPACE
 
 aten = torch.ops.aten
 
@@ -41,7 +52,7 @@ def layer_norm_rule(call: Call) -> Rule:
 def layer_norm_local(local: Local) -> Any:
     split = split_factors(local, [f"k{index}" for index in range(len(local.args[1]))])
     if not split:
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     source, shape, weight, bias, eps = local.args
     source = widened(local, source)
     mean = _mean(local, source, shape, split)
@@ -86,7 +97,7 @@ def layer_norm_backward_rule(call: Call) -> Rule:
 def layer_norm_backward_local(local: Local) -> Any:
     split = split_factors(local, [f"k{index}" for index in range(len(local.args[2]))])
     if not split:
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     grad, source, shape, mean, scale, weight, _, mask = local.args
     grad, source = widened(local, grad), widened(local, source)
     normal = local.call(aten.mul.Tensor, local.call(aten.sub.Tensor, source, mean), scale)
@@ -127,7 +138,7 @@ def group_norm_rule(call: Call) -> Rule:
 def group_norm_local(local: Local) -> Any:
     source, weight, bias = local.args[:3]
     source = local.call(aten.contiguous.default, source)
-    split, sizes = _space_split(local), _group_sizes(local)
+    split, sizes = split_factors(local, SPACE[3]), _group_sizes(local)
     if not split:
         return local.call(local.target, source, weight, bias, *sizes, local.args[7])
     samples, channels, points, groups = sizes
@@ -165,7 +176,7 @@ def group_norm_backward_rule(call: Call) -> Rule:
 def group_norm_backward_local(local: Local) -> Any:
     grad, source, mean, scale, weight = local.args[:5]
     grad, source = (local.call(aten.contiguous.default, value) for value in (grad, source))
-    split, sizes, mask = _space_split(local), _group_sizes(local), local.args[9]
+    split, sizes, mask = split_factors(local, SPACE[3]), _group_sizes(local), local.args[9]
     if not split:
         return local.call(local.target, grad, source, mean, scale, weight, *sizes, mask)
     samples, channels, points, groups = sizes
@@ -202,10 +213,6 @@ def group_norm_backward_local(local: Local) -> Any:
 
 def _times(local: Local, value: Value, factor: Value | None) -> Value:
     return value if factor is None else local.call(aten.mul.Tensor, value, factor)
-
-
-def _space_split(local: Local) -> list[str]:
-    return split_factors(local, "zyx")
 
 
 def _group_sizes(local: Local) -> tuple[int, int, int, int]:

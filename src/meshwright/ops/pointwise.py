@@ -1,16 +1,28 @@
 """Element by element operators, with broadcasting."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, elementwise_flops, make_rule
+from meshwright.ops.patterns import aligned, named, operand
 
 aten = torch.ops.aten
 
-ADDITIVE: frozenset[Target] = frozenset({aten.add.Tensor, aten.sub.Tensor})
+_GROUPS: dict[Target, dict[int, list[int]]] = {
+    aten.add.Tensor: {2: [1, 1]}, aten.sub.Tensor: {2: [1, 1]}, aten.mul.Tensor: {1: [1], 2: [1, 2]},
+    aten.where.self: {3: [0, 1, 1]},
+}  # fmt: skip
+"""By how many arguments are tensors, the linear group that each of them is in; none, of other numbers."""
+_FIRST_WHERE: dict[Target, Callable[[Call], bool]] = {
+    aten.div.Tensor: lambda call: isinstance(call.args[0], torch.Tensor),
+    aten.masked_fill.Scalar: lambda call: call.args[2] in (0, math.inf, -math.inf),  # as many infinities are one
+    aten._to_copy.default: lambda call: call.tensors[0].is_floating_point() and call.outputs[0].is_floating_point(),
+}
+"""Linear in the first tensor, where that is so of a call."""
 GRADIENTS: frozenset[Target] = frozenset(
     {
         aten._prelu_kernel_backward.default, aten.elu_backward.default, aten.gelu_backward.default,
@@ -47,40 +59,23 @@ def is_pointwise(target: Target) -> bool:
 def carets(call: Call) -> list[int]:
     """For each tensor operand, the linear group it is in (0: none)."""
     count = len(call.tensors)
-    first_two = [isinstance(argument, torch.Tensor) for argument in call.args[:2]]
-    if call.target in ADDITIVE:
-        return [1, 1] if count == 2 else [0] * count
-    if call.target is aten.mul.Tensor:
-        return [1, 2] if count == 2 else [1]
-    if call.target is aten.div.Tensor:
-        return [1, 0] if count == 2 else [1] if first_two[0] else [0]
+    if call.target in _GROUPS:
+        return _GROUPS[call.target].get(count, [0] * count)
     if call.target is aten.copy.default:  # the first is written over
-        return [0, 1 if call.tensors[1].dtype == call.outputs[0].dtype else 0]
-    if call.target is aten.where.self:
-        return [0, 1, 1] if count == 3 else [0] * count
-    if call.target is aten.masked_fill.Scalar:
-        return [1 if call.args[2] in (0, math.inf, -math.inf) else 0, 0]  # as many infinities are one
-    if call.target is aten._to_copy.default:
-        return [1 if call.tensors[0].is_floating_point() and call.outputs[0].is_floating_point() else 0]
-    if call.target in FIRST_LINEAR:
-        return [1] + [0] * (count - 1)
-    return [0] * count
+        return [0, int(call.tensors[1].dtype == call.outputs[0].dtype)]
+    is_linear = _FIRST_WHERE.get(call.target, lambda call: call.target in FIRST_LINEAR)
+    return [int(is_linear(call)), *[0] * (count - 1)] if count else []
 
 
 def pointwise_rule(call: Call) -> Rule:
     """Dims aligned from the right; a dim of size 1 that is broadcast cannot be split."""
-    output = call.outputs[0]
-    names = [f"_{index}" if size != 1 else "1" for index, size in enumerate(output.shape)]
-    operands = []
-    for tensor, linear in zip(call.tensors, carets(call), strict=True):
-        offset = output.dim() - tensor.dim()
-        dims = [
-            names[offset + index] if size == output.shape[offset + index] else "1"
-            for index, size in enumerate(tensor.shape)
-        ]
-        operands.append("^" * linear + (" ".join(dims) or "."))
-    right = " ".join(names) or "."
-    return make_rule(call, f"{', '.join(operands)} -> {', '.join([right] * len(call.outputs))}")
+    shape = call.outputs[0].shape
+    names = named(shape)
+    operands = [
+        "^" * linear + operand(aligned(names, shape, tensor.shape))
+        for tensor, linear in zip(call.tensors, carets(call), strict=True)
+    ]
+    return make_rule(call, f"{', '.join(operands)} -> {', '.join([operand(names)] * len(call.outputs))}")
 
 
 POINTWISE = OperatorRule(rule=pointwise_rule, flops=elementwise_flops)

@@ -6,39 +6,29 @@ there. Adaptive windows never lie over two parts where the parts' sizes are whol
 
 import math
 import operator
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Target, Value, arguments, letters
-from meshwright.ops.halo import SPACE, Side, Space, Window, each, fetch, give_back, split_sides, windows
+from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, emit_unchanged, with_gradients
+from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
+from meshwright.ops.space import Space, image_and_made, is_gradient, largest_flops, space_rank
 
 aten = torch.ops.aten
 
-_SPACE = re.compile(r"([123])d")
 
+def pool_rule(call: Call) -> Rule:
+    """``n c ~y ~x -> n c ~y1 ~x1``; maxima come with their places in the whole image, and gradients go back.
 
-def space_rank(target: Target) -> int:
-    """Over how many dims a pooling, padding or resizing works: max_pool2d over 2."""
-    found = _SPACE.search(str(target))
-    assert found is not None
-    return int(found[1])
-
-
-def spatial_rule(call: Call, space: Space, inputs: str, *, linear: bool) -> Rule:
-    """``n c ~y ~x -> n c ~y1 ~x1``, inside each sample and channel. ``inputs`` says whether each tensor is of the
-    ``image`` or of what is ``made`` of it; outputs are of the other side than the first."""
-    lead = letters(call.tensors[0].dim() - len(space.left), "n")
-    names = {"image": [*lead, *space.left], "made": [*lead, *space.right]}
-    left = ", ".join(" ".join(names[one]) for one in inputs.split())
-    right = " ".join(names["made" if inputs.startswith("image") else "image"])
-    return space.rule(call, lambda *_: f"{'^' * linear}{left} -> {', '.join([right] * len(call.outputs))}")
+    Adaptive windows are a part's own, where a part has whole numbers of rows on both sides."""
+    maxima, adaptive, rank = "max" in str(call.target), "adaptive" in str(call.target), space_rank(call.target)
+    halos = [False] * rank if adaptive else [not window.alone for window in _Pool.of(call).windows]
+    space = Space.of(*image_and_made(call), halos, contiguous=maxima, equal=adaptive)
+    return space.spatial_rule(call, linear=is_gradient(call.target) or not maxima)
 
 
 # --- windows of one size ----------------------------------------------------------------------------------------------
@@ -58,8 +48,8 @@ class _Pool:
     windows: list[Window]
 
     @classmethod
-    def of(cls, target: Target, args: Sequence[Any], kwargs: Any) -> "_Pool":
-        given, space = arguments(target, args, kwargs), space_rank(target)
+    def of(cls, call: Call | Local) -> "_Pool":
+        given, space = arguments(call), space_rank(call.target)
         kernel = each(given["kernel_size"], space)
         stride = each(given["stride"] or kernel, space)
         padding, dilation = each(given["padding"], space), each(given.get("dilation", 1), space)
@@ -68,78 +58,57 @@ class _Pool:
             given.get("divisor_override"), windows(kernel, stride, padding, dilation),
         )  # fmt: skip
 
-    def padding_without(self, sides: Sequence[Side]) -> list[int]:
-        """No padding in dims whose halo is there."""
-        split = {side.index for side in sides}
-        return [0 if index in split else one for index, one in enumerate(self.padding)]
+    def maxima(self, sides: Sequence[Side]) -> tuple[Any, ...]:
+        """The settings of maxima on a rank's part."""
+        return self.kernel, self.stride, without(self.padding, sides), self.dilation, self.ceil_mode
+
+    def averages(self, sides: Sequence[Side]) -> tuple[Any, ...]:
+        """The settings of averages on a rank's part, or of sums where windows at the border count otherwise."""
+        divisor = self.divisor if self.is_alike(sides) else 1
+        padding = without(self.padding, sides)
+        return self.kernel, self.stride, padding, self.ceil_mode, self.counts_padding, divisor
+
+    def is_alike(self, sides: Sequence[Side]) -> bool:
+        """Whether windows at the border divide by what those inside divide by."""
+        if self.divisor is not None:
+            return True
+        for side in sides:
+            window = self.windows[side.index]
+            end = window.rows(side.made[-1]) - window.padding
+            counted = window.padding if self.counts_padding else 0
+            if end > side.image[-1] + counted or (window.padding and not self.counts_padding):
+                return False
+        return True
 
 
-def _pool_space(call: Call, image: Tensor, made: Tensor, contiguous: bool) -> Space:
-    settings, result, rank = _Pool.of(call.target, call.args, call.kwargs), Space(), space_rank(call.target)
-    for index, (name, window) in enumerate(zip(SPACE[rank], settings.windows, strict=True)):
-        dim = image.dim() - rank + index
-        large, small = image.shape[dim], made.shape[dim]
-        result.add(name, (large, small), halo=not window.alone, contiguous=contiguous)
-    return result
+def _where_split(emit: Callable[[Local, _Pool, list[Side]], Any]) -> Callable[[Local], Any]:
+    """The rewrite of a pooling whose spatial dims are split here; else it runs as it is. Positions of maxima are others
+    on a part even where windows are single rows."""
+
+    def rewrite(local: Local) -> Any:
+        settings = _Pool.of(local)
+        maxima = "max" in str(local.target)
+        sides = split_sides(local, len(settings.kernel), () if maxima else settings.windows)
+        return emit(local, settings, sides) if sides else emit_unchanged(local)
+
+    return rewrite
 
 
-def max_pool_rule(call: Call) -> Rule:
-    """``n c ~y ~x -> n c ~y1 ~x1, n c ~y1 ~x1``: maxima, and where they are in the whole image."""
-    image, made = call.args[0], call.outputs[0]
-    return spatial_rule(call, _pool_space(call, image, made, True), "image", linear=False)
-
-
-def max_pool_backward_rule(call: Call) -> Rule:
-    """``^n c ~y1 ~x1, n c ~y ~x, n c ~y1 ~x1 -> n c ~y ~x``: gradients go where the maxima were."""
-    made, image = call.args[:2]
-    return spatial_rule(call, _pool_space(call, image, made, True), "made image made", linear=True)
-
-
-def avg_pool_rule(call: Call) -> Rule:
-    """``^n c ~y ~x -> n c ~y1 ~x1``."""
-    image, made = call.args[0], call.outputs[0]
-    return spatial_rule(call, _pool_space(call, image, made, False), "image", linear=True)
-
-
-def avg_pool_backward_rule(call: Call) -> Rule:
-    """``^n c ~y1 ~x1, n c ~y ~x -> n c ~y ~x``."""
-    made, image = call.args[:2]
-    return spatial_rule(call, _pool_space(call, image, made, False), "made image", linear=True)
-
-
-def max_pool_local(local: Local) -> Any:
-    settings, source = _Pool.of(local.target, local.args, local.kwargs), local.args[0]
-    sides = split_sides(local, len(settings.kernel))
-    if not sides:
-        return local.call(local.target, *local.args, **local.kwargs)
-    for side in sides:
-        window = settings.windows[side.index]
-        source = fetch(local, source, side, window, side.image, side.made, -math.inf)
-    call = local.call(
-        local.target, source, settings.kernel, settings.stride, settings.padding_without(sides), settings.dilation,
-        settings.ceil_mode,
-    )  # fmt: skip
+def _max_pool(local: Local, settings: _Pool, sides: list[Side]) -> Any:
+    source = fetch(local, local.args[0], sides, settings.windows, -math.inf)
+    call = local.call(local.target, source, *settings.maxima(sides))
     found, indices = (local.call(operator.getitem, call, index) for index in (0, 1))
     here = _Place.of(local, local.input_shape(0), sides, settings.windows)
     return found, here.outwards(local, indices)
 
 
-def max_pool_backward_local(local: Local) -> Any:
-    given = arguments(local.target, local.args, local.kwargs)
-    settings = _Pool.of(local.target, local.args, local.kwargs)
-    sides = split_sides(local, len(settings.kernel))
-    if not sides:
-        return local.call(local.target, *local.args, **local.kwargs)
+def _max_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     grad, shape = local.args[0], local.shape()
     here = _Place.of(local, shape, sides, settings.windows)
-    result = local.call(
-        local.target, grad, local.call(aten.new_empty.default, grad, here.shape(shape)), settings.kernel,
-        settings.stride, settings.padding_without(sides), settings.dilation, settings.ceil_mode,
-        here.inwards(local, given["indices"]),
-    )  # fmt: skip
-    for side in reversed(sides):
-        result = give_back(local, result, side, settings.windows[side.index], side.image, side.made)
-    return result
+    like = local.call(aten.new_empty.default, grad, here.shape(shape))
+    indices = here.inwards(local, arguments(local)["indices"])
+    result = local.call(local.target, grad, like, *settings.maxima(sides), indices)
+    return give_back(local, result, sides, settings.windows)
 
 
 @dataclass
@@ -213,62 +182,28 @@ def _floor(local: Local, value: Value, by: int) -> Value:
     return local.call(aten.div.Tensor_mode, value, by, rounding_mode="floor")
 
 
-def avg_pool_local(local: Local) -> Any:
-    settings, source = _Pool.of(local.target, local.args, local.kwargs), local.args[0]
-    sides = split_sides(local, len(settings.kernel), settings.windows)
-    if not sides:
-        return local.call(local.target, *local.args, **local.kwargs)
-    for side in sides:
-        source = fetch(local, source, side, settings.windows[side.index], side.image, side.made)
-    result = local.call(local.target, source, *_averaging(settings, sides))
-    if _alike(settings, sides):
-        return result
+def _avg_pool(local: Local, settings: _Pool, sides: list[Side]) -> Any:
+    source = fetch(local, local.args[0], sides, settings.windows)
+    result = local.call(local.target, source, *settings.averages(sides))
     return _divided(local, result, settings, sides, local.input_shape(0), local.shape())
 
 
-def avg_pool_backward_local(local: Local) -> Any:
-    settings, grad = _Pool.of(local.target, local.args, local.kwargs), local.args[0]
-    sides = split_sides(local, len(settings.kernel), settings.windows)
-    if not sides:
-        return local.call(local.target, *local.args, **local.kwargs)
-    if not _alike(settings, sides):
-        grad = _divided(local, grad, settings, sides, local.shape(), local.input_shape(0))
+def _avg_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
+    grad = _divided(local, local.args[0], settings, sides, local.shape(), local.input_shape(0))
     shape = local.shape()
     for side in sides:
         shape[side.dim] = settings.windows[side.index].rows(local.input_shape(0)[side.dim])
     like = local.call(aten.new_empty.default, grad, shape)
-    result = local.call(local.target, grad, like, *_averaging(settings, sides))
-    for side in reversed(sides):
-        result = give_back(local, result, side, settings.windows[side.index], side.image, side.made)
-    return result
-
-
-def _averaging(settings: _Pool, sides: Sequence[Side]) -> tuple[Any, ...]:
-    """The settings of averages, or of sums where windows at the border count otherwise."""
-    divisor = settings.divisor if _alike(settings, sides) else 1
-    return (
-        settings.kernel, settings.stride, settings.padding_without(sides), settings.ceil_mode,
-        settings.counts_padding, divisor,
-    )  # fmt: skip
-
-
-def _alike(settings: _Pool, sides: Sequence[Side]) -> bool:
-    """Whether windows at the border divide by what those inside divide by."""
-    if settings.divisor is not None:
-        return True
-    for side in sides:
-        window = settings.windows[side.index]
-        end = window.rows(side.made[-1]) - window.padding
-        counted = window.padding if settings.counts_padding else 0
-        if end > side.image[-1] + counted or (window.padding and not settings.counts_padding):
-            return False
-    return True
+    result = local.call(local.target, grad, like, *settings.averages(sides))
+    return give_back(local, result, sides, settings.windows)
 
 
 def _divided(
     local: Local, value: Value, settings: _Pool, sides: Sequence[Side], image: Sequence[int], made: Sequence[int]
 ) -> Value:
-    """By how many elements each window counts: the product of its rows and its columns."""
+    """Sums by how many elements each window counts, the product of its rows and its columns; averages as they are."""
+    if settings.is_alike(sides):
+        return value
     rank = len(settings.kernel)
     split = {side.index: side for side in sides}
     for index, window in enumerate(settings.windows):
@@ -302,26 +237,6 @@ def _counts(
 # --- adaptive windows -------------------------------------------------------------------------------------------------
 
 
-def _adaptive_space(image: Tensor, made: Tensor, rank: int, contiguous: bool) -> Space:
-    result = Space()
-    for name, large, small in zip(SPACE[rank], image.shape[-rank:], made.shape[-rank:], strict=True):
-        result.add(name, (large, small), halo=False, contiguous=contiguous, equal=True)
-    return result
-
-
-def adaptive_rule(maxima: bool, backward: bool) -> Callable[[Call], Rule]:
-    """``n c ~y ~x -> n c ~y1 ~x1``: where a part has whole numbers of rows on both sides, its windows are its own."""
-
-    def rule(call: Call) -> Rule:
-        image, made = (call.args[1], call.args[0]) if backward else (call.args[0], call.outputs[0])
-        space = _adaptive_space(image, made, space_rank(call.target), maxima)
-        inputs = ("made image made" if maxima else "made image") if backward else "image"
-        return spatial_rule(call, space, inputs, linear=backward or not maxima)
-
-    rule.__doc__ = adaptive_rule.__doc__
-    return rule
-
-
 def adaptive_local(local: Local) -> Any:
     """The part's own size of the output."""
     rank = space_rank(local.target)
@@ -341,34 +256,17 @@ def adaptive_max_backward_local(local: Local) -> Any:
     return local.call(local.target, grad, source, indices)
 
 
-def _flops(call: Call, rule: Rule | None) -> float:
-    return float(max(tensor.numel() for tensor in (*call.tensors, *call.outputs)))
-
-
-_MAX = OperatorRule(max_pool_rule, max_pool_local, _flops)
-_MAX_BACKWARD = OperatorRule(max_pool_backward_rule, max_pool_backward_local, _flops)
-_AVG = OperatorRule(avg_pool_rule, avg_pool_local, _flops)
-_AVG_BACKWARD = OperatorRule(avg_pool_backward_rule, avg_pool_backward_local, _flops)
-_ADAPTIVE_MAX = OperatorRule(adaptive_rule(True, False), adaptive_local, _flops)
-_ADAPTIVE_MAX_BACKWARD = OperatorRule(adaptive_rule(True, True), adaptive_max_backward_local, _flops)
-_ADAPTIVE_AVG = OperatorRule(adaptive_rule(False, False), adaptive_local, _flops)
-_ADAPTIVE_AVG_BACKWARD = OperatorRule(adaptive_rule(False, True), flops=_flops)
+_MAX = OperatorRule(pool_rule, _where_split(_max_pool), largest_flops)
+_MAX_BACKWARD = OperatorRule(pool_rule, _where_split(_max_pool_backward), largest_flops)
+_AVG = OperatorRule(pool_rule, _where_split(_avg_pool), largest_flops)
+_AVG_BACKWARD = OperatorRule(pool_rule, _where_split(_avg_pool_backward), largest_flops)
+_ADAPTIVE = OperatorRule(pool_rule, adaptive_local, largest_flops)
+_ADAPTIVE_MAX_BACKWARD = OperatorRule(pool_rule, adaptive_max_backward_local, largest_flops)
+_ADAPTIVE_AVG_BACKWARD = OperatorRule(pool_rule, flops=largest_flops)
 
 RULES = {
-    aten.max_pool2d_with_indices.default: _MAX,
-    aten.max_pool2d_with_indices_backward.default: _MAX_BACKWARD,
-    aten.max_pool3d_with_indices.default: _MAX,
-    aten.max_pool3d_with_indices_backward.default: _MAX_BACKWARD,
-    aten.adaptive_max_pool2d.default: _ADAPTIVE_MAX,
-    aten.adaptive_max_pool2d_backward.default: _ADAPTIVE_MAX_BACKWARD,
-    aten.adaptive_max_pool3d.default: _ADAPTIVE_MAX,
-    aten.adaptive_max_pool3d_backward.default: _ADAPTIVE_MAX_BACKWARD,
-    aten.avg_pool2d.default: _AVG,
-    aten.avg_pool2d_backward.default: _AVG_BACKWARD,
-    aten.avg_pool3d.default: _AVG,
-    aten.avg_pool3d_backward.default: _AVG_BACKWARD,
-    aten._adaptive_avg_pool2d.default: _ADAPTIVE_AVG,
-    aten._adaptive_avg_pool2d_backward.default: _ADAPTIVE_AVG_BACKWARD,
-    aten._adaptive_avg_pool3d.default: _ADAPTIVE_AVG,
-    aten._adaptive_avg_pool3d_backward.default: _ADAPTIVE_AVG_BACKWARD,
+    **with_gradients(["max_pool2d_with_indices", "max_pool3d_with_indices"], _MAX, _MAX_BACKWARD),
+    **with_gradients(["adaptive_max_pool2d", "adaptive_max_pool3d"], _ADAPTIVE, _ADAPTIVE_MAX_BACKWARD),
+    **with_gradients(["avg_pool2d", "avg_pool3d"], _AVG, _AVG_BACKWARD),
+    **with_gradients(["_adaptive_avg_pool2d", "_adaptive_avg_pool3d"], _ADAPTIVE, _ADAPTIVE_AVG_BACKWARD),
 }

@@ -7,21 +7,17 @@ import torch
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, letters, make_rule, narrowed
+from meshwright.ops.base import Call, Local, OperatorRule, Value, make_rule, narrowed
+from meshwright.ops.patterns import letters, operand
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
 
 
 def random_rule(call: Call) -> Rule:
-    """``b s -> b s``: each shard draws its own part."""
-    names = " ".join(letters(call.outputs[0].dim())) or "."
+    """``b s -> b s``, or ``-> b s``: each shard draws its own part."""
+    names = operand(letters(call.outputs[0].dim()))
     return make_rule(call, f"{', '.join([names] * len(call.tensors))} -> {', '.join([names] * len(call.outputs))}")
-
-
-def creation_rule(call: Call) -> Rule:
-    """``-> b s``."""
-    return make_rule(call, f" -> {' '.join(letters(call.outputs[0].dim())) or '.'}")
 
 
 def permutation_rule(call: Call) -> Rule:
@@ -37,12 +33,16 @@ def _keyed(kernel: Any, *defaults: float) -> Callable[[Local], Any]:
     return emit
 
 
-def _created(kernel: Any) -> Callable[[Local], Any]:
-    def emit(local: Local) -> Any:
-        empty = local.call(aten.empty.memory_format, local.shape(), **local.kwargs)
-        return local.call(kernel, empty, 0.0, 1.0, *local.key())
+def _drawn(kernel: Any) -> Callable[[Local], Any]:
+    """Standard numbers in a new tensor."""
+    return lambda local: local.call(kernel, _empty(local), 0.0, 1.0, *local.key())
 
-    return emit
+
+def _empty(local: Local, **options: Any) -> Value:
+    """This rank's part of the output, before it is drawn: like an argument, or of a size."""
+    if "_like" in str(local.target):
+        return local.call(aten.empty_like.default, local.args[0], **{"dtype": local.dtype(), **options})
+    return local.call(aten.empty.memory_format, local.shape(), **{**local.kwargs, **options})
 
 
 def _uniform(local: Local, like: Value) -> Value:
@@ -71,25 +71,16 @@ def exponential_local(local: Local) -> Any:
     return narrowed(local, draws)
 
 
-def _integers(local: Local, empty: Value, low: int, high: int) -> Any:
+def integers_local(local: Local) -> Any:
+    """Integers from the first argument, or 0, up to the last: among others a tensor, or a size."""
+    low, high = (0, *(value for value in local.args if isinstance(value, int)))[-2:]
+    empty = _empty(local, dtype=torch.float64)
     draws = local.call(ours.uniform.default, empty, float(low), float(high), *local.key())
     return local.call(aten._to_copy.default, local.call(aten.floor.default, draws), dtype=local.dtype())
 
 
-def randint_local(local: Local) -> Any:
-    low, high = (0, local.args[0]) if local.target is aten.randint.default else local.args[:2]
-    options = {**local.kwargs, "dtype": torch.float64}
-    return _integers(local, local.call(aten.empty.memory_format, local.shape(), **options), low, high)
-
-
-def randint_like_local(local: Local) -> Any:
-    low, high = (0, local.args[1]) if local.target is aten.randint_like.default else local.args[1:3]
-    return _integers(local, local.call(aten.empty_like.default, local.args[0], dtype=torch.float64), low, high)
-
-
 def permutation_local(local: Local) -> Any:
-    options = {**local.kwargs, "dtype": torch.float64}
-    empty = local.call(aten.empty.memory_format, local.shape(), **options)
+    empty = _empty(local, dtype=torch.float64)
     order = local.call(aten.argsort.default, local.call(ours.uniform.default, empty, 0.0, 1.0, *local.key()))
     return local.call(aten._to_copy.default, order, dtype=local.dtype())
 
@@ -106,26 +97,21 @@ def dropout_local(local: Local) -> Any:
     return scaled, local.call(aten._to_copy.default, draws, dtype=torch.bool)
 
 
+_BERNOULLI = OperatorRule(random_rule, bernoulli_tensor_local)
+_UNIFORM = OperatorRule(random_rule, _drawn(ours.uniform.default))
+_NORMAL = OperatorRule(random_rule, _drawn(ours.normal.default))
+_INTEGERS = OperatorRule(random_rule, integers_local)
+
 RULES = {
-    aten.bernoulli.default: OperatorRule(random_rule, bernoulli_tensor_local),
+    **dict.fromkeys([aten.bernoulli.default, aten.bernoulli.Tensor], _BERNOULLI),
     aten.bernoulli.p: OperatorRule(random_rule, _keyed(ours.bernoulli.default, 0.5)),
-    aten.bernoulli.Tensor: OperatorRule(random_rule, bernoulli_tensor_local),
     aten.exponential.default: OperatorRule(random_rule, exponential_local),
     aten.native_dropout.default: OperatorRule(random_rule, dropout_local),
     aten.normal_functional.default: OperatorRule(random_rule, _keyed(ours.normal.default, 0.0, 1.0)),
-    aten.rand_like.default: OperatorRule(random_rule, lambda local: _like(local, ours.uniform.default)),
-    aten.randint_like.default: OperatorRule(random_rule, randint_like_local),
-    aten.randint_like.low_dtype: OperatorRule(random_rule, randint_like_local),
-    aten.randn_like.default: OperatorRule(random_rule, lambda local: _like(local, ours.normal.default)),
     aten.uniform.default: OperatorRule(random_rule, _keyed(ours.uniform.default, 0.0, 1.0)),
-    aten.rand.default: OperatorRule(creation_rule, _created(ours.uniform.default)),
-    aten.randint.default: OperatorRule(creation_rule, randint_local),
-    aten.randint.low: OperatorRule(creation_rule, randint_local),
-    aten.randn.default: OperatorRule(creation_rule, _created(ours.normal.default)),
+    **dict.fromkeys([aten.rand.default, aten.rand_like.default], _UNIFORM),
+    **dict.fromkeys([aten.randn.default, aten.randn_like.default], _NORMAL),
+    **dict.fromkeys([aten.randint.default, aten.randint.low], _INTEGERS),
+    **dict.fromkeys([aten.randint_like.default, aten.randint_like.low_dtype], _INTEGERS),
     aten.randperm.default: OperatorRule(permutation_rule, permutation_local),
 }
-
-
-def _like(local: Local, kernel: Any) -> Any:
-    empty = local.call(aten.empty_like.default, local.args[0], dtype=local.dtype())
-    return local.call(kernel, empty, 0.0, 1.0, *local.key())

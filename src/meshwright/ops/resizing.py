@@ -15,11 +15,52 @@ import torch
 
 from meshwright.ir.halo import Rows
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, letters
-from meshwright.ops.halo import SPACE, Side, Space, Window, both, split_sides
-from meshwright.ops.pooling import space_rank, spatial_rule
+from meshwright.ops.base import Call, Local, OperatorRule, Target, Value, arguments, with_gradients
+from meshwright.ops.halo import Side, Window, split_side, split_sides
+from meshwright.ops.patterns import letters
+from meshwright.ops.space import SPACE, Space, both, image_and_made, largest_flops, space_rank
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """One split dim of a padded or resized image on this rank: the rows of the image that each part reads, how many
+    this rank reads, and how many rows are made of them before and after its own."""
+
+    side: Side
+    ranges: tuple[Rows, ...]
+    rows: int
+    rest: Rows
+
+
+def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: Any) -> Value:
+    """The operator on the rows that are needed; of what it makes, the part's own rows."""
+    for one in needed:
+        value = local.halo(value, one.side.factor, one.side.dim, one.side.image, one.ranges)
+    value = local.call(local.target, value, *settings)
+    for one in needed:
+        if any(one.rest):
+            own = local.shape()[one.side.dim]
+            value = local.call(aten.slice.Tensor, value, one.side.dim, one.rest[0], one.rest[0] + own)
+    return value
+
+
+def _gradient_of(
+    local: Local, grad: Value, needed: Sequence[_Needed], gradient: Callable[[Value, list[int]], Value]
+) -> Value:
+    """The adjoint; ``gradient`` makes that of the rows that are needed, given the gradient of all that is made of them
+    and the shape."""
+    shape, rest = local.shape(), [(0, 0)] * space_rank(local.target)
+    for one in needed:
+        rest[one.side.index], shape[one.side.dim] = one.rest, one.rows
+    if any(map(any, rest)):
+        grad = local.call(aten.constant_pad_nd.default, grad, _flat(rest))
+    result = gradient(grad, shape)
+    for one in reversed(needed):
+        result = local.halo_sum(result, one.side.factor, one.side.dim, one.side.image, one.ranges)
+    return result
+
 
 # --- padding with a constant ------------------------------------------------------------------------------------------
 
@@ -52,22 +93,18 @@ def constant_pad_rule(call: Call) -> Rule:
         else:
             space.left.append(names[dim])
             space.right.append(names[dim])
-    linear = "^" if call.argument(2, "value", 0) == 0 else ""
+    linear = "^" if arguments(call)["value"] == 0 else ""
     return space.rule(call, lambda image, padded: f"{linear}{image or '.'} -> {padded or '.'}")
 
 
 def constant_pad_local(local: Local) -> Any:
-    given = arguments(local.target, local.args, local.kwargs)
-    result, rank = given["self"], len(local.shape())
-    rest = _amounts(given["pad"], rank)
+    given, rank = arguments(local), len(local.shape())
+    result, rest = given["self"], _amounts(given["pad"], rank)
     for dim, amount in enumerate(rest):
-        name = _FROM_THE_BACK[rank - 1 - dim]
-        factor = next((one for one in (name, 2 * name) if any(amount) and local.is_split(one)), None)
-        if factor is not None:
-            image = local.bounds(factor, name)
-            made = image if factor == name else local.bounds(factor, f"{name}1")
-            ranges = _pad_window(amount).ranges(made)
-            result = local.halo(result, factor, dim - rank, image, ranges, float(given["value"]))
+        side = split_side(local, _FROM_THE_BACK[rank - 1 - dim], dim, rank) if any(amount) else None
+        if side is not None:
+            ranges = _pad_window(amount).ranges(side.made)
+            result = local.halo(result, side.factor, side.dim, side.image, ranges, float(given["value"]))
             rest[dim] = (0, 0)
     if any(map(any, rest)) or result is given["self"]:
         return local.call(local.target, result, _flat(rest), given["value"])
@@ -77,56 +114,13 @@ def constant_pad_local(local: Local) -> Any:
 # --- padding with the image -------------------------------------------------------------------------------------------
 
 
-def image_pad_rule(backward: bool) -> Callable[[Call], Rule]:
+def image_pad_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n c ~y1 ~x1``: rows beyond the border repeat rows of the image."""
-
-    def rule(call: Call) -> Rule:
-        image, made = (call.args[1], call.args[0]) if backward else (call.args[0], call.outputs[0])
-        space, rank = Space(), space_rank(call.target)
-        amounts = _amounts(arguments(call.target, call.args, call.kwargs)["padding"], rank)
-        for index, name in enumerate(SPACE[rank]):
-            sizes = image.shape[index - rank], made.shape[index - rank]
-            space.add(name, sizes, halo=any(amounts[index]))
-        return spatial_rule(call, space, "made image" if backward else "image", linear=True)
-
-    rule.__doc__ = image_pad_rule.__doc__
-    return rule
+    amounts = _amounts(arguments(call)["padding"], space_rank(call.target))
+    return Space.of(*image_and_made(call), [any(one) for one in amounts]).spatial_rule(call, linear=True)
 
 
-@dataclass(frozen=True)
-class _Padded:
-    """One split dim of a padded image on this rank: the rows of the image that each part needs, the rows beyond its
-    border that this one adds, and which of all of these are its own."""
-
-    side: Side
-    ranges: tuple[Rows, ...]
-    amount: Rows
-    first: int
-    rows: int
-    own: int
-
-    @classmethod
-    def of(cls, local: Local, side: Side, amount: Rows) -> "_Padded":
-        part, length = local.coordinate(side.factor)[0], side.image[-1]
-        wanted = _pad_window(amount).ranges(side.made)
-        reflects = "reflection" in str(local.target)
-        ranges = tuple(_needed(one, length, reflects) for one in wanted)
-        (low, high), (first, last) = wanted[part], ranges[part]
-        before, after = max(0, -low), max(0, high - length)
-        return cls(side, ranges, (before, after), low - (first - before), last - first, high - low)
-
-    @property
-    def padded(self) -> int:
-        """The rows with those beyond the border."""
-        return self.rows + sum(self.amount)
-
-    @property
-    def rest(self) -> Rows:
-        """How many of them before and after are not its own."""
-        return self.first, self.padded - self.first - self.own
-
-
-def _needed(rows: Rows, length: int, reflects: bool) -> Rows:
+def _sources(rows: Rows, length: int, reflects: bool) -> Rows:
     """The rows of the image from which rows of the padded one are made."""
     low, high = max(0, rows[0]), min(length, rows[1])
     if rows[0] < 0:
@@ -137,42 +131,35 @@ def _needed(rows: Rows, length: int, reflects: bool) -> Rows:
 
 
 def image_pad_local(local: Local) -> Any:
-    given, padded, amounts = _image_padding(local)
-    result = given["self"]
-    for one in padded:
-        result = local.halo(result, one.side.factor, one.side.dim, one.side.image, one.ranges)
-    result = local.call(local.target, result, _flat(amounts))
-    for one in padded:
-        if any(one.rest):
-            result = local.call(aten.slice.Tensor, result, one.side.dim, one.first, one.first + one.own)
-    return result
+    given, needed, amounts = _image_padding(local)
+    return _made_of(local, given["self"], needed, _flat(amounts))
 
 
 def image_pad_backward_local(local: Local) -> Any:
-    given, padded, amounts = _image_padding(local)
-    grad, shape = given["grad_output"], local.shape()
-    rest = [(0, 0)] * len(amounts)
-    for one in padded:
-        rest[one.side.index] = one.rest
-        shape[one.side.dim] = one.rows
-    if any(map(any, rest)):
-        grad = local.call(aten.constant_pad_nd.default, grad, _flat(rest))
-    image = local.call(aten.new_empty.default, grad, shape) if padded else given["self"]
-    result = local.call(local.target, grad, image, _flat(amounts))
-    for one in reversed(padded):
-        result = local.halo_sum(result, one.side.factor, one.side.dim, one.side.image, one.ranges)
-    return result
+    given, needed, amounts = _image_padding(local)
+
+    def gradient(grad: Value, shape: list[int]) -> Value:
+        image = local.call(aten.new_empty.default, grad, shape) if needed else given["self"]
+        return local.call(local.target, grad, image, _flat(amounts))
+
+    return _gradient_of(local, given["grad_output"], needed, gradient)
 
 
-def _image_padding(local: Local) -> tuple[dict[str, Any], list[_Padded], list[Rows]]:
-    """(arguments, the split dims, what is padded here in every dim)."""
-    given, rank = arguments(local.target, local.args, local.kwargs), space_rank(local.target)
-    amounts = _amounts(given["padding"], rank)
-    padded = [_Padded.of(local, side, amounts[side.index]) for side in split_sides(local, rank)]
-    padded = [one for one in padded if any(amounts[one.side.index])]
-    for one in padded:
-        amounts[one.side.index] = one.amount
-    return given, padded, amounts
+def _image_padding(local: Local) -> tuple[dict[str, Any], list[_Needed], list[Rows]]:
+    """(arguments, the split dims that are padded, what this rank adds in every dim)."""
+    given, rank = arguments(local), space_rank(local.target)
+    amounts, reflects, needed = _amounts(given["padding"], rank), "reflection" in str(local.target), []
+    for side in split_sides(local, rank):
+        if any(amounts[side.index]):
+            part, length = local.coordinate(side.factor)[0], side.image[-1]
+            wanted = _pad_window(amounts[side.index]).ranges(side.made)
+            ranges = tuple(_sources(one, length, reflects) for one in wanted)
+            (low, high), (first, last) = wanted[part], ranges[part]
+            before, after = max(0, -low), max(0, high - length)
+            amounts[side.index] = before, after
+            rest = low - (first - before), (last + after) - high
+            needed.append(_Needed(side, ranges, last - first, rest))
+    return given, needed, amounts
 
 
 # --- resizing ---------------------------------------------------------------------------------------------------------
@@ -193,12 +180,11 @@ def _reach(image: int, made: int, cubic: bool) -> int:
 
 def resize_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n c ~y1 ~x1``: whole factors, or interpolation between centres of pixels."""
-    given, rank = arguments(call.target, call.args, call.kwargs), space_rank(call.target)
-    backward, nearest = "backward" in str(call.target), "nearest" in str(call.target)
-    image, made = (call.outputs[0], call.tensors[0]) if backward else (call.tensors[0], call.outputs[0])
+    given, rank, nearest = arguments(call), space_rank(call.target), "nearest" in str(call.target)
+    image, made = image_and_made(call)
     space = Space()
     for index, (name, scale) in enumerate(zip(SPACE[rank], _scales(given), strict=True)):
-        large, small = image.shape[index - rank], made.shape[index - rank]
+        large, small = image[index - rank], made[index - rank]
         whole_factor = large % small == 0 or small % large == 0
         even = scale is None or scale * large == small
         if not even or (not whole_factor if nearest else given["align_corners"]):
@@ -206,109 +192,68 @@ def resize_rule(call: Call) -> Rule:
             continue
         reach = 0 if nearest else _reach(large, small, "cubic" in str(call.target))
         space.add(name, (large, small), halo=reach > 0)
-    return spatial_rule(call, space, "made" if backward else "image", linear=True)
+    return space.spatial_rule(call, linear=True)
 
 
-@dataclass(frozen=True)
-class _Near:
-    """One split dim of a resized image on this rank: the rows that each part reads, as many as whole numbers of new
-    rows lie on, and how many new rows lie on them before and after its own."""
+def _near(local: Local) -> list[_Needed]:
+    """The split dims of a resized image: each part reads as many rows as whole numbers of new rows lie on."""
+    rank, found = space_rank(local.target), []
+    cubic, nearest = "cubic" in str(local.target), "nearest" in str(local.target)
+    for side in split_sides(local, rank):
+        if side.factor == both(SPACE[rank][side.index]):
+            part, image, made = local.coordinate(side.factor)[0], side.image[-1], side.made[-1]
+            step = image // math.gcd(image, made)
+            near = 0 if nearest else min(2 if cubic else 1, _reach(image, made, cubic))
+            ranges = tuple(
+                (max(0, (first * image // made - near) // step * step),
+                 min(image, -(-(-(-end * image // made) + near) // step) * step))
+                for first, end in pairwise(side.made)
+            )  # fmt: skip
+            low, high = ranges[part]
+            first, end = side.made[part : part + 2]
+            rest = first - low * made // image, high * made // image - end
+            found.append(_Needed(side, ranges, high - low, rest))
+    return found
 
-    side: Side
-    ranges: tuple[Rows, ...]
-    rows: int
-    rest: Rows
 
-    @classmethod
-    def of(cls, local: Local, side: Side) -> "_Near":
-        part, image, made = local.coordinate(side.factor)[0], side.image[-1], side.made[-1]
-        step = image // math.gcd(image, made)
-        cubic = "cubic" in str(local.target)
-        near = 0 if "nearest" in str(local.target) else min(2 if cubic else 1, _reach(image, made, cubic))
-        ranges = tuple(
-            (max(0, (first * image // made - near) // step * step),
-             min(image, -(-(-(-end * image // made) + near) // step) * step))
-            for first, end in pairwise(side.made)
-        )  # fmt: skip
-        low, high = ranges[part]
-        first, end = side.made[part : part + 2]
-        return cls(side, ranges, high - low, (first - low * made // image, high * made // image - end))
+def _with_rest(size: list[int], needed: Sequence[_Needed]) -> list[int]:
+    """The size of all that is made of the rows that are needed, given that of the part's own."""
+    for one in needed:
+        size[one.side.index] += sum(one.rest)
+    return size
+
+
+def _settings(given: dict[str, Any]) -> list[Any]:
+    """What follows the sizes in a call."""
+    return [*([given["align_corners"]] if "align_corners" in given else []), *_scales(given)]
 
 
 def resize_local(local: Local) -> Any:
     """The part's own sizes, with the rows around it that it is made of."""
-    given, rank = arguments(local.target, local.args, local.kwargs), space_rank(local.target)
-    near = [_Near.of(local, side) for side in split_sides(local, rank) if side.factor == both(SPACE[rank][side.index])]
-    result, size = given["self"], local.shape()[-rank:]
-    for one in near:
-        result = local.halo(result, one.side.factor, one.side.dim, one.side.image, one.ranges)
-        size[one.side.index] += sum(one.rest)
-    result = local.call(local.target, result, size, *_corners(given), *_scales(given))
-    for one in near:
-        if any(one.rest):
-            own = local.shape()[one.side.dim]
-            result = local.call(aten.slice.Tensor, result, one.side.dim, one.rest[0], one.rest[0] + own)
-    return result
-
-
-def _corners(given: dict[str, Any]) -> list[bool]:
-    return [given["align_corners"]] if "align_corners" in given else []
+    given, needed, rank = arguments(local), _near(local), space_rank(local.target)
+    size = _with_rest(local.shape()[-rank:], needed)
+    return _made_of(local, given["self"], needed, size, *_settings(given))
 
 
 def resize_backward_local(local: Local) -> Any:
-    given, rank = arguments(local.target, local.args, local.kwargs), space_rank(local.target)
-    near = [_Near.of(local, side) for side in split_sides(local, rank) if side.factor == both(SPACE[rank][side.index])]
-    grad, size, shape = given["grad_output"], local.input_shape(0)[-rank:], local.shape()
-    rest = [(0, 0)] * rank
-    for one in near:
-        rest[one.side.index] = one.rest
-        size[one.side.index] += sum(one.rest)
-        shape[one.side.dim] = one.rows
-    if any(map(any, rest)):
-        grad = local.call(aten.constant_pad_nd.default, grad, _flat(rest))
-    result: Value = local.call(local.target, grad, size, shape, *_corners(given), *_scales(given))
-    for one in reversed(near):
-        result = local.halo_sum(result, one.side.factor, one.side.dim, one.side.image, one.ranges)
-    return result
+    given, needed, rank = arguments(local), _near(local), space_rank(local.target)
+    size = _with_rest(local.input_shape(0)[-rank:], needed)
+
+    def gradient(grad: Value, shape: list[int]) -> Value:
+        return local.call(local.target, grad, size, shape, *_settings(given))
+
+    return _gradient_of(local, given["grad_output"], needed, gradient)
 
 
-def _flops(call: Call, rule: Rule | None) -> float:
-    return float(max(tensor.numel() for tensor in (*call.tensors, *call.outputs)))
+_PAD = OperatorRule(image_pad_rule, image_pad_local, largest_flops)
+_PAD_BACKWARD = OperatorRule(image_pad_rule, image_pad_backward_local, largest_flops)
+_RESIZE = OperatorRule(resize_rule, resize_local, largest_flops)
+_RESIZE_BACKWARD = OperatorRule(resize_rule, resize_backward_local, largest_flops)
+_KINDS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 
-
-_PAD = OperatorRule(image_pad_rule(False), image_pad_local, _flops)
-_PAD_BACKWARD = OperatorRule(image_pad_rule(True), image_pad_backward_local, _flops)
-_NEAREST = OperatorRule(resize_rule, resize_local, _flops)
-_NEAREST_BACKWARD = OperatorRule(resize_rule, resize_backward_local, _flops)
-_LINEAR = OperatorRule(resize_rule, resize_local, _flops)
-_LINEAR_BACKWARD = OperatorRule(resize_rule, resize_backward_local, _flops)
-
-RULES = {
+RULES: dict[Target, OperatorRule] = {
     aten.constant_pad_nd.default: OperatorRule(constant_pad_rule, constant_pad_local),
-    aten.reflection_pad1d.default: _PAD,
-    aten.reflection_pad1d_backward.default: _PAD_BACKWARD,
-    aten.reflection_pad2d.default: _PAD,
-    aten.reflection_pad2d_backward.default: _PAD_BACKWARD,
-    aten.reflection_pad3d.default: _PAD,
-    aten.reflection_pad3d_backward.default: _PAD_BACKWARD,
-    aten.replication_pad1d.default: _PAD,
-    aten.replication_pad1d_backward.default: _PAD_BACKWARD,
-    aten.replication_pad2d.default: _PAD,
-    aten.replication_pad2d_backward.default: _PAD_BACKWARD,
-    aten.replication_pad3d.default: _PAD,
-    aten.replication_pad3d_backward.default: _PAD_BACKWARD,
-    aten.upsample_nearest1d.default: _NEAREST,
-    aten.upsample_nearest1d_backward.default: _NEAREST_BACKWARD,
-    aten.upsample_nearest2d.default: _NEAREST,
-    aten.upsample_nearest2d_backward.default: _NEAREST_BACKWARD,
-    aten.upsample_nearest3d.default: _NEAREST,
-    aten.upsample_nearest3d_backward.default: _NEAREST_BACKWARD,
-    aten.upsample_linear1d.default: _LINEAR,
-    aten.upsample_linear1d_backward.default: _LINEAR_BACKWARD,
-    aten.upsample_bilinear2d.default: _LINEAR,
-    aten.upsample_bilinear2d_backward.default: _LINEAR_BACKWARD,
-    aten.upsample_bicubic2d.default: _LINEAR,
-    aten.upsample_bicubic2d_backward.default: _LINEAR_BACKWARD,
-    aten.upsample_trilinear3d.default: _LINEAR,
-    aten.upsample_trilinear3d_backward.default: _LINEAR_BACKWARD,
+    **with_gradients([f"reflection_pad{rank}d" for rank in SPACE], _PAD, _PAD_BACKWARD),
+    **with_gradients([f"replication_pad{rank}d" for rank in SPACE], _PAD, _PAD_BACKWARD),
+    **with_gradients([f"upsample_{kind}" for kind in _KINDS], _RESIZE, _RESIZE_BACKWARD),
 }

@@ -29,28 +29,13 @@ import torch
 from torch import Tensor
 
 from meshwright.ops import collectives
-from meshwright.ops.library import LIBRARY, mix
+from meshwright.ops.collectives import Exchange, exchange_over
+from meshwright.ops.library import QUERY, RESULTS, SETTINGS, define, mix
 
 ours = torch.ops.meshwright
 
-_SETTINGS = (
-    "Tensor? mask, {more}float dropout, bool causal, float scale, SymInt random_key, SymInt salt, SymInt row,"
-    " SymInt index, bool balanced, str group, SymInt size"
-)
-LIBRARY.define(
-    f"attention_ring(Tensor query, Tensor key, Tensor value, {_SETTINGS.format(more='')}) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "attention_ring_backward(Tensor grad, Tensor query, Tensor key, Tensor value, "
-    f"{_SETTINGS.format(more='Tensor output, Tensor logsumexp, ')}) -> (Tensor, Tensor, Tensor)"
-)
-
 Shift = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to send a tensor to the next rank of the ring; what it returns waits for that of the rank before."""
-
-
-Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Sends rows to ranks, so many to each: gives what came, by sender, and its counts."""
 
 
 @dataclass(frozen=True)
@@ -207,18 +192,14 @@ def _round(group: str, size: int) -> Shift:
     return shift
 
 
-def _over(group: str, size: int) -> Exchange:
-    return lambda rows, counts: collectives.EXCHANGE_ROWS(rows, counts, group, size)
+def _over_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` or ``backward`` as a kernel, whose last arguments are the ring's group and its size."""
 
+    def kernel(*values: Any) -> Any:
+        *given, group, size = values
+        return function(_round(group, size), exchange_over(group, size), *given, size=size)
 
-def _forward(*values: Any) -> Any:
-    *given, group, size = values
-    return forward(_round(group, size), _over(group, size), *given, size=size)
-
-
-def _backward(*values: Any) -> Any:
-    *given, group, size = values
-    return backward(_round(group, size), _over(group, size), *given, size=size)
+    return kernel
 
 
 def _shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -231,10 +212,10 @@ def _shapes(grad: Tensor, *values: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(one, memory_format=torch.contiguous_format) for one in values[:3])
 
 
-for _name, _kernel, _fake in (
-    ("attention_ring", _forward, _shape),
-    ("attention_ring_backward", _backward, _shapes),
-):
-    LIBRARY.impl(_name, _kernel, "CPU")
-    LIBRARY.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"meshwright::{_name}", _fake, lib=LIBRARY)
+_SETTINGS = f"{SETTINGS}, SymInt row, SymInt index, bool balanced, str group, SymInt size"
+define(f"attention_ring({QUERY}, {_SETTINGS}) -> (Tensor, Tensor)", _over_ranks(forward), _shape)
+define(
+    f"attention_ring_backward(Tensor grad, {QUERY}, {RESULTS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    _over_ranks(backward),
+    _shapes,
+)

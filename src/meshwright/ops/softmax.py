@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule, narrowed, normalize_dim, widened
+from meshwright.ops.base import Call, Local, OperatorRule, emit_unchanged, make_rule, narrowed, widened
+from meshwright.ops.patterns import letters, operand
 
 aten = torch.ops.aten
 
@@ -17,34 +18,21 @@ def safe_softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
     return weights.masked_fill((self == -torch.inf).all(dim, keepdim=True), 0.0)
 
 
-def _names(call: Call) -> str:
-    """The pattern of the tensor."""
-    rank = call.outputs[0].dim()
-    if not rank:
-        return "."
-    position = 1 if call.target in (aten._softmax.default, aten._log_softmax.default) else 2
-    dim = normalize_dim(call.args[position], rank)
-    names = letters(rank)
-    names[dim] = "!v"
-    return " ".join(names)
-
-
 def softmax_rule(call: Call) -> Rule:
-    """``b s !v -> b s !v``; split over ``v`` it gathers a maximum and a sum."""
-    names = _names(call)
+    """``b !v -> b !v``; split over ``v`` a maximum and a sum are gathered, or for a gradient one sum is reduced."""
+    dims = letters(call.outputs[0].dim())
+    if dims:
+        dims[call.args[len(call.tensors)]] = "!v"
+    names = operand(dims)
+    if len(call.tensors) > 1:
+        return make_rule(call, f"^{names}, {names} -> {names}", decompositions={"v": "sum"})
     return make_rule(call, f"{names} -> {names}", decompositions={"v": "gather"})
-
-
-def softmax_backward_rule(call: Call) -> Rule:
-    """``b s !v, b s !v -> b s !v``; split over ``v`` it reduces one sum."""
-    names = _names(call)
-    return make_rule(call, f"^{names}, {names} -> {names}", decompositions={"v": "sum"})
 
 
 def softmax_local(local: Local) -> Any:
     """x - log-sum-exp, or its exponential: each shard's maximum and sum are gathered once and merged."""
     if not local.is_split("v"):
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     source, dim, half_to_float = local.args
     source = local.call(aten._to_copy.default, source, dtype=torch.float32) if half_to_float else widened(local, source)
     # a shard whose values are all -inf has a finite "maximum", so that its powers are 0 and not NaN
@@ -72,7 +60,7 @@ def softmax_local(local: Local) -> Any:
 def softmax_backward_local(local: Local) -> Any:
     """grad - exp(y) sum(grad), or y (grad - sum(grad y)), the sum taken over all shards."""
     if not local.is_split("v"):
-        return local.call(local.target, *local.args, **local.kwargs)
+        return emit_unchanged(local)
     grad, output, dim = local.args[:3]
     grad, output = widened(local, grad), widened(local, output)
     logarithmic = local.target is aten._log_softmax_backward_data.default
@@ -88,13 +76,11 @@ def _flops(call: Call, rule: Rule | None) -> float:
 
 
 _FORWARD = OperatorRule(softmax_rule, softmax_local, _flops)
-_BACKWARD = OperatorRule(softmax_backward_rule, softmax_backward_local, _flops)
+_BACKWARD = OperatorRule(softmax_rule, softmax_backward_local, _flops)
 
 RULES = {
-    aten._softmax.default: _FORWARD,
-    aten._log_softmax.default: _FORWARD,
-    aten._softmax_backward_data.default: _BACKWARD,
-    aten._log_softmax_backward_data.default: _BACKWARD,
+    **dict.fromkeys([aten._softmax.default, aten._log_softmax.default], _FORWARD),
+    **dict.fromkeys([aten._softmax_backward_data.default, aten._log_softmax_backward_data.default], _BACKWARD),
 }
 
 CANONICAL = {aten._safe_softmax.default: safe_softmax}

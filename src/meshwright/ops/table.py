@@ -41,11 +41,9 @@ FILES = (
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
 CANONICAL: Mapping[Target, Callable[..., Any]] = {
     target: function
-    for file in (
-        batch_norm, convolution, creation, loss, matmul, normalization, pointwise, reduction, softmax, strided, view,
-    )
-    for target, function in file.CANONICAL.items()
-}  # fmt: skip
+    for file in (*FILES, pointwise, strided)
+    for target, function in getattr(file, "CANONICAL", {}).items()
+}
 """Rewrites made at capture: what is called instead of an operator, or NotImplemented where it stays."""
 VISIBLE = {aten.native_batch_norm.default: batch_norm.native_batch_norm}
 """Of these, those that show a change in place which the operator hides."""

@@ -1,5 +1,9 @@
 """Operators that move elements without computing: views, permutations, slices, joins."""
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count, pairwise
+from operator import mul
 from typing import Any
 
 import torch
@@ -7,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, letters, make_rule, neutral, normalize_dim
+from meshwright.ops.base import Call, Local, OperatorRule, arguments, make_rule
+from meshwright.ops.patterns import aligned, letters, named, normalize_dim, operand
 
 aten = torch.ops.aten
 
@@ -15,77 +20,50 @@ aten = torch.ops.aten
 def common_factors(left: list[int], right: list[int]) -> tuple[list[list[str]], list[list[str]], dict[str, int]]:
     """Factors that explain a reshape from ``left`` to ``right``: ``[8, 16, 64] -> [128, 4, 16]`` is
     ``b s (h d) -> (b s) h d``. Dims that share no factors get ``!`` letters of their own."""
-    fresh = neutral("_")
+    fresh = (f"_{index}" for index in count())
     sizes: dict[str, int] = {}
-    names_left: list[list[str]] = [[] for _ in left]
-    names_right: list[list[str]] = [[] for _ in right]
-    i = j = 0
-    while i < len(left) or j < len(right):
-        if i < len(left) and left[i] == 1 and (j >= len(right) or right[j] != 1):
-            i += 1
+    names: tuple[list[list[str]], list[list[str]]] = [[] for _ in left], [[] for _ in right]
+    for spans in _spans(left, right):
+        sides = list(zip((left, right), spans, names, strict=True))
+        ends = [list(accumulate((shape[dim] for dim in span), mul)) for shape, span, _ in sides]
+        cuts = sorted({1, *ends[0], *ends[1]})
+        if 0 in cuts or any(large % small for small, large in pairwise(cuts)):
+            for shape, span, of in sides:
+                for dim in span:
+                    name = next(fresh)
+                    of[dim], sizes[name] = [f"!{name}"], shape[dim]
             continue
-        if j < len(right) and right[j] == 1 and (i >= len(left) or left[i] != 1):
-            j += 1
-            continue
-        if i >= len(left) or j >= len(right):
-            break
-        start_i, start_j = i, j
-        product_left, product_right = left[i], right[j]
-        while product_left != product_right:
-            if product_left < product_right:
-                i += 1
-                product_left *= left[i]
-            else:
-                j += 1
-                product_right *= right[j]
-        i, j = i + 1, j + 1
-        _refine(left, right, (start_i, i), (start_j, j), names_left, names_right, sizes, fresh)
-    return names_left, names_right, sizes
+        for small, large in pairwise(cuts):
+            name = next(fresh)
+            sizes[name] = large // small
+            for (_, span, of), reached in zip(sides, ends, strict=True):
+                of[span[bisect_left(reached, large)]].append(name)
+    return *names, sizes
 
 
-def _refine(
-    left: list[int], right: list[int], span_left: tuple[int, int], span_right: tuple[int, int],
-    names_left: list[list[str]], names_right: list[list[str]], sizes: dict[str, int], fresh: Any,
-) -> None:  # fmt: skip
-    a, b = span_left[0], span_right[0]
-    rest_a, rest_b = left[a], right[b]
-    found: list[tuple[int, int, int]] = []
-    while a < span_left[1] and b < span_right[1]:
-        small, large = min(rest_a, rest_b), max(rest_a, rest_b)
-        if small == 0 or large % small:
-            for index in range(*span_left):
-                names_left[index] = [f"!{next(fresh)}"]
-                sizes[names_left[index][0][1:]] = left[index]
-            for index in range(*span_right):
-                names_right[index] = [f"!{next(fresh)}"]
-                sizes[names_right[index][0][1:]] = right[index]
-            return
-        found.append((a, b, small))
-        rest_a, rest_b = rest_a // small, rest_b // small
-        if rest_a == 1:
-            a += 1
-            rest_a = left[a] if a < span_left[1] else 1
-        if rest_b == 1:
-            b += 1
-            rest_b = right[b] if b < span_right[1] else 1
-    for index_left, index_right, size in found:
-        if size == 1:
-            continue
-        name = next(fresh)
-        sizes[name] = size
-        names_left[index_left].append(name)
-        names_right[index_right].append(name)
+_EMPTY = 2**61 - 1
+"""A prime that stands for a size of 0: products of sizes then still tell where runs of dims end."""
+
+
+def _spans(left: list[int], right: list[int]) -> Iterator[tuple[range, range]]:
+    """The shortest runs of dims on both sides that have equally many elements, without dims of size 1 around them."""
+    one, two = (list(accumulate((size or _EMPTY for size in shape), mul)) for shape in (left, right))
+    for before, reached in pairwise(sorted({1, *one} & {1, *two})):
+        yield (
+            range(bisect_right(one, before), bisect_left(one, reached) + 1),
+            range(bisect_right(two, before), bisect_left(two, reached) + 1),
+        )
 
 
 def _dims_text(names: list[list[str]], shape: list[int]) -> str:
-    texts = []
-    for dim, size in zip(names, shape, strict=True):
-        texts.append(dim[0] if len(dim) == 1 else f"({' '.join(dim)})" if dim else str(size))
-    return " ".join(texts) or "."
+    return operand([
+        dim[0] if len(dim) == 1 else f"({' '.join(dim)})" if dim else str(size)
+        for dim, size in zip(names, shape, strict=True)
+    ])  # fmt: skip
 
 
 def view_rule(call: Call) -> Rule:
-    """A reshape: both sides are written in their common factors."""
+    """A reshape, or dims of size 1 that come or go: both sides are written in their common factors."""
     left, right = list(call.tensors[0].shape), list(call.outputs[0].shape)
     names_left, names_right, sizes = common_factors(left, right)
     pattern = f"^{_dims_text(names_left, left)} -> {_dims_text(names_right, right)}"
@@ -99,39 +77,20 @@ def view_local(local: Local) -> Any:
 def permute_rule(call: Call) -> Rule:
     """``b s h -> b h s``."""
     rank = call.tensors[0].dim()
-    names = letters(rank)
-    if call.target is aten.t.default:
-        order = [1, 0] if rank == 2 else list(range(rank))
-    elif call.target is aten.transpose.int:
-        first, second = (normalize_dim(dim, rank) for dim in call.args[1:3])
-        order = list(range(rank))
-        order[first], order[second] = second, first
-    else:
+    names, order = letters(rank), list(range(rank))
+    if call.target is aten.permute.default:
         order = [normalize_dim(dim, rank) for dim in call.args[1]]
-    return make_rule(call, f"^{' '.join(names) or '.'} -> {' '.join(names[dim] for dim in order) or '.'}")
-
-
-def unsqueeze_rule(call: Call) -> Rule:
-    """Dims of size 1 that come or go."""
-    names = [
-        name if size != 1 else "1"
-        for name, size in zip(letters(call.tensors[0].dim()), call.tensors[0].shape, strict=True)
-    ]
-    kept = iter(name for name in names if name != "1")
-    right = ["1" if size == 1 else next(kept) for size in call.outputs[0].shape]
-    return make_rule(call, f"^{' '.join(names) or '.'} -> {' '.join(right) or '.'}")
+    elif rank > 1:
+        first, second = (0, 1) if call.target is aten.t.default else call.args[1:3]
+        order[first], order[second] = order[second], order[first]
+    return make_rule(call, f"^{operand(names)} -> {operand([names[dim] for dim in order])}")
 
 
 def expand_rule(call: Call) -> Rule:
     """``b 1 k -> b s k``: the new factor can be split, it costs nothing."""
-    source, output = call.tensors[0], call.outputs[0]
-    offset = output.dim() - source.dim()
-    right = [name if size != 1 else "1" for name, size in zip(letters(output.dim()), output.shape, strict=True)]
-    left = [
-        right[offset + index] if size == output.shape[offset + index] else "1"
-        for index, size in enumerate(source.shape)
-    ]
-    return make_rule(call, f"^{' '.join(left) or '.'} -> {' '.join(right) or '.'}")
+    shape = call.outputs[0].shape
+    right = named(shape)
+    return make_rule(call, f"^{operand(aligned(right, shape, call.tensors[0].shape))} -> {operand(right)}")
 
 
 def expand_local(local: Local) -> Any:
@@ -145,106 +104,79 @@ def slice_rule(call: Call) -> Rule:
     for index, (before, after) in enumerate(zip(source.shape, output.shape, strict=True)):
         if before != after:
             left[index], right[index] = f"!x{index}", f"!y{index}"
-    return make_rule(call, f"^{' '.join(left)} -> {' '.join(right)}")
+    return make_rule(call, f"^{operand(left)} -> {operand(right)}")
 
 
 def select_rule(call: Call) -> Rule:
-    """One index of a dim."""
+    """One index of a dim, or all of them apart: the dim stays whole."""
     rank = call.tensors[0].dim()
-    dim = normalize_dim(call.args[1], rank)
-    names = letters(rank, fixed=(dim,))
-    right = [name for index, name in enumerate(names) if index != dim]
-    return make_rule(call, f"^{' '.join(names)} -> {' '.join(right) or '.'}")
+    names = letters(rank, fixed=(normalize_dim(arguments(call)["dim"], rank),))
+    right = operand([name for name in names if name[0] != "!"])
+    return make_rule(call, f"^{operand(names)} -> {', '.join([right] * len(call.outputs))}")
+
+
+def _part_of(whole: Tensor, part: Tensor, dim: int, names: tuple[str, str]) -> tuple[str, str]:
+    """(the tensor, the part of it that slice or select takes from a dim) in a pattern; ``names``: of that dim, in both,
+    where the part has some of it."""
+    dim = normalize_dim(dim, whole.dim())
+    left = letters(whole.dim())
+    right = list(left)
+    if part.dim() < whole.dim():
+        left[dim] = f"!{left[dim]}"
+        del right[dim]
+    elif part.shape[dim] != whole.shape[dim]:
+        left[dim], right[dim] = names
+    return operand(left), operand(right)
 
 
 def scatter_back_rule(call: Call) -> Rule:
     """Gradients of slice and select: zeros but for the part that was taken."""
-    source, output = call.tensors[0], call.outputs[0]
-    dim = normalize_dim(call.args[2], output.dim())
-    right = letters(output.dim())
-    if source.dim() == output.dim():
-        left = list(right)
-        if source.shape[dim] != output.shape[dim]:
-            left[dim], right[dim] = "!x", "!y"
-    else:
-        left = [name for index, name in enumerate(right) if index != dim]
-        right[dim] = f"!{right[dim]}"
-    return make_rule(call, f"^{' '.join(left) or '.'} -> {' '.join(right)}")
+    whole, part = _part_of(call.outputs[0], call.tensors[0], call.args[2], ("!y", "!x"))
+    return make_rule(call, f"^{part} -> {whole}")
 
 
 def scatter_into_rule(call: Call) -> Rule:
     """slice_scatter and select_scatter: the dim that a part of is overwritten stays whole."""
     target, source = call.tensors
-    dim = normalize_dim(call.argument(2, "dim", 0), target.dim())
-    left = letters(target.dim())
-    right = list(left)
-    if source.dim() < target.dim():
-        left[dim] = f"!{left[dim]}"
-        del right[dim]
-    elif source.shape[dim] != target.shape[dim]:
-        left[dim], right[dim] = "!x", "!y"
-    one = " ".join(left)
-    return make_rule(call, f"^{one}, ^{' '.join(right) or '.'} -> {one}")
+    whole, part = _part_of(target, source, arguments(call)["dim"], ("!x", "!y"))
+    return make_rule(call, f"^{whole}, ^{part} -> {whole}")
 
 
 def scatter_back_local(local: Local) -> Any:
     return local.call(local.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
 
 
+def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int) -> tuple[str, list[str]]:
+    """(a tensor, the parts that it is taken apart into along a dim) in a pattern: equal ones share their factors with
+    it, ``b (3 f)`` and ``b f, b f, b f``."""
+    dim, names = normalize_dim(dim, whole.dim()), letters(whole.dim())
+    equal = len({part.shape[dim] for part in parts}) == 1
+
+    def spelled(middle: str) -> str:
+        return operand([*names[:dim], middle, *names[dim + 1 :]])
+
+    together = "!x" if not equal else names[dim] if len(parts) == 1 else f"({len(parts)} {names[dim]})"
+    return spelled(together), [spelled(names[dim] if equal else f"!y{index}") for index in range(len(parts))]
+
+
 def split_rule(call: Call) -> Rule:
     """Equal parts share their factors with the whole: ``b (3 f) -> b f, b f, b f``."""
-    source = call.tensors[0]
-    rank = source.dim()
-    dim = normalize_dim(call.argument(2, "dim", 0), rank)
-    count = len(call.outputs)
-    names = letters(rank)
-    equal = len({output.shape[dim] for output in call.outputs}) == 1
-    if count == 1:
-        return make_rule(call, f"^{' '.join(names)} -> {' '.join(names)}")
-    left = list(names)
-    left[dim] = f"({count} {names[dim]})" if equal else "!x"
-    outputs = []
-    for index in range(count):
-        right = list(names)
-        right[dim] = names[dim] if equal else f"!y{index}"
-        outputs.append(" ".join(right))
-    return make_rule(call, f"^{' '.join(left)} -> {', '.join(outputs)}")
+    whole, parts = _joined(call.tensors[0], call.outputs, arguments(call)["dim"])
+    return make_rule(call, f"^{whole} -> {', '.join(parts)}")
 
 
 def split_local(local: Local) -> Any:
-    rank = len(local.shape())
-    dim = normalize_dim(local.args[2] if len(local.args) > 2 else local.kwargs.get("dim", 0), rank)
+    dim = normalize_dim(arguments(local)["dim"], len(local.shape()))
     if isinstance(local.args[1], int):
         return local.call(local.target, local.args[0], local.shape()[dim], dim)
     sizes = [local.shape(index)[dim] for index in range(len(local.args[1]))]
     return local.call(local.target, local.args[0], sizes, dim)
 
 
-def unbind_rule(call: Call) -> Rule:
-    """A dim taken apart."""
-    rank = call.tensors[0].dim()
-    dim = normalize_dim(call.argument(1, "dim", 0), rank)
-    names = letters(rank, fixed=(dim,))
-    right = " ".join(name for index, name in enumerate(names) if index != dim) or "."
-    return make_rule(call, f"^{' '.join(names)} -> {', '.join([right] * len(call.outputs))}")
-
-
 def cat_rule(call: Call) -> Rule:
     """Equal parts share their factors with the whole: ``b f, b f -> b (2 f)``."""
-    tensors = call.tensors
-    rank = tensors[0].dim()
-    dim = normalize_dim(call.argument(1, "dim", 0), rank)
-    names = letters(rank)
-    equal = len({tensor.shape[dim] for tensor in tensors}) == 1
-    parts = []
-    for index in range(len(tensors)):
-        part = list(names)
-        if not equal:
-            part[dim] = f"!y{index}"
-        parts.append("^" + " ".join(part))
-    right = list(names)
-    right[dim] = "!x" if not equal else names[dim] if len(tensors) == 1 else f"({len(tensors)} {names[dim]})"
-    return make_rule(call, f"{', '.join(parts)} -> {' '.join(right)}")
+    whole, parts = _joined(call.outputs[0], call.tensors, arguments(call)["dim"])
+    return make_rule(call, f"{', '.join(f'^{part}' for part in parts)} -> {whole}")
 
 
 def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
@@ -296,70 +228,46 @@ def pixel_unshuffle(self: Tensor, downscale_factor: int) -> Tensor:
 
 def repeat_rule(call: Call) -> Rule:
     """Dims repeated n times: ``b k -> (3 b) k``."""
-    source, output = call.tensors[0], call.outputs[0]
-    offset = output.dim() - source.dim()
-    names = letters(source.dim())
-    right = []
-    for index, times in enumerate(call.args[1]):
-        if index < offset:
-            right.append(str(times))
-        else:
-            name = names[index - offset]
-            right.append(name if times == 1 else f"({times} {name})")
-    return make_rule(call, f"^{' '.join(names) or '.'} -> {' '.join(right) or '.'}")
+    rank, repeats = call.tensors[0].dim(), call.args[1]
+    names, offset = letters(rank), len(repeats) - rank
+    right = [*map(str, repeats[:offset])]
+    right += [name if times == 1 else f"({times} {name})" for name, times in zip(names, repeats[offset:], strict=True)]
+    return make_rule(call, f"^{operand(names)} -> {operand(right)}")
 
 
-def triangle_rule(call: Call) -> Rule:
-    """tril and triu look at positions: the last two dims stay whole."""
+def positions_rule(call: Call) -> Rule:
+    """Dims along which positions matter (flipped, rolled, those of a triangle) stay whole."""
     rank = call.tensors[0].dim()
-    names = " ".join(letters(rank, fixed=(rank - 2, rank - 1)))
-    return make_rule(call, f"^{names} -> {names}")
-
-
-def flip_rule(call: Call) -> Rule:
-    """Flipped (or rolled) dims stay whole."""
-    rank = call.tensors[0].dim()
-    dims = call.args[1] if call.target is aten.flip.default else (call.argument(2, "dims") or list(range(rank)))
-    names = " ".join(letters(rank, fixed=tuple(normalize_dim(dim, rank) for dim in dims))) or "."
+    dims = arguments(call).get("dims", (-2, -1))
+    if call.target is aten.roll.default and not dims:
+        dims = range(rank)
+    names = operand(letters(rank, fixed=tuple(normalize_dim(dim, rank) for dim in dims)))
     return make_rule(call, f"^{names} -> {names}")
 
 
 _VIEW = OperatorRule(view_rule, view_local)
 _PERMUTE = OperatorRule(permute_rule)
-_UNSQUEEZE = OperatorRule(unsqueeze_rule)
-_SQUEEZE = OperatorRule(unsqueeze_rule, view_local)
+_SELECT = OperatorRule(select_rule)
 _SPLIT = OperatorRule(split_rule, split_local)
 _SCATTER_BACK = OperatorRule(scatter_back_rule, scatter_back_local)
+_SCATTER_INTO = OperatorRule(scatter_into_rule)
+_POSITIONS = OperatorRule(positions_rule)
 
 RULES = {
-    aten.view.default: _VIEW,
-    aten._unsafe_view.default: _VIEW,
-    aten.reshape.default: _VIEW,
-    aten.t.default: _PERMUTE,
-    aten.transpose.int: _PERMUTE,
-    aten.permute.default: _PERMUTE,
-    aten.unsqueeze.default: _UNSQUEEZE,
-    aten.squeeze.default: _SQUEEZE,
-    aten.squeeze.dim: _SQUEEZE,
-    aten.squeeze.dims: _SQUEEZE,
+    **dict.fromkeys([aten.view.default, aten._unsafe_view.default, aten.reshape.default], _VIEW),
+    **dict.fromkeys([aten.t.default, aten.transpose.int, aten.permute.default], _PERMUTE),
+    aten.unsqueeze.default: OperatorRule(view_rule),
+    **dict.fromkeys([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], _VIEW),
     aten.expand.default: OperatorRule(expand_rule, expand_local),
     aten.slice.Tensor: OperatorRule(slice_rule),
-    aten.select.int: OperatorRule(select_rule),
-    aten.slice_backward.default: _SCATTER_BACK,
-    aten.select_backward.default: _SCATTER_BACK,
-    aten.split.Tensor: _SPLIT,
-    aten.split_with_sizes.default: _SPLIT,
-    aten.unsafe_split.Tensor: _SPLIT,
-    aten.unsafe_split_with_sizes.default: _SPLIT,
-    aten.slice_scatter.default: OperatorRule(scatter_into_rule),
-    aten.select_scatter.default: OperatorRule(scatter_into_rule),
-    aten.unbind.int: OperatorRule(unbind_rule),
+    **dict.fromkeys([aten.select.int, aten.unbind.int], _SELECT),
+    **dict.fromkeys([aten.slice_backward.default, aten.select_backward.default], _SCATTER_BACK),
+    **dict.fromkeys([aten.split.Tensor, aten.split_with_sizes.default], _SPLIT),
+    **dict.fromkeys([aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default], _SPLIT),
+    **dict.fromkeys([aten.slice_scatter.default, aten.select_scatter.default], _SCATTER_INTO),
     aten.cat.default: OperatorRule(cat_rule),
     aten.repeat.default: OperatorRule(repeat_rule),
-    aten.tril.default: OperatorRule(triangle_rule),
-    aten.triu.default: OperatorRule(triangle_rule),
-    aten.flip.default: OperatorRule(flip_rule),
-    aten.roll.default: OperatorRule(flip_rule),
+    **dict.fromkeys([aten.tril.default, aten.triu.default, aten.flip.default, aten.roll.default], _POSITIONS),
 }
 
 CANONICAL = {

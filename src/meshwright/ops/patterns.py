@@ -1,0 +1,31 @@
+"""Texts of patterns: letters for the dims of a tensor, and how an operand is written."""
+
+from collections.abc import Sequence
+
+
+def letters(count: int, prefix: str = "_", fixed: tuple[int, ...] = ()) -> list[str]:
+    """``count`` neutral letters (``_0 _1``), those in ``fixed`` marked ``!``. Neutral letters take the name of
+    the class that they join."""
+    return [f"{'!' if index in fixed else ''}{prefix}{index}" for index in range(count)]
+
+
+def named(shape: Sequence[int]) -> list[str]:
+    """A neutral letter for each dim of a shape, ``1`` where the size is 1."""
+    return [name if size != 1 else "1" for name, size in zip(letters(len(shape)), shape, strict=True)]
+
+
+def aligned(names: Sequence[str], whole: Sequence[int], shape: Sequence[int]) -> list[str]:
+    """The letters of a tensor that is broadcast to the shape ``whole``, whose dims have these names: ``1`` where it is
+    spread."""
+    offset = len(whole) - len(shape)
+    return [names[offset + dim] if size == whole[offset + dim] else "1" for dim, size in enumerate(shape)]
+
+
+def operand(names: Sequence[str]) -> str:
+    """The text of an operand in a pattern, given the text of each dim."""
+    return " ".join(names) or "."
+
+
+def normalize_dim(dim: int, rank: int) -> int:
+    """A dim counted from the front."""
+    return dim + rank if dim < 0 else dim

@@ -1,0 +1,102 @@
+"""The spatial dims of operators that read windows of an image, in patterns: their letters, and how they are split.
+
+n c ~y ~x, f c !p !q -> n f ~y ~x           as many rows as before: one letter
+n c ~y ~x, f c !p !q -> n f ~y1 ~x1         other sizes: ``yy`` joins the rows that are read and that are made
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.ir.rule import HALO, PARTS, Rule
+from meshwright.ops.base import Call, Target, make_rule
+from meshwright.ops.patterns import letters, operand
+
+SPACE = {1: "x", 2: "yx", 3: "zyx"}
+"""The letters of spatial dims, by how many there are."""
+_RANK = re.compile(r"([123])d")
+
+
+def space_rank(target: Target) -> int:
+    """Over how many dims a pooling, padding or resizing works: max_pool2d over 2."""
+    found = _RANK.search(str(target))
+    assert found is not None
+    return int(found[1])
+
+
+def is_gradient(target: Target) -> bool:
+    """Whether the operator is the gradient of another."""
+    return "backward" in str(target)
+
+
+def image_and_made(call: Call) -> tuple[Sequence[int], Sequence[int]]:
+    """The shapes of the image and of what is made from it, of an operator or of its gradient."""
+    pair = call.tensors[0].shape, call.outputs[0].shape
+    return (pair[1], pair[0]) if is_gradient(call.target) else pair
+
+
+def largest_flops(call: Call, rule: Rule | None) -> float:
+    """One operation for each element of the largest tensor."""
+    return float(max(tensor.numel() for tensor in (*call.tensors, *call.outputs)))
+
+
+@dataclass
+class Space:
+    """Spatial dims in a pattern: those of the image (``left``) and of what is made from it (``right``)."""
+
+    left: list[str] = field(default_factory=list)
+    right: list[str] = field(default_factory=list)
+    decompositions: dict[str, str] = field(default_factory=dict)
+    joint: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    equal: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, image: Sequence[int], made: Sequence[int], halos: Sequence[bool], *, contiguous: bool = False,
+        equal: bool = False,
+    ) -> "Space":  # fmt: skip
+        """The last dims of an image and of what is made from it, as many as ``halos`` says of whether they have one."""
+        result = cls()
+        for index, (name, halo) in enumerate(zip(SPACE[len(halos)], halos, strict=True)):
+            sizes = image[index - len(halos)], made[index - len(halos)]
+            result.add(name, sizes, halo=halo, contiguous=contiguous, equal=equal)
+        return result
+
+    def add(
+        self, name: str, sizes: tuple[int, int], *, halo: bool, contiguous: bool = False, equal: bool = False
+    ) -> None:
+        """A dim that is split with a halo, or without one where nothing reads another part's rows; ``contiguous``: even
+        then its parts must be runs of rows; ``equal``: where sizes differ, parts must be equal for that."""
+        alike = sizes[0] == sizes[1]
+        marked = halo or contiguous or not alike
+        if marked:
+            self.decompositions[name if alike else both(name)] = HALO if halo else PARTS
+        if not alike:
+            self.joint[both(name)] = name, f"{name}1"
+            self.equal += [both(name)] if equal else []
+        self.left.append(f"~{name}" if marked else name)
+        self.right.append(self.left[-1] if alike else f"~{name}1")
+
+    def whole(self, name: str, sizes: tuple[int, int]) -> None:
+        """A dim that cannot be split."""
+        self.left.append(f"!{name}")
+        self.right.append(f"!{name}" if sizes[0] == sizes[1] else f"!{name}1")
+
+    def rule(self, call: Call, pattern: Callable[[str, str], str], **sizes: int) -> Rule:
+        """The call's rule; ``pattern`` makes its text of the dims of the image and of the other side."""
+        text = pattern(" ".join(self.left), " ".join(self.right))
+        return make_rule(call, text, decompositions=self.decompositions, joint=self.joint, equal=self.equal, **sizes)  # type: ignore[arg-type]
+
+    def spatial_rule(self, call: Call, *, linear: bool) -> Rule:
+        """``n c ~y ~x -> n c ~y1 ~x1``, inside each sample and channel; of a gradient, back. A gradient's second tensor
+        is the image, its third lies where the first does."""
+        lead = letters(call.tensors[0].dim() - len(self.left), "n")
+        image, made = operand([*lead, *self.left]), operand([*lead, *self.right])
+        inputs, output = ([made, image, made], image) if is_gradient(call.target) else ([image], made)
+        text = f"{'^' * linear}{', '.join(inputs[: len(call.tensors)])} -> {', '.join([output] * len(call.outputs))}"
+        return self.rule(call, lambda *_: text)
+
+
+def both(name: str) -> str:
+    """The factor that splits a dim on both sides, where they differ in size: ``y`` -> ``yy``."""
+    return 2 * name
