@@ -1,6 +1,6 @@
 """Worked numbers of lectures on parallel deep learning, done again with this project's formulas; nothing runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -20,7 +20,7 @@ class Worked(msgspec.Struct, frozen=True, kw_only=True):
     lines: tuple[Line, ...]
 
 
-_EXAMPLES: dict[str, tuple[Callable[[], tuple[Line, ...]], ...]] = {
+_EXAMPLES: dict[str, tuple[Callable[[], Iterator[Line]], ...]] = {
     "ps-resnet50": (sizes.parameter_server,),
     "years-412": (sizes.years_412,),
     "years-172": (sizes.years_172,),

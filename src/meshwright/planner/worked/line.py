@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 Finding = Literal["agrees", "rounds", "claim wrong", "we differ"]
-"""``we differ`` is of claims that were measured: what was predicted is not within the points that were asked for."""
+"""``we differ`` is of claims that were measured: the prediction is not within the points that were asked for."""
 
 EXACT = 0.006
 """Of a number: what rounding to three digits explains."""
@@ -24,10 +24,11 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compared(claim: str, printed: float, found: float, ours: str, why: str, *, exact: float = EXACT) -> Line:
-    """The line whose verdict follows from how far the printed number is from the one that was found."""
+    """The line whose verdict follows from how far the printed number is from the one that was found. ``ours`` is the
+    format of the latter: ``"{:.1f} GB"``."""
     off = abs(printed / found - 1)
     verdict: Finding = "agrees" if off <= exact else "rounds" if off <= ROUNDED else "claim wrong"
-    return Line(claim=claim, ours=ours, verdict=verdict, why=why)
+    return Line(claim=claim, ours=ours.format(found), verdict=verdict, why=why)
 
 
 def predicted(claim: str, measured: float, found: float, points: float, why: str) -> Line:

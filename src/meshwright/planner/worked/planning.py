@@ -1,6 +1,7 @@
 """Worked numbers that take a plan: AlexNet's two halves, weak scaling, large runs, and what Alpa's planner found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -17,30 +18,26 @@ from meshwright.planner.worked.line import Line, compared, held, predicted
 POINTS = 5.0
 
 
-def alexnet() -> tuple[Line, ...]:
+def alexnet() -> Iterator[Line]:
     """Which half of AlexNet computes, which one has the parameters, and how each is divided."""
     net = load_network("alexnet")
     flops, parameters = net.share("convolution")
     found = divide_layers(net, load_cluster("v100-dgx1-edr100x4", 8), images=1024)
     ways = [choice.way == "data" for choice in found.choices]
     assert found.all_data_s is not None
-    return (
-        held(
-            "convolutions: 90-95 % of the computation",
-            f"{flops:.1%}",
-            0.9 < flops < 0.95,
-            "multiply-adds of the layers' products; torchvision's variant",
-        ),
-        compared(
-            "and 5 % of the parameters", 5.0, 100 * parameters, f"{parameters:.1%}", "5 % by rounding up", exact=0.3
-        ),
-        held(
-            "so data parallel for these, tensor parallel for the dense layers",
-            " ".join("data" if one else "tensor" for one in ways),
-            ways == [True] * 5 + [False] * 3,
-            f"chosen layer by layer, nothing pinned, for 8 V100 and 1,024 images: {1e3 * found.step_s:.1f} ms; with "
-            f"all layers data parallel {1e3 * found.all_data_s:.1f} ms",
-        ),
+    yield held(
+        "convolutions: 90-95 % of the computation",
+        f"{flops:.1%}",
+        0.9 < flops < 0.95,
+        "multiply-adds of the layers' products; torchvision's variant",
+    )
+    yield compared("and 5 % of the parameters", 5, 100 * parameters, "{:.1f}%", "5 % by rounding up", exact=0.3)
+    yield held(
+        "so data parallel for these, tensor parallel for the dense layers",
+        " ".join("data" if one else "tensor" for one in ways),
+        ways == [True] * 5 + [False] * 3,
+        f"chosen layer by layer, nothing pinned, for 8 V100 and 1,024 images: {1e3 * found.step_s:.1f} ms; with "
+        f"all layers data parallel {1e3 * found.all_data_s:.1f} ms",
     )
 
 
@@ -48,27 +45,18 @@ MEGATRON = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 307
 """By tensor-parallel size: layers, hidden and heads of the models of Shoeybi et al. 2019, table 1."""
 
 
-def megatron_scaling() -> tuple[Line, ...]:
+def megatron_scaling() -> Iterator[Line]:
     """Weak scaling on DGX-2H, with tensor parallelism alone and with 64-way data parallelism."""
 
     def rate(tp: int, dp: int) -> tuple[float, Estimate]:
-        layers, hidden, heads = MEGATRON[tp]
-        model = make_model("gpt", layers=layers, hidden=hidden, heads=heads, vocabulary=51200, sequence=1024)
         setup = Setup(
-            model=model,
-            tp=tp,
-            dp=dp,
-            micro_batch=8,
-            global_batch=8 * dp,
-            recompute="full",
-            flash=False,
+            model=_gpt(*MEGATRON[tp]), tp=tp, dp=dp, micro_batch=8, global_batch=8 * dp, recompute="full", flash=False,
             precision="fp16",
-        )
+        )  # fmt: skip
         found = estimate_step(setup, load_cluster("v100-dgx2h-edr100x8", tp * dp))
         return found.model_flops_per_s / (tp * dp), found
 
     alone = rate(1, 1)[0]
-    lines = []
     for dp, published in ((1, (100, 95, 82, 77)), (64, (96, 83, 79, 74))):
         for tp, measured in zip(MEGATRON, published, strict=True):
             each, found = rate(tp, dp)
@@ -76,10 +64,8 @@ def megatron_scaling() -> tuple[Line, ...]:
             why = "nothing was fitted to V100"
             if dp > 1:
                 why = f"gradients over dp are not overlapped in the model; were all hidden, {hidden:.1f} %"
-            lines.append(
-                predicted(f"{tp * dp} V100, tp = {tp}: {measured} %", measured, 100 * each / alone, POINTS, why)
-            )
-    return tuple(lines)
+            claim = f"{tp * dp} V100, tp = {tp}: {measured} %"
+            yield predicted(claim, measured, 100 * each / alone, POINTS, why)
 
 
 PUBLISHED: tuple[ScheduleName, ...] = ("1f1b", "interleaved")
@@ -92,26 +78,21 @@ AXONN = (
 """Claim, percent of peak, (layers, hidden, heads), cluster and devices; 2,048 tokens, 8,192 sequences a step."""
 
 
-def large_runs() -> tuple[Line, ...]:
+def large_runs() -> Iterator[Line]:
     """AxoNN's two runs, predicted: the layout that the search finds fastest, with whole layers recomputed."""
-    lines = []
-    for claim, percent, (layers, hidden, heads), name, devices in AXONN:
-        model = make_model("gpt", layers=layers, hidden=hidden, heads=heads, vocabulary=51200, sequence=2048)
+    for claim, percent, sizes, name, devices in AXONN:
         cluster = load_cluster(name, devices)
-        best = search(model, cluster, global_batch=8192, schedules=PUBLISHED).options[0]
+        best = search(_gpt(*sizes, sequence=2048), cluster, global_batch=8192, schedules=PUBLISHED).options[0]
         setup = msgspec.structs.replace(best.setup, recompute="full")
         flops_per_s = executed_flops(setup) / estimate_step(setup, cluster).step_s
-        lines.append(
-            predicted(
-                claim,
-                percent,
-                100 * flops_per_s / (devices * cluster.device.peak("bfloat16")),
-                POINTS,
-                f"{best.text}, recomputed FLOPs counted as there; its four-dimensional tensor parallelism is not in "
-                f"the search, and no run on {cluster.device.name} was compared before",
-            )
+        yield predicted(
+            claim,
+            percent,
+            100 * flops_per_s / (devices * cluster.device.peak("bfloat16")),
+            POINTS,
+            f"{best.text}, recomputed FLOPs counted as there; its four-dimensional tensor parallelism is not in "
+            f"the search, and no run on {cluster.device.name} was compared before",
         )
-    return tuple(lines)
 
 
 ALPA = ((2.6, 32, 2560, 32, 8), (6.7, 32, 4096, 32, 16), (15, 48, 5120, 40, 32), (39, 48, 8192, 64, 64))
@@ -120,31 +101,17 @@ ALPA = ((2.6, 32, 2560, 32, 8), (6.7, 32, 4096, 32, 16), (15, 48, 5120, 40, 32),
 EXPERTS = (("gshard-moe-10b", 16), ("gshard-moe-70b", 64))
 
 
-def alpa() -> tuple[Line, ...]:
+def alpa() -> Iterator[Line]:
     """Combined planning against intra-operator and inter-operator planning alone, on p3.16xlarge."""
-    lines = [
-        compared(
-            "GPT to 39 B", 39e9, _gpt(*ALPA[-1]).parameters, f"{_gpt(*ALPA[-1]).parameters / 1e9:.1f} B", "its sizes"
-        ),
-        compared(
-            "GShard MoE to 70 B",
-            70e9,
-            load_model("gshard-moe-70b").parameters,
-            f"{load_model('gshard-moe-70b').parameters / 1e9:.1f} B",
-            "catalog",
-        ),
-        compared(
-            "Wide-ResNet to 13 B",
-            13e9,
-            load_network("wide-resnet-13b").parameters,
-            f"{load_network('wide-resnet-13b').parameters / 1e9:.2f} B",
-            "catalog; its pipelines are not in the search, so nothing below is said of it",
-        ),
-    ]
+    models = [(_gpt(*sizes, name=f"GPT {billions:g} B"), devices) for billions, *sizes, devices in ALPA]
+    largest, experts = models[-1][0].parameters / 1e9, load_model("gshard-moe-70b").parameters / 1e9
+    resnet = load_network("wide-resnet-13b").parameters / 1e9
+    unplanned = "catalog; its pipelines are not in the search, so nothing below is said of it"
+    yield compared("GPT to 39 B", 39, largest, "{:.1f} B", "its sizes")
+    yield compared("GShard MoE to 70 B", 70, experts, "{:.1f} B", "catalog")
+    yield compared("Wide-ResNet to 13 B", 13, resnet, "{:.2f} B", unplanned)
     weighed = 0
-    for model, devices in [(_gpt(*row), row[-1]) for row in ALPA] + [
-        (load_model(name), size) for name, size in EXPERTS
-    ]:
+    for model, devices in [*models, *((load_model(name), size) for name, size in EXPERTS)]:
         cluster = load_cluster("v100-16gb-p3-eth25", devices)
         found = search(model, cluster, global_batch=1024, precision="fp16", flash=False, schedules=PUBLISHED)
         weighed += found.considered
@@ -154,42 +121,33 @@ def alpa() -> tuple[Line, ...]:
         told = [f"{best.step_s:.3g} s"]
         for word, one in (("intra-only", intra), ("inter-only", inter)):
             told.append(f"{word} {one.step_s:.3g} s" if one else f"{word} nothing divides or fits")
-        worse = [one for one in (intra, inter) if one is not None and one.step_s < best.step_s]
-        lines.append(
-            held(
-                f"combined beats either alone: {model.name} on {devices} V100",
-                ", ".join(told),
-                not worse,
-                best.text + ("; in one box no pipeline is needed" if best.setup.pp == 1 else ""),
-            )
+        yield held(
+            f"combined beats either alone: {model.name} on {devices} V100",
+            ", ".join(told),
+            not any(one is not None and one.step_s < best.step_s for one in (intra, inter)),
+            best.text + ("; in one box no pipeline is needed" if best.setup.pp == 1 else ""),
         )
         if model.name == EXPERTS[-1][0]:
             manual = _fastest(found.options, lambda setup: setup.pp == 1 and setup.tp == 1)
             assert manual is not None
-            ratio = manual.step_s / best.step_s
-            lines.append(
-                Line(
-                    claim="up to 8 times as fast as a manual layout (experts and sharded data parallelism)",
-                    ours=f"{ratio:.1f} times",
-                    verdict="we differ",
-                    why=f"against {manual.text}, at the best micro-batch, with 25 Gb/s for a box; what was measured is "
-                    "DeepSpeed's implementation",
-                )
+            yield Line(
+                claim="up to 8 times as fast as a manual layout (experts and sharded data parallelism)",
+                ours=f"{manual.step_s / best.step_s:.1f} times",
+                verdict="we differ",
+                why=f"against {manual.text}, at the best micro-batch, with 25 Gb/s for a box; what was measured is "
+                "DeepSpeed's implementation",
             )
-    lines.append(
-        Line(
-            claim="planned in under 40 minutes",
-            ours="seconds",
-            verdict="agrees",
-            why=f"{weighed:,} setups in closed form; a search takes less than 10 s (make bench-predictor)",
-        )
+    yield Line(
+        claim="planned in under 40 minutes",
+        ours="seconds",
+        verdict="agrees",
+        why=f"{weighed:,} setups in closed form; a search takes less than 10 s (make bench-predictor)",
     )
-    return tuple(lines)
 
 
-def _gpt(billions: float, layers: int, hidden: int, heads: int, _devices: int) -> Transformer:
-    name = f"GPT {billions:g} B"
-    return make_model("gpt", name=name, layers=layers, hidden=hidden, heads=heads, vocabulary=51200, sequence=1024)
+def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> Transformer:
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": 51200, "sequence": 1024}
+    return make_model("gpt", **(sizes | more))
 
 
 def _fastest(options: tuple[Option, ...], keep: Callable[[Setup], bool]) -> Option | None:

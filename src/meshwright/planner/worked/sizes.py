@@ -1,6 +1,6 @@
 """Worked numbers of sizes and times: parameters, bytes, years, and petaflops over a data sheet's peak."""
 
-import msgspec
+from collections.abc import Iterator
 
 from meshwright.catalog import load_cluster, load_device
 from meshwright.catalog.models import load_model, load_network
@@ -13,133 +13,100 @@ from meshwright.planner.worked.line import Line, compared, held
 YEAR_S = 365.25 * 86400
 
 
-def parameter_server() -> tuple[Line, ...]:
+def parameter_server() -> Iterator[Line]:
     """ResNet-50 on 256 workers with one parameter server."""
     net = load_network("resnet50")
     size, rate, workers, nic = 4 * net.parameters, 3, 256, 400e9 / 8
     printed, ours = 97.5e6, workers * rate * 97.5e6
     network = Network(load_cluster("v100-box1-eth400", workers))
     ring_s = network.collective_s("all_reduce", size, Group(workers))
-    return (
-        compared(
-            "ResNet-50: 97.5 MB of 24.4 M parameters",
-            24.4e6,
-            net.parameters,
-            f"{net.parameters / 1e6:.2f} M",
-            f"{net.parameters:,} parameters of 4 bytes are {size / 2**20:.1f} MiB, {size / 1e6:.1f} MB; 97.5 / 4 took "
-            "MiB for MB",
-        ),
-        compared(
-            "256 workers at 3 iterations/s: 73.1 GB/s into the server",
-            73.1e9,
-            ours,
-            f"{ours / 1e9:.1f} GB/s",
-            "256 x 3 x 97.5 MB; 73.1 divides once by 1,024, so it is GiB if 97.5 is MiB "
-            f"({workers * rate * size / 1e9:.1f} GB/s)",
-        ),
-        held(
-            "more than a NIC of 400 Gb/s takes",
-            f"{nic / 1e9:.0f} GB/s: full at {int(nic / (rate * printed))} workers",
-            ours > nic,
-            f"with the model's {size / 1e6:.1f} MB at {int(nic / (rate * size))} workers",
-        ),
-        held(
-            "a ring does not have that bottleneck",
-            f"{2 * (workers - 1) / workers * size * rate / 1e9:.2f} GB/s a NIC",
-            1 / ring_s > rate,
-            f"each NIC sends 2 (N-1)/N vectors an iteration, whatever N; an all-reduce over 256 such NICs takes "
-            f"{ring_s * 1e3:.0f} ms, the server's star {2 * workers * size / nic * 1e3:.0f} ms",
-        ),
+    yield compared(
+        "ResNet-50: 97.5 MB of 24.4 M parameters", 24.4, net.parameters / 1e6, "{:.2f} M",
+        f"{net.parameters:,} parameters of 4 bytes are {size / 2**20:.1f} MiB, {size / 1e6:.1f} MB; 97.5 / 4 took "
+        "MiB for MB",
+    )  # fmt: skip
+    yield compared(
+        "256 workers at 3 iterations/s: 73.1 GB/s into the server", 73.1, ours / 1e9, "{:.1f} GB/s",
+        "256 x 3 x 97.5 MB; 73.1 divides once by 1,024, so it is GiB if 97.5 is MiB "
+        f"({workers * rate * size / 1e9:.1f} GB/s)",
+    )  # fmt: skip
+    yield held(
+        "more than a NIC of 400 Gb/s takes",
+        f"{nic / 1e9:.0f} GB/s: full at {int(nic / (rate * printed))} workers",
+        ours > nic,
+        f"with the model's {size / 1e6:.1f} MB at {int(nic / (rate * size))} workers",
+    )
+    yield held(
+        "a ring does not have that bottleneck",
+        f"{2 * (workers - 1) / workers * size * rate / 1e9:.2f} GB/s a NIC",
+        1 / ring_s > rate,
+        f"each NIC sends 2 (N-1)/N vectors an iteration, whatever N; an all-reduce over 256 such NICs takes "
+        f"{ring_s * 1e3:.0f} ms, the server's star {2 * workers * size / nic * 1e3:.0f} ms",
     )
 
 
-def years_412() -> tuple[Line, ...]:
+def years_412() -> Iterator[Line]:
     """GPT-4 on one A100."""
     tokens, peak = 13e12, load_device("a100-80gb").peak("bfloat16")
     token_s = 412 * YEAR_S / tokens
     other_years = 30 * tokens / YEAR_S
-    return (
-        compared(
-            "13 T tokens in 412 years: 1 ms a token",
-            1e-3,
-            token_s,
-            f"{token_s * 1e3:.3f} ms",
-            f"at the A100's peak a token then has {token_s * peak / 1e9:.0f} GFLOP, that is "
-            f"{token_s * peak / 6e9:.0f} B parameters met (6 FLOP each)",
-        ),
-        held(
-            "30 s a token, in the same lecture",
-            f"{other_years / 1e6:.1f} M years",
-            abs(other_years / 412 - 1) < 0.05,
-            "30 s times 13 T tokens; the two claims do not go together",
-        ),
+    yield compared(
+        "13 T tokens in 412 years: 1 ms a token", 1, token_s * 1e3, "{:.3f} ms",
+        f"at the A100's peak a token then has {token_s * peak / 1e9:.0f} GFLOP, that is "
+        f"{token_s * peak / 6e9:.0f} B parameters met (6 FLOP each)",
+    )  # fmt: skip
+    yield held(
+        "30 s a token, in the same lecture",
+        f"{other_years / 1e6:.1f} M years",
+        abs(other_years / 412 - 1) < 0.05,
+        "30 s times 13 T tokens; the two claims do not go together",
     )
 
 
-def years_172() -> tuple[Line, ...]:
+def years_172() -> Iterator[Line]:
     """172 years on one A100."""
     model, peak = load_model("gpt3-175b"), load_device("a100-80gb").peak("bfloat16")
     flops = model.step_flops(1) * 300e9 / model.sequence
     years = flops / peak / YEAR_S
     simple = 6 * 175e9 * 300e9 / peak / YEAR_S
-    return (
-        held(
-            "172 years for a model that is not named",
-            f"GPT-3 at {simple / 172:.1%} of peak",
-            0.1 < simple / 172 < 0.5,
-            f"300 B tokens are {simple:.0f} years at peak by 6 FLOP a parameter and token ({years:.0f} with attention "
-            "and head); a usual fraction of peak makes 172 of it",
-        ),
+    yield held(
+        "172 years for a model that is not named",
+        f"GPT-3 at {simple / 172:.1%} of peak",
+        0.1 < simple / 172 < 0.5,
+        f"300 B tokens are {simple:.0f} years at peak by 6 FLOP a parameter and token ({years:.0f} with attention "
+        "and head); a usual fraction of peak makes 172 of it",
     )
 
 
-def footprint() -> tuple[Line, ...]:
-    """Memory of four language models, and their computation relative to the first."""
-    # Our name, parameters, gigabytes and relative computation as printed (of GPT-2: 1.9 B, with the bytes of 1.5 B).
-    rows = [
-        ("bert-large", 0.32e9, 5.12e9, 1),
-        ("gpt2-xl", 1.5e9, 24e9, 4.7),
-        ("turing-nlg-17b", 17.2e9, 275e9, 54),
-        ("gpt3-175b", 175e9, 2800e9, 547),
-    ]
-    lines = []
-    for name, parameters, size, relative in rows:
-        model = load_model(name)
-        fits = [device for device in DEVICES if _states_bytes(model) < load_device(device).memory_bytes]
-        lines.append(
-            compared(
-                f"{name}: {parameters / 1e9:g} B parameters, {size / 1e9:g} GB",
-                size,
-                16 * parameters,
-                f"{16 * parameters / 1e9:.4g} GB",
-                f"16 bytes a parameter (weights and gradients in 16 bit, Adam in 32); by its layers "
-                f"{model.parameters / 1e9:.3g} B and {_states_bytes(model) / 1e9:.4g} GB; "
-                f"before activations it fits {', '.join(fits) or 'none of ' + ', '.join(DEVICES)}",
-            )
-        )
-        ratio = parameters / rows[0][1]
-        lines.append(
-            compared(
-                f"{name}: relative computation {relative:g}",
-                relative,
-                ratio,
-                f"{ratio:.1f}",
-                "parameters over those of BERT-large: the same tokens",
-            )
-        )
-    lines.append(
-        compared(
-            "GPT-2 has 1.9 B parameters",
-            1.9e9,
-            load_model("gpt2-xl").parameters,
-            f"{load_model('gpt2-xl').parameters / 1e9:.2f} B",
-            "the printed 24 GB are those of 1.5 B",
-        )
-    )
-    return tuple(lines)
-
+FOOTPRINTS = (
+    ("bert-large", 0.32, 5.12, 1),
+    ("gpt2-xl", 1.5, 24, 4.7),
+    ("turing-nlg-17b", 17.2, 275, 54),
+    ("gpt3-175b", 175, 2800, 547),
+)
+"""Our name; 1e9 parameters, gigabytes and relative computation as printed (of GPT-2: 1.9 B, with the bytes of 1.5 B).
+"""
 
 DEVICES = ("v100-16gb", "v100", "a100-40gb", "a100-80gb")
+
+
+def footprint() -> Iterator[Line]:
+    """Memory of four language models, and their computation relative to the first."""
+    for name, parameters, size, relative in FOOTPRINTS:
+        model = load_model(name)
+        states = _states_bytes(model)
+        fits = [device for device in DEVICES if states < load_device(device).memory_bytes]
+        yield compared(
+            f"{name}: {parameters:g} B parameters, {size:g} GB", size, 16 * parameters, "{:.4g} GB",
+            f"16 bytes a parameter (weights and gradients in 16 bit, Adam in 32); by its layers "
+            f"{model.parameters / 1e9:.3g} B and {states / 1e9:.4g} GB; "
+            f"before activations it fits {', '.join(fits) or 'none of ' + ', '.join(DEVICES)}",
+        )  # fmt: skip
+        why = "parameters over those of BERT-large: the same tokens"
+        ratio = parameters / FOOTPRINTS[0][1]
+        yield compared(f"{name}: relative computation {relative:g}", relative, ratio, "{:.1f}", why)
+    why = "the printed 24 GB are those of 1.5 B"
+    yield compared("GPT-2 has 1.9 B parameters", 1.9, load_model("gpt2-xl").parameters / 1e9, "{:.2f} B", why)
 
 
 def _states_bytes(model: Transformer) -> float:
@@ -148,60 +115,38 @@ def _states_bytes(model: Transformer) -> float:
     return memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
 
 
-def gpt4_layer() -> tuple[Line, ...]:
+def gpt4_layer() -> Iterator[Line]:
     """One layer of GPT-4 and one GPU."""
-    layer = 1.8e12 / 120 * 4
-    return (
-        compared(
-            "1.8 T parameters in 120 layers: 60 GB a layer",
-            60e9,
-            layer,
-            f"{layer / 1e9:.0f} GB",
-            "4 bytes a parameter",
-        ),
-        held(
-            "which GPUs of 80 and of 140 GB hold",
-            f"{layer / 1e9:.0f} GB",
-            layer < 80e9,
-            f"only the weights: with gradients and Adam's two moments {4 * layer / 1e9:.0f} GB, which neither holds; a "
-            "layer must be divided to be trained",
-        ),
+    layer = 1.8e12 / 120 * 4 / 1e9
+    yield compared("1.8 T parameters in 120 layers: 60 GB a layer", 60, layer, "{:.0f} GB", "4 bytes a parameter")
+    yield held(
+        "which GPUs of 80 and of 140 GB hold",
+        f"{layer:.0f} GB",
+        layer < 80,
+        f"only the weights: with gradients and Adam's two moments {4 * layer:.0f} GB, which neither holds; a "
+        "layer must be divided to be trained",
     )
 
 
-class _Run(msgspec.Struct, frozen=True):
-    """A large training run: petaflops, chips, percent of peak as printed."""
-
-    name: str
-    petaflops: float
-    chips: int
-    device: str
-    percent: float
-
-
 RUNS = (
-    _Run("Dash et al.", 188.0, 3072, "mi250x", 31.9),
-    _Run("Narayanan et al.", 502.0, 3072, "a100-80gb", 52.0),
-    _Run("MT-NLG", 379.7, 3360, "a100-80gb", 36.0),
-    _Run("AxoNN, 40 B", 620.1, 4096, "a100-40gb", 49.0),
-    _Run("AxoNN, 160 B", 815.7, 16384, "mi250x", 26.0),
+    ("Dash et al.", 188.0, 3072, "mi250x", 31.9),
+    ("Narayanan et al.", 502.0, 3072, "a100-80gb", 52.0),
+    ("MT-NLG", 379.7, 3360, "a100-80gb", 36.0),
+    ("AxoNN, 40 B", 620.1, 4096, "a100-40gb", 49.0),
+    ("AxoNN, 160 B", 815.7, 16384, "mi250x", 26.0),
 )
+"""Large training runs: name, petaflops, chips, device, percent of peak as printed."""
 
 
-def percent_of_peak() -> tuple[Line, ...]:
+def percent_of_peak() -> Iterator[Line]:
     """Petaflops of large runs over chips times peak."""
-    lines = []
-    for run in RUNS:
-        peak = load_device(run.device).peak("bfloat16")
-        found = 100 * run.petaflops * 1e15 / (run.chips * peak)
-        lines.append(
-            compared(
-                f"{run.name}: {run.petaflops:g} PF on {run.chips:,} {run.device}: {run.percent:g} %",
-                run.percent,
-                found,
-                f"{found:.1f} %",
-                f"{run.chips:,} x {peak / 1e12:g} TFLOP/s are {run.chips * peak / 1e15:,.1f} PF",
-                exact=0.5 / run.percent,
-            )
+    for name, petaflops, chips, device, percent in RUNS:
+        peak = load_device(device).peak("bfloat16")
+        yield compared(
+            f"{name}: {petaflops:g} PF on {chips:,} {device}: {percent:g} %",
+            percent,
+            100 * petaflops * 1e15 / (chips * peak),
+            "{:.1f} %",
+            f"{chips:,} x {peak / 1e12:g} TFLOP/s are {chips * peak / 1e15:,.1f} PF",
+            exact=0.5 / percent,
         )
-    return tuple(lines)

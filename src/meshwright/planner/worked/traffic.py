@@ -1,6 +1,7 @@
 """Worked numbers of communication: what parallelism moves over which links, all-reduces step by step, and bubbles."""
 
 import math
+from collections.abc import Iterator
 
 import msgspec
 
@@ -14,97 +15,75 @@ from meshwright.schedules.collectives.operations import all_reduce, build
 from meshwright.schedules.collectives.steps import count
 
 
-def nvlink() -> tuple[Line, ...]:
+def nvlink() -> Iterator[Line]:
     """Tensor parallelism inside a box of 8, pipeline stages across boxes."""
     factor = 2 * 7 / 8
     measured = 160e9
     fabric = load_cluster("a100-80gb-dgx-hdr200x8").levels[1]
-    reached = fabric.links / fabric.beta_s_per_byte
-    lines = [
-        compared(
-            "links in the box must be 1.75 times the network",
-            1.75,
-            factor,
-            f"{factor}",
-            "an all-reduce over 8 sends 2 * 7/8 of what a stage hands on, for one all-reduce a stage; a stage of l "
-            f"layers with Megatron's two forward: {2 * factor:g} l, so 8 layers would need {16 * factor:g} times",
-        ),
-        compared(
-            "8 x HDR200: 200 GB/s nominal, 160 measured",
-            measured,
-            reached,
-            f"{reached / 1e9:.0f} GB/s",
-            "the catalog's rate of the fabric, 80 % of nominal",
-        ),
-    ]
+    yield compared(
+        "links in the box must be 1.75 times the network", 1.75, factor, "{}",
+        "an all-reduce over 8 sends 2 * 7/8 of what a stage hands on, for one all-reduce a stage; a stage of l "
+        f"layers with Megatron's two forward: {2 * factor:g} l, so 8 layers would need {16 * factor:g} times",
+    )  # fmt: skip
+    yield compared(
+        "8 x HDR200: 200 GB/s nominal, 160 measured", measured / 1e9, fabric.links / fabric.beta_s_per_byte / 1e9,
+        "{:.0f} GB/s", "the catalog's rate of the fabric, 80 % of nominal",
+    )  # fmt: skip
     for device, link in (("A100", 300e9), ("A800", 200e9)):
         passes_it = link / measured >= factor
-        lines.append(
-            held(
-                f"{device}, {link / 1e9:.0f} GB/s one way: {'passes' if device == 'A100' else 'is bound by its links'}",
-                f"{link / measured:.3g} over the measured network, {link / 200e9:.3g} over the nominal",
-                passes_it == (device == "A100"),
-                "against the nominal rate it fails: the verdict rests on the measured one"
-                if passes_it
-                else "below 1.75 against both",
-            )
+        yield held(
+            f"{device}, {link / 1e9:.0f} GB/s one way: {'passes' if device == 'A100' else 'is bound by its links'}",
+            f"{link / measured:.3g} over the measured network, {link / 200e9:.3g} over the nominal",
+            passes_it == (device == "A100"),
+            "against the nominal rate it fails: the verdict rests on the measured one"
+            if passes_it
+            else "below 1.75 against both",
         )
-    return tuple(lines)
 
 
-def tensor_or_pipeline() -> tuple[Line, ...]:
+def tensor_or_pipeline() -> Iterator[Line]:
     """Bytes over a link, forward."""
-    lines = []
     for ranks in (2, 8):
         tensor = count(build("reduce_scatter", "ring", ranks, ranks)).moved / ranks / ranks
         pipeline_bytes = 1 / ranks  # each of the ranks of a stage hands on its part
-        lines.append(
-            compared(
-                f"tensor parallelism over P = {ranks} moves P - 1 = {ranks - 1} times a pipeline's bytes",
-                ranks - 1,
-                tensor / pipeline_bytes,
-                f"{tensor / pipeline_bytes:g}",
-                "a rank of the ring's reduce-scatter sends P - 1 pieces of d B / P; a stage whose ranks share the "
-                "sending sends one",
-            )
+        yield compared(
+            f"tensor parallelism over P = {ranks} moves P - 1 = {ranks - 1} times a pipeline's bytes",
+            ranks - 1,
+            tensor / pipeline_bytes,
+            "{:g}",
+            "a rank of the ring's reduce-scatter sends P - 1 pieces of d B / P; a stage whose ranks share the "
+            "sending sends one",
         )
-    return tuple(lines)
 
 
-def data_or_tensor() -> tuple[Line, ...]:
+def data_or_tensor() -> Iterator[Line]:
     """One dense layer of 4,096 x 4,096 over two ranks: gradients of its weights, or its activations."""
     width, ranks = 4096, 2
     network, group = _bandwidth_only("a100-80gb-dgx-hdr200x8"), Group(ranks)
     data_s = network.collective_s("all_reduce", width * width, group)
 
     def tensor_s(rows: int) -> float:  # outputs put together forward, terms of the inputs' gradient added up backward
-        return network.collective_s("all_gather", rows * width, group) + network.collective_s(
-            "all_reduce", rows * width, group
-        )
+        gathered_s = network.collective_s("all_gather", rows * width, group)
+        return gathered_s + network.collective_s("all_reduce", rows * width, group)
 
     low, high = 1, width
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if tensor_s(middle) < data_s else (low, middle)
-    return (
-        compared(
-            "C = 4,096 over 2: tensor parallelism pays below 2,731 rows",
-            2731,
-            low,
-            f"{low:,} rows",
-            "all-reduce of C x C gradients against all-gather of B x C outputs and all-reduce of B x C gradients: "
-            "3 B C = 2 C C, B = 2 C / 3; found by bisection with the collectives' model, without latency",
-        ),
-        held(
-            "data parallelism moves the weights, whatever the batch; tensor parallelism the activations",
-            f"B = 512: {tensor_s(512) / data_s:.3f} of data parallel; B = 8,192: {tensor_s(8192) / data_s:.1f}",
-            tensor_s(512) < data_s < tensor_s(8192),
-            "the same model",
-        ),
+    yield compared(
+        "C = 4,096 over 2: tensor parallelism pays below 2,731 rows", 2731, low, "{:,} rows",
+        "all-reduce of C x C gradients against all-gather of B x C outputs and all-reduce of B x C gradients: "
+        "3 B C = 2 C C, B = 2 C / 3; found by bisection with the collectives' model, without latency",
+    )  # fmt: skip
+    yield held(
+        "data parallelism moves the weights, whatever the batch; tensor parallelism the activations",
+        f"B = 512: {tensor_s(512) / data_s:.3f} of data parallel; B = 8,192: {tensor_s(8192) / data_s:.1f}",
+        tensor_s(512) < data_s < tensor_s(8192),
+        "the same model",
     )
 
 
-def all_reduces() -> tuple[Line, ...]:
+def all_reduces() -> Iterator[Line]:
     """Parameters moved, rounds and time of all-reduces of M parameters over N = 8 workers."""
     workers = 8
     star, naive, ring, tree, butterfly = (
@@ -115,98 +94,56 @@ def all_reduces() -> tuple[Line, ...]:
     alpha, beta, rounds = level.alpha_s, level.beta_s_per_byte, math.log2(workers)
     crossover = alpha * (2 * (workers - 1) - 2 * rounds) / (beta * (2 * rounds - 2 * (workers - 1) / workers))
     shift = "counted for N, where N - 1 take part; the step list moves 2 (N - 1) M"
-    return (
-        compared(
-            "parameter server: 2 N M moved, 16 M",
-            16,
-            star.moved / workers,
-            f"{star.moved / workers:g} M",
-            "to the server and back",
-        ),
-        compared(
-            "naive: N (N - 1) M, 56 M",
-            56,
-            naive.moved / workers,
-            f"{naive.moved / workers:g} M",
-            "N x N M, as also printed, is 64 M",
-        ),
-        Line(claim="ring: 2 N M, 16 M", ours=f"{ring.moved / workers:g} M", verdict="rounds", why=shift),
-        Line(claim="tree: 2 N M, 16 M", ours=f"{tree.moved / workers:g} M", verdict="rounds", why=shift),
-        compared(
-            "butterfly: N M log N, 24 M",
-            24,
-            butterfly.moved / workers,
-            f"{butterfly.moved / workers:g} M",
-            f"{butterfly.rounds} rounds, in each of which all N send M",
-        ),
-        held(
-            "parameter server: M N / bandwidth",
-            f"{star.busiest / workers:g} M / bandwidth",
-            False,
-            "N M come in and N M go out: half of it only where both directions overlap",
-        ),
-        compared(
-            "ring: 2 M / bandwidth",
-            2,
-            ring.busiest / workers,
-            f"{ring.busiest / workers:g} M / bandwidth",
-            "2 (N - 1) / N, whose limit is 2",
-            exact=0.15,
-        ),
-        compared(
-            "tree: 2 log N M / bandwidth",
-            6,
-            tree.busiest / workers,
-            f"{tree.busiest / workers:g} M / bandwidth",
-            "up and down",
-        ),
-        held(
-            "one node takes in O(N) at once at a server, O(1) on a ring",
-            f"{star.fan_in} and {ring.fan_in}",
-            (star.fan_in, ring.fan_in) == (workers, 1),
-            f"rounds: server {star.rounds}, naive {naive.rounds}, ring {ring.rounds}, tree {tree.rounds}, butterfly "
-            f"{butterfly.rounds}",
-        ),
-        held(
-            "the ring has the best latency",
-            f"only above {crossover / 1e3:.0f} kB",
-            False,
-            f"below, a tree's 2 log N starts are less than the ring's 2 (N - 1) ({alpha * 1e6:g} us and "
-            f"{1e-9 / beta:.0f} GB/s: HDR)",
-        ),
+    all_send = f"{butterfly.rounds} rounds, in each of which all N send M"
+    moved, slowest = "{:g} M", "{:g} M / bandwidth"
+    yield compared("parameter server: 2 N M moved, 16 M", 16, star.moved / workers, moved, "to the server and back")
+    yield compared("naive: N (N - 1) M, 56 M", 56, naive.moved / workers, moved, "N x N M, as also printed, is 64 M")
+    for name, count in (("ring", ring), ("tree", tree)):
+        yield Line(claim=f"{name}: 2 N M, 16 M", ours=moved.format(count.moved / workers), verdict="rounds", why=shift)
+    yield compared("butterfly: N M log N, 24 M", 24, butterfly.moved / workers, moved, all_send)
+    yield held(
+        "parameter server: M N / bandwidth",
+        slowest.format(star.busiest / workers),
+        False,
+        "N M come in and N M go out: half of it only where both directions overlap",
+    )
+    limit = "2 (N - 1) / N, whose limit is 2"
+    yield compared("ring: 2 M / bandwidth", 2, ring.busiest / workers, slowest, limit, exact=0.15)
+    yield compared("tree: 2 log N M / bandwidth", 6, tree.busiest / workers, slowest, "up and down")
+    yield held(
+        "one node takes in O(N) at once at a server, O(1) on a ring",
+        f"{star.fan_in} and {ring.fan_in}",
+        (star.fan_in, ring.fan_in) == (workers, 1),
+        f"rounds: server {star.rounds}, naive {naive.rounds}, ring {ring.rounds}, tree {tree.rounds}, butterfly "
+        f"{butterfly.rounds}",
+    )
+    yield held(
+        "the ring has the best latency",
+        f"only above {crossover / 1e3:.0f} kB",
+        False,
+        f"below, a tree's 2 log N starts are less than the ring's 2 (N - 1) ({alpha * 1e6:g} us and "
+        f"{1e-9 / beta:.0f} GB/s: HDR)",
     )
 
 
-def bubbles() -> tuple[Line, ...]:
+def bubbles() -> Iterator[Line]:
     """Idle time and live micro-batches of pipelines."""
     gpipe, plain, short = _report("gpipe", 4, 8), _report("1f1b", 4, 8), _report("1f1b", 4, 4)
     twice = _report("interleaved", 4, 8, 2)
     sent = [max(rank.sent_per_microbatch for rank in report.ranks) for report in (plain, twice)]
     made = "the schedule's actions timed one by one, backward twice as long as forward"
-    return (
-        compared("p = 4, m = 8: (p - 1) / m = 0.375", 0.375, plain.bubble, f"{plain.bubble:g}", made),
-        compared("p = 4, m = 4: 0.75", 0.75, short.bubble, f"{short.bubble:g}", made),
-        compared("two chunks: (p - 1) / (v m) = 0.1875", 0.1875, twice.bubble, f"{twice.bubble:g}", made),
-        compared(
-            "GPipe keeps m = 8 micro-batches alive",
-            8,
-            gpipe.live_microbatches,
-            f"{gpipe.live_microbatches:g}",
-            "counted in its actions",
-        ),
-        compared(
-            "1F1B at most p = 4",
-            4,
-            plain.live_microbatches,
-            f"{plain.live_microbatches:g}",
-            f"counted in its actions; interleaved holds more, {twice.live_microbatches:g}",
-        ),
-        held(
-            "interleaving sends v times as much",
-            f"{sent[0]} and {sent[1]} tensors a micro-batch",
-            sent[1] == 2 * sent[0],
-            "of an inner rank, both directions",
-        ),
+    counted = "counted in its actions"
+    more = f"{counted}; interleaved holds more, {twice.live_microbatches:g}"
+    yield compared("p = 4, m = 8: (p - 1) / m = 0.375", 0.375, plain.bubble, "{:g}", made)
+    yield compared("p = 4, m = 4: 0.75", 0.75, short.bubble, "{:g}", made)
+    yield compared("two chunks: (p - 1) / (v m) = 0.1875", 0.1875, twice.bubble, "{:g}", made)
+    yield compared("GPipe keeps m = 8 micro-batches alive", 8, gpipe.live_microbatches, "{:g}", counted)
+    yield compared("1F1B at most p = 4", 4, plain.live_microbatches, "{:g}", more)
+    yield held(
+        "interleaving sends v times as much",
+        f"{sent[0]} and {sent[1]} tensors a micro-batch",
+        sent[1] == 2 * sent[0],
+        "of an inner rank, both directions",
     )
 
 
