@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from meshwright.planner.intra_op import eliminate
 from meshwright.planner.intra_op import solve as intra_op_solve
 from meshwright.planner.intra_op.integer import Found, solve_core
-from meshwright.planner.intra_op.problem import IMPOSSIBLE, Node, Problem, Tensor, table_of
+from meshwright.planner.intra_op.problem import Node, Problem, Tensor, table_of
 from meshwright.planner.intra_op.solve import solve, solve_by_trying
 
 SECONDS = st.integers(0, 20).map(float)
-PRICES = st.one_of(SECONDS, SECONDS, SECONDS, st.just(IMPOSSIBLE))
+PRICES = st.one_of(SECONDS, SECONDS, SECONDS, st.just(np.inf))
 
 
 @st.composite

@@ -11,14 +11,14 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Note, starred
 from meshwright.ir.program import Lower
 
+ModuleNotes = dict[str, dict[str, tuple[str, str]]]
+"""By module and axis, how it is split and why."""
 
-def module_notes(
-    graph: Graph, notes: Mapping[str, Mapping[str, str]], missed: Set[str], data_parallel: bool
-) -> tuple[Note, ...]:
+
+def module_notes(graph: Graph, notes: ModuleNotes, missed: Set[str], data_parallel: bool) -> tuple[Note, ...]:
     """One line a module with weights, repeated ones once if all agree.
 
     Args:
-        notes: by module and axis, how it is split and why, with a NUL between.
         missed: operators that the data-parallel axis leaves whole.
         data_parallel: whether there is such an axis.
     """
@@ -30,17 +30,22 @@ def module_notes(
             owners.setdefault(operator.module)
             whole |= {operator.module} if operator.name in missed else set()
     lines: dict[str, tuple[str, str]] = {}
-    groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for module in owners:
         splits, reasons = [], []
         if data_parallel and module not in whole and "dp" not in notes.get(module, {}):
             splits.append("batch@dp")
-        for text in notes.get(module, {}).values():
-            split, reason = text.split("\0")
+        for split, reason in notes.get(module, {}).values():
             splits.append(split)
             reasons.append(reason)
         lines[module] = " ".join(splits) or "whole", "; ".join(dict.fromkeys(reasons))
-        groups[starred(module)].add(lines[module])
+    return merged(lines)
+
+
+def merged(lines: Mapping[str, tuple[str, str]]) -> tuple[Note, ...]:
+    """A note for every module, of its split and the reason; for repeated modules once if all agree."""
+    groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for module, line in lines.items():
+        groups[starred(module)].add(line)
     named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
     return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
 

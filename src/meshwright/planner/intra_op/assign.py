@@ -13,11 +13,11 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Partial, Placement, Placements, input_placements, is_linear, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ir.program import Lower
-from meshwright.planner.intra_op.formulate import Formulated, anything, formulate
+from meshwright.planner.intra_op.formulate import Formulation
 from meshwright.planner.intra_op.moments import Moments
 from meshwright.planner.intra_op.options import classes_of, follow
 from meshwright.planner.intra_op.prices import Prices
-from meshwright.planner.intra_op.solve import TIME_LIMIT_S, Solution, solve
+from meshwright.planner.intra_op.solve import Solution, solve
 
 Pins = Mapping[str, Strategy]
 """By operator and axis the factor that it must split; empty: none."""
@@ -29,7 +29,7 @@ class Assigned:
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
-    formulated: Formulated
+    formulated: Formulation
     solution: Solution
 
 
@@ -46,7 +46,6 @@ def assign(
     optimizer: OptimizerCost = ADAMW,
     memory_bytes: float | None = None,
     whole: Collection[str] = (),
-    time_limit_s: float = TIME_LIMIT_S,
 ) -> Assigned:
     """The cheapest strategies of all operators over the axes of ``mesh`` (but ``pp``).
 
@@ -96,13 +95,12 @@ def assign(
         return met
 
     prices = Prices(graph, mesh, sizes, cluster, lower, microbatches)
-    limited = keeps if asked else anything
     marks = {name: tuple(sorted(one.items())) for name, one in asked.items()}
     stages = mesh.size("pp") if "pp" in mesh.names else 1
     moments = Moments(graph, prices, memory_bytes, stages) if memory_bytes is not None else None
-    formulated = formulate(graph, prices, allows, limited, merit, marks, optimizer, moments, whole, own_statistics)
+    formulated = Formulation(graph, prices, allows, keeps, merit, marks, optimizer, moments, whole, own_statistics)
     try:
-        solution = solve(formulated.problem, time_limit_s)
+        solution = solve(formulated.problem)
     except TimeoutError as error:
         raise LayoutError(str(error), where="memory", remedy="give more memory, or leave more open") from None
     if solution is None and memory_bytes is not None:
@@ -118,32 +116,28 @@ def assign(
 
 
 def _as_asked(asked: Strategy, strategy: Strategy) -> bool:
-    for axis, factor in asked.items():
-        chosen = strategy.get(axis, "")
-        if chosen != factor and not (factor == "" and is_linear(chosen)):
-            return False
-    return True
+    return all(
+        strategy.get(axis, "") == factor or (factor == "" and is_linear(strategy.get(axis, "")))
+        for axis, factor in asked.items()
+    )
 
 
 def sequence_classes(graph: Graph) -> set[str]:
     """The factors that are positions in a sequence: the dims of integer inputs behind the batch."""
-    found: set[str] = set()
-    for name in graph.inputs:
-        tensor = graph.tensors[name]
-        if "int" in tensor.dtype:
-            found.update(one for dim in tensor.dims[1:] for one in dim)
+    tokens = [graph.tensors[name] for name in graph.inputs if "int" in graph.tensors[name].dtype]
+    found = {one for tensor in tokens for dim in tensor.dims[1:] for one in dim}
     return {one for one in found if graph.factor_classes[one].role != "batch"}
 
 
 def _weight_letters(graph: Graph) -> dict[str, set[str]]:
     """By forward product, the letters of those of its factors that a weight is made of."""
-    behind: dict[str, str] = {name: name for name in graph.parameters}
+    behind = set(graph.parameters)
     found: dict[str, set[str]] = {}
     for one in graph.operators:
         if one.backward or one.rule is None:
             continue
         if one.bytes == 0 and len(one.inputs) == 1 and one.inputs[0] in behind:
-            behind |= dict.fromkeys(one.outputs, behind[one.inputs[0]])
+            behind.update(one.outputs)
         if kind_of(one) == "matmul":
             letters = {
                 factor.name
@@ -156,7 +150,7 @@ def _weight_letters(graph: Graph) -> dict[str, set[str]]:
     return found
 
 
-def read_out(formulated: Formulated, choices: tuple[int, ...]) -> tuple[
+def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
     dict[str, Strategy], dict[str, dict[str, Placement]]
 ]:  # fmt: skip
     """Every operator's strategy, those of followers as their readers want them; and every parameter's storage."""

@@ -89,15 +89,12 @@ def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
                 joined.insert(0, one)
         group = [*joined, *backward]
         group_of |= {one.name: group for one in group}
-    found: list[list[Operator]] = []
-    done: set[str] = set()
+    found: dict[str, list[Operator]] = {}
     for one in graph.operators:
-        if one.name in followers or one.name in done:
-            continue
-        group = group_of.get(one.name, [one])
-        found.append(group)
-        done |= {member.name for member in group}
-    return found
+        if one.name not in followers:
+            group = group_of.get(one.name, [one])
+            found.setdefault(group[0].name, group)
+    return list(found.values())
 
 
 def block_of(operator: Operator) -> str:
@@ -111,10 +108,11 @@ def block_of(operator: Operator) -> str:
 def _repeated_blocks(graph: Graph) -> set[str]:
     """The names (with ``*``) of repeated blocks that may be split alike: those with two products or more. A chain of
     single products is split by turns, by columns and by rows."""
-    products: Counter[str] = Counter()
-    for one in graph.operators:
-        if not one.backward and kind_of(one) in ("matmul", "convolution", "attention"):
-            products[block_of(one)] += 1
+    products = Counter(
+        block_of(one)
+        for one in graph.operators
+        if not one.backward and kind_of(one) in ("matmul", "convolution", "attention")
+    )
     return {starred(name) for name, count in products.items() if name and count >= 2}
 
 

@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kind import COMPUTE, kind_of
 from meshwright.ir.placement import is_linear
-from meshwright.ir.plan import Note, Strategy, starred
+from meshwright.ir.plan import Note, Strategy
 from meshwright.planner.intra_op.assign import Assigned
-from meshwright.planner.intra_op.decisions import Decision
-from meshwright.planner.intra_op.eliminate import simplify
+from meshwright.planner.intra_op.eliminate import Core, simplify
 from meshwright.planner.intra_op.options import classes_of
 from meshwright.planner.intra_op.problem import Node, Problem, Tensor
+from meshwright.planner.notes import merged
 from meshwright.planner.words import word_of
 
 SHOWN = 3
@@ -42,18 +42,16 @@ def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -
                 main[operator.module] = place[0]
     told: dict[tuple[int, ...], tuple[str, str]] = {}
     lines: dict[str, tuple[str, str]] = {}
-    groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for module, index in main.items():
         key = (index, *sorted(set(around[module])))
         if key not in told:
             told[key] = _line(graph, assigned, index, set(around[module]), pinned)
         lines[module] = told[key]
-        groups[starred(module)].add(lines[module])
-    named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
     gap = assigned.solution.gap
-    if gap > PROVEN:
-        named.append(("", "", f"in the time given, these choices were proven within {gap:.2%} of the best"))
-    return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
+    if gap <= PROVEN:
+        return merged(lines)
+    proven = f"in the time given, these choices were proven within {gap:.2%} of the best"
+    return (*merged(lines), Note(module="(model)", split="", reason=proven))
 
 
 def _weight(assigned: Assigned, index: int) -> float:
@@ -67,32 +65,24 @@ def _line(
 ) -> tuple[str, str]:
     formulated, chosen = assigned.formulated, assigned.solution.choices
     decision = formulated.decisions.found[index]
-    lead = _lead(decision)
-    ways = [_way(graph, decision, one[lead], formulated.sizes) for one in formulated.choices[index]]
+    lead = next((number for number, one in enumerate(decision.members) if not one.backward), 0)
+    operator = decision.members[lead]
+    ways = [_way(graph, operator, one[lead], formulated.sizes) for one in formulated.choices[index]]
     costs = _costs(assigned, index, module)
     by_way: dict[str, float] = {}
     for way, seconds in zip(ways, costs, strict=True):
         by_way[way] = min(seconds, by_way.get(way, np.inf))
     split, best = ways[chosen[index]], costs[chosen[index]]
-    if pinned.get(decision.members[lead].name):
+    if pinned.get(operator.name):
         return split, "pinned"
     others = sorted((seconds - best, way) for way, seconds in by_way.items() if way != split and np.isfinite(seconds))
     if not others:
         return split, "nothing else goes with what is around it"
-    return split, ", ".join(f"{way} {_more(more)}" for more, way in others[:SHOWN])
+    return split, ", ".join(f"{way} {more * 1e3:+.3g} ms" for more, way in others[:SHOWN])
 
 
-def _more(seconds: float) -> str:
-    return f"{seconds * 1e3:+.3g} ms"
-
-
-def _lead(decision: Decision) -> int:
-    return next((number for number, one in enumerate(decision.members) if not one.backward), 0)
-
-
-def _way(graph: Graph, decision: Decision, strategy: Strategy, sizes: Mapping[str, int]) -> str:
+def _way(graph: Graph, operator: Operator, strategy: Strategy, sizes: Mapping[str, int]) -> str:
     """``batch@dp h@tp``."""
-    operator = decision.members[_lead(decision)]
     said = []
     for axis in sizes:
         choice = strategy.get(axis, "")
@@ -111,14 +101,15 @@ def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
     beside = {node for one in problem.tensors if index in one.nodes and len(one.readers) == 1 for node in one.nodes}
     for free in (module | beside, beside, {index}):
         free |= {node for one in problem.tensors if free & set(one.nodes) for node in one.nodes if node in stored}
-        core = simplify(*_part(problem, assigned.solution.choices, free | {index}, index))
+        core = _part(problem, assigned.solution.choices, free | {index}, index)
         if len(core.nodes) == 1 and not core.tensors:
             return [float(seconds) for table in core.tables for seconds in table.costs]
     raise AssertionError("what is fixed is eliminated")
 
 
-def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -> tuple[Problem, bool, int, int, int]:
-    """The problem of the nodes ``free``, with those next to them as they are chosen; how ``simplify`` is to take it."""
+def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -> Core:
+    """The problem of the nodes ``free``, with those next to them as they are chosen, as far as ``index`` can be told
+    apart from the others."""
     near = [one for one in problem.tensors if free & set(one.nodes)]
     scope = sorted({node for one in near for node in one.nodes} | free)
     place = {node: number for number, node in enumerate(scope)}
@@ -133,4 +124,4 @@ def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -
         )
         for one in near
     )
-    return Problem(nodes, tensors), False, LARGEST, 64, place[index]
+    return simplify(Problem(nodes, tensors), largest=LARGEST, keep=place[index])

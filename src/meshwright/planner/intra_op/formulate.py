@@ -3,123 +3,110 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
-from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.own_samples import owned
 from meshwright.ir.placement import Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ir.stages import given_batch
-from meshwright.planner.intra_op.decisions import Decision, Decisions, decisions_of
+from meshwright.planner.intra_op.decisions import Decision, decisions_of
 from meshwright.planner.intra_op.moments import Moments, copies
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.problem import Costs, Node, Places, Problem, Tensor
 
-Keeps = Callable[[Operator, Strategy], bool]
-"""Whether an operator may have a strategy."""
-
-
-Merit = Callable[[Operator, Strategy], int]
-"""How many of the wishes are met by a strategy of an operator."""
-
-
-def anything(operator: Operator, strategy: Strategy) -> bool:
-    """It may."""
-    return True
-
-
-def nothing(operator: Operator, strategy: Strategy) -> int:
-    """There are no wishes."""
-    return 0
-
-
+P = TypeVar("P", bound=Placements | None)
 Path = tuple[Operator, ...]
-"""The views between a tensor and what reads it, from the tensor on."""
+"""The views between a tensor and its reader, from the tensor on."""
 
 
-@dataclass
-class Formulated:
-    """A problem, and what its nodes stand for: decisions with their choices, then parameters with their placements (by
-    node), then what is given or must come out whole."""
+class Formulation:
+    """The ``problem`` of a graph. Its nodes stand for decisions with their ``choices``, then for parameters with their
+    placements (``stored``, by node), then for what is given or must come out whole.
 
-    graph: Graph
-    sizes: dict[str, int]
-    decisions: Decisions
-    choices: list[list[Choice]]
-    problem: Problem
-    stored: dict[int, tuple[list[str], list[Placements]]] = field(default_factory=dict)
+    Args:
+        keeps: which strategies an operator may have at all.
+        merit: how many wishes a strategy meets; only those that meet most are regarded.
+        marks: by operator what is asked of it in particular (see ``decisions_of``).
+        moments: at which memory is limited; None: nowhere.
+        uncut: parameters that are stored whole.
+        own_statistics: batch norm takes them of each rank's samples.
 
+    Raises:
+        LayoutError: an operator may have no strategy.
+    """
 
-@dataclass
-class _Read:
-    """A reader of a tensor: a node, or a parameter whose gradient it is."""
-
-    node: int
-    key: tuple[object, ...]
-    wants: list[Placements | None]
-
-
-class _Formulation:
     def __init__(
-        self, graph: Graph, prices: Prices, allows: Allows, keeps: Keeps, merit: Merit, marks: Mapping[str, object],
-        optimizer: OptimizerCost, moments: Moments | None, uncut: Collection[str], own_statistics: bool,
-    ) -> None:  # fmt: skip
-        self.uncut = uncut
-        self.graph, self.prices, self.optimizer, self.moments = graph, prices, optimizer, moments
+        self,
+        graph: Graph,
+        prices: Prices,
+        allows: Allows,
+        keeps: Callable[[Operator, Strategy], bool],
+        merit: Callable[[Operator, Strategy], int],
+        marks: Mapping[str, object],
+        optimizer: OptimizerCost,
+        moments: Moments | None,
+        uncut: Collection[str],
+        own_statistics: bool,
+    ) -> None:
+        self.graph, self.prices, self.optimizer, self.moments, self.uncut = graph, prices, optimizer, moments, uncut
+        self.limits = moments.limits if moments is not None else np.zeros(0)
         self.sizes = prices.sizes
         self.decisions = decisions_of(graph, marks)
         options = Options(graph, self.sizes, allows)
         self.choices: list[list[Choice]] = []
         for decision in self.decisions.found:
-            kept = [one for one in options.choices(decision) if _all(keeps, decision, one)]
+            kept = [one for one in options.choices(decision) if all(map(keeps, decision.members, one))]
             if not kept:
                 raise _contradiction(decision)
             merits = [sum(map(merit, decision.members, one)) for one in kept]
             best = [one for one, met in zip(kept, merits, strict=True) if met == max(merits)]
             self.choices.append([tuple(map(owned, decision.members, one)) for one in best] if own_statistics else best)
-        self.consumers = graph.consumers()
-        self.producers = graph.producers()
+        self.consumers, self.producers = graph.consumers(), graph.producers()
+        self.outputs_of = {one.name: one.outputs for one in graph.operators}
         self.nodes: list[Node] = []
         self.tensors: list[Tensor] = []
         self.stored: dict[int, tuple[list[str], list[Placements]]] = {}
+        self.parameter_node: dict[str, int] = {}
         self.gradient_of: dict[str, list[str]] = defaultdict(list)
         for entry in graph.gradients:
             if entry.gradient is not None:
                 self.gradient_of[entry.gradient].append(entry.parameter)
         self.whole = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
-        self.parameter_node: dict[str, int] = {}
-        self.outputs_of = {one.name: one.outputs for one in graph.operators}
-
-    def formulate(self) -> Formulated:
-        for decision, choices in zip(self.decisions.found, self.choices, strict=True):
-            costs = [
-                sum(self.prices.operator_s(m, s) for m, s in zip(decision.members, one, strict=True)) for one in choices
-            ]
-            self._node(decision.members[0].name, decision.times * np.array(costs), self._held(decision, choices))
-        reads = self._reads()
-        self._parameters(reads)
-        self._tensors(reads)
-        limits = self.moments.limits if self.moments is not None else np.zeros(0)
-        problem = Problem(tuple(self.nodes), tuple(self.tensors), limits)
-        return Formulated(self.graph, self.sizes, self.decisions, self.choices, problem, self.stored)
+        self.reads: dict[str, list[tuple[Operator, int, Path]]] = defaultdict(list)
+        """By tensor that is no result of a follower: its readers, through followers, and the views on the way."""
+        self.ends: dict[str, list[tuple[str, Path]]] = defaultdict(list)
+        """By the same tensors: they and the views of them by followers, as they may leave the graph."""
+        for name in graph.tensors:
+            maker = self.producers.get(name)
+            if maker is None or maker.name not in self.decisions.followers:
+                self._trace(name, name, ())
+        self._decided()
+        self._parameters()
+        self._tensors()
+        self.problem = Problem(tuple(self.nodes), tuple(self.tensors), self.limits)
 
     def _node(self, name: str, costs: Costs, memory: Costs | None = None) -> int:
-        moments = len(self.moments.positions) if self.moments is not None else 0
-        self.nodes.append(
-            Node(name, costs.astype(float), np.zeros((moments, len(costs))) if memory is None else memory)
-        )
+        held = np.zeros((len(self.limits), len(costs))) if memory is None else memory
+        self.nodes.append(Node(name, costs.astype(float), held))
         return len(self.nodes) - 1
 
+    def _decided(self) -> None:
+        """A node for every decision."""
+        for decision, choices in zip(self.decisions.found, self.choices, strict=True):
+            costs = [sum(map(self.prices.operator_s, decision.members, one)) for one in choices]
+            self._node(decision.members[0].name, decision.times * np.array(costs), self._held(decision, choices))
+
     def _held(self, decision: Decision, choices: list[Choice]) -> Costs | None:
-        """What a decision's results hold at each moment, in all repetitions."""
+        """The bytes of a decision's results at each moment, in all repetitions."""
         if self.moments is None:
             return None
-        held = np.zeros((len(self.moments.positions), len(choices)))
+        held = np.zeros((len(self.limits), len(choices)))
         for member, (operator, twins) in enumerate(zip(decision.members, decision.twins, strict=True)):
             for output, name in enumerate(operator.outputs):
                 alive = self.moments.owned(self.outputs_of[twin][output] for twin in twins)
@@ -130,69 +117,62 @@ class _Formulation:
 
     # --- who reads what ----------------------------------------------------------------------------------------------
 
-    def _reads(self) -> dict[str, list[tuple[Operator, int, Path]]]:
-        """By tensor that is no result of a follower: its readers, through followers, and the views on the way."""
-        found: dict[str, list[tuple[Operator, int, Path]]] = {}
-        self.behind: dict[str, tuple[str, Path]] = {}
-        for name in self.graph.tensors:
-            maker = self.producers.get(name)
-            if maker is None or maker.name not in self.decisions.followers:
-                found[name] = []
-                self._trace(name, name, (), found[name])
-        return found
-
-    def _trace(self, root: str, name: str, path: Path, found: list[tuple[Operator, int, Path]]) -> None:
-        self.behind[name] = (root, path)
+    def _trace(self, root: str, name: str, path: Path) -> None:
+        self.ends[root].append((name, path))
         for operator, position in self.consumers.get(name, ()):
             if operator.name in self.decisions.followers:
-                self._trace(root, operator.outputs[0], (*path, operator), found)
+                self._trace(root, operator.outputs[0], (*path, operator))
             else:
-                found.append((operator, position, path))
+                self.reads[root].append((operator, position, path))
 
     def _pulled(self, wanted: Placements, path: Path) -> Placements | None:
         """How a tensor must lie so that the views behind it give what is wanted."""
-        found: Placements | None = {axis: one for axis, one in wanted.items() if axis in self.sizes}
+        found: Placements = {axis: one for axis, one in wanted.items() if axis in self.sizes}
         for view in reversed(path):
-            if found is None:
-                return None
             followed = follow(view, found, self.sizes)
-            found = followed[1] if followed is not None else None
+            if followed is None:
+                return None
+            found = followed[1]
         return found
+
+    def _place(self, operator: Operator) -> tuple[int, int, Operator]:
+        """The operator's decision, its number among the members there, and the member that stands for it."""
+        index, member = self.decisions.place[operator.name]
+        return index, member, self.decisions.found[index].members[member]
 
     def _wants(self, operator: Operator, position: int, path: Path) -> list[Placements | None]:
         """By choice of the operator's decision."""
-        index, member = self.decisions.place[operator.name]
-        rule = self.decisions.found[index].members[member].rule
-        if rule is None:
+        index, member, first = self._place(operator)
+        if first.rule is None:
             return [self._pulled({}, path)] * len(self.choices[index])
         return [
-            self._pulled(input_placements(rule, one[member], position, self.sizes), path) for one in self.choices[index]
+            self._pulled(input_placements(first.rule, one[member], position, self.sizes), path)
+            for one in self.choices[index]
         ]
 
-    def _reader_keys(self, reads: list[tuple[Operator, int, Path]]) -> list[tuple[object, ...]]:
-        keys: list[tuple[object, ...]] = []
-        for operator, position, path in reads:
-            views = tuple(str(view.rule.pattern) for view in path if view.rule is not None)
-            keys.append((*self.decisions.place[operator.name], position, views))
-        return keys
+    def _reader_keys(self, name: str) -> list[tuple[object, ...]]:
+        return [
+            (*self.decisions.place[operator.name], position, _patterns(path))
+            for operator, position, path in self.reads[name]
+        ]
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
-    def _parameters(self, reads: dict[str, list[tuple[Operator, int, Path]]]) -> None:
+    def _parameters(self) -> None:
         """A node for every parameter (one for those that are alike in repeated blocks): it may be stored in any
         placement that somebody wants it in, if it may be cut."""
         trained = {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}
         known: dict[object, int] = {}
         for name in self.graph.parameters:
             tensor = self.graph.tensors[name]
-            keys = self._reader_keys(reads[name])
+            keys = self._reader_keys(name)
             key = (tensor.shape, tensor.dtype, name in trained, name in self.uncut, tuple(sorted(map(repr, keys))))
             if key in known and keys:
                 self.stored[known[key]][0].append(name)
                 self.parameter_node[name] = known[key]
                 continue
             places: dict[str, Placements] = {"": {}}
-            for operator, position, path in reads[name] if name not in self.uncut else ():
+            for operator, position, path in self.reads[name] if name not in self.uncut else ():
                 for wanted in self._wants(operator, position, path):
                     cuts: Placements = {axis: one for axis, one in (wanted or {}).items() if isinstance(one, Shard)}
                     places.setdefault(repr(sorted(cuts.items())) if cuts else "", cuts)
@@ -211,33 +191,19 @@ class _Formulation:
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
-    def _tensors(self, reads: dict[str, list[tuple[Operator, int, Path]]]) -> None:
+    def _tensors(self) -> None:
         alike: dict[object, list[str]] = defaultdict(list)
-        for name, found in reads.items():
-            readers = self._reader_keys(found)
-            for tail, (root, path) in self._ends(name):
-                views = tuple(str(view.rule.pattern) for view in path if view.rule is not None)
+        for name, ends in self.ends.items():
+            readers = self._reader_keys(name)
+            for tail, path in ends:
+                views = _patterns(path)
                 readers += [("gradient", self.parameter_node[one], views) for one in self.gradient_of.get(tail, ())]
                 readers += [("whole", views)] if tail in self.whole else []
-                assert root == name
-            if not readers:
-                continue
-            tensor = self.graph.tensors[name]
-            alike[self._maker_key(name), tensor.shape, tensor.dtype, tuple(sorted(map(repr, readers)))].append(name)
+            if readers:
+                tensor, key = self.graph.tensors[name], tuple(sorted(map(repr, readers)))
+                alike[self._maker_key(name), tensor.shape, tensor.dtype, key].append(name)
         for names in alike.values():
-            self._tensor(names, reads[names[0]])
-
-    def _ends(self, name: str) -> list[tuple[str, tuple[str, Path]]]:
-        """The tensor and the views of it by followers, as they may leave the graph."""
-        return self._tails.get(name, [(name, (name, ()))])
-
-    @property
-    def _tails(self) -> dict[str, list[tuple[str, tuple[str, Path]]]]:
-        if not hasattr(self, "_tails_of"):
-            self._tails_of: dict[str, list[tuple[str, tuple[str, Path]]]] = defaultdict(list)
-            for tail, (root, path) in self.behind.items():
-                self._tails_of[root].append((tail, (root, path)))
-        return self._tails_of
+            self._tensor(names)
 
     def _maker_key(self, name: str) -> object:
         maker = self.producers.get(name)
@@ -245,63 +211,53 @@ class _Formulation:
             return ("parameter", self.parameter_node[name]) if name in self.parameter_node else ("given", name)
         return (*self.decisions.place[maker.name], maker.outputs.index(name))
 
-    def _tensor(self, names: list[str], found: list[tuple[Operator, int, Path]]) -> None:
+    def _tensor(self, names: list[str]) -> None:
         """A tensor and those that are alike in repeated blocks."""
         name = names[0]
         tensor, maker = self.graph.tensors[name], self.producers.get(name)
         node, haves = self._made(name)
         reads = [
-            _Read(self.decisions.place[operator.name][0], (), self._wants(operator, position, path))
-            for operator, position, path in found
+            (self.decisions.place[operator.name][0], self._wants(operator, position, path))
+            for operator, position, path in self.reads[name]
         ]
         gradient = False
-        for tail, (_, path) in self._ends(name):
+        for tail, path in self.ends[name]:
             for parameter in self.gradient_of.get(tail, ()):
                 stored = self.parameter_node[parameter]
-                reads.append(_Read(stored, (), [self._pulled(one, path) for one in self.stored[stored][1]]))
+                reads.append((stored, [self._pulled(one, path) for one in self.stored[stored][1]]))
                 gradient = True
             if tail in self.whole:
-                reads.append(_Read(self._node(f"{tail} whole", np.zeros(1)), (), [self._pulled({}, path)]))
-        places: dict[str, Placements | None] = {}
-
-        def number(one: Placements | None) -> int:
-            key = "none" if one is None else repr(sorted(one.items()))
-            places.setdefault(key, one)
-            return list(places).index(key)
-
-        readers = tuple((read.node, np.array([number(one) for one in read.wants])) for read in reads)
-        wanted = list(places.values())
+                reads.append((self._node(f"{tail} whole", np.zeros(1)), [self._pulled({}, path)]))
+        wanted: dict[str, Placements | None] = {}
+        readers = tuple((reader, _numbered(wants, wanted)) for reader, wants in reads)
         made: dict[str, Placements] = {}
-        for one in haves:
-            made.setdefault(repr(sorted(one.items())), one)
-        have = np.array([list(made).index(repr(sorted(one.items()))) for one in haves])
+        have = _numbered(haves, made)
         owned = len(reads) == 1 and maker is not None
         often = 1 if maker is None or gradient else self.prices.times(maker)
         prices = np.array([
             [
                 np.inf if want is None else self.prices.reshard_s(tensor, one, want, owned, often, gradient)
-                for want in wanted
+                for want in wanted.values()
             ]
             for one in made.values()
         ])  # fmt: skip
         memory = None
         if self.moments is not None:
-            memory, alive = np.zeros((len(self.moments.positions), *prices.shape)), self.moments.read(names)
-            for (h, one), (w, want) in itertools.product(enumerate(made.values()), enumerate(wanted)):
+            memory, alive = np.zeros((len(self.limits), *prices.shape)), self.moments.read(names)
+            for (h, one), (w, want) in itertools.product(enumerate(made.values()), enumerate(wanted.values())):
                 if want is not None and copies(one, want):
                     memory[:, h, w] = alive * self.moments.size(name, want)
         if prices.any():
             self.tensors.append(Tensor(node, have, readers, prices * len(names), memory))
-        self._halos(node, len(names), found)
+        self._halos(node, names)
 
-    def _halos(self, node: int, times: int, found: list[tuple[Operator, int, Path]]) -> None:
-        """The halos of a tensor, each paid once, however many operators read it."""
+    def _halos(self, node: int, names: list[str]) -> None:
+        """The halos of a tensor (and of those that are alike), each paid once, however many operators read it."""
         priced: dict[object, float] = {None: 0.0}
         readers: list[tuple[int, Places]] = []
-        for operator, position, path in found:
-            index, member = self.decisions.place[operator.name]
+        for operator, position, path in self.reads[names[0]]:
+            index, member, first = self._place(operator)
             views = tuple(view.name for view in path)
-            first = self.decisions.found[index].members[member]
             fetched = [self.prices.fetched(first, one[member], position) for one in self.choices[index]]
             keyed: list[dict[object, float]] = [
                 {(views, key): seconds for key, seconds in one.items()} for one in fetched
@@ -313,29 +269,38 @@ class _Formulation:
                 readers.append((index, np.array([list(priced).index(want) for want in wants])))
         if readers:
             have = np.zeros(self.nodes[node].num_choices, dtype=np.int64)
-            self.tensors.append(Tensor(node, have, tuple(readers), times * np.array([list(priced.values())])))
+            self.tensors.append(Tensor(node, have, tuple(readers), len(names) * np.array([list(priced.values())])))
 
     def _made(self, name: str) -> tuple[int, list[Placements]]:
-        """The node that says how a tensor lies, and how, by its choices."""
+        """The node that says how a tensor lies, and how, by its choices. Inputs of the step are cut over dp (and
+        dp_shard) along their batch; buffers and constants are whole."""
         maker = self.producers.get(name)
         if maker is not None:
-            index, member = self.decisions.place[maker.name]
-            rule, output = self.decisions.found[index].members[member].rule, maker.outputs.index(name)
-            if rule is None:
+            index, member, first = self._place(maker)
+            if first.rule is None:
                 return index, [{} for _ in self.choices[index]]
-            return index, [output_placements(rule, one[member], output, self.sizes) for one in self.choices[index]]
+            output = maker.outputs.index(name)
+            return index, [
+                output_placements(first.rule, one[member], output, self.sizes) for one in self.choices[index]
+            ]
         if name in self.parameter_node:
             node = self.parameter_node[name]
-            return node, list(self.stored[node][1])
-        return self._node(f"{name} given", np.zeros(1)), [self._given(name)]
-
-    def _given(self, name: str) -> Placements:
-        """Inputs are cut over dp (and dp_shard) along their batch; buffers and constants are whole."""
-        return given_batch(self.graph, name, self.sizes) if self.graph.tensors[name].kind == "input" else {}
+            return node, self.stored[node][1]
+        given = given_batch(self.graph, name, self.sizes) if self.graph.tensors[name].kind == "input" else {}
+        return self._node(f"{name} given", np.zeros(1)), [given]
 
 
-def _all(keeps: Keeps, decision: Decision, choice: Choice) -> bool:
-    return all(keeps(member, strategy) for member, strategy in zip(decision.members, choice, strict=True))
+def _patterns(path: Path) -> tuple[str, ...]:
+    return tuple(view.rule.pattern for view in path if view.rule is not None)
+
+
+def _numbered(places: list[P], known: dict[str, P]) -> Places:
+    """The number of each placement among those that are known; new ones are added."""
+    keys = ["none" if one is None else repr(sorted(one.items())) for one in places]
+    for key, one in zip(keys, places, strict=True):
+        known.setdefault(key, one)
+    number = {key: index for index, key in enumerate(known)}
+    return np.array([number[key] for key in keys])
 
 
 def _contradiction(decision: Decision) -> LayoutError:
@@ -345,26 +310,3 @@ def _contradiction(decision: Decision) -> LayoutError:
         where=f"layout: pin, module {operator.module or '(model)'}",
         remedy=f"its factors are: batch, none, {', '.join(operator.classes)}",
     )
-
-
-def formulate(
-    graph: Graph, prices: Prices, allows: Allows, keeps: Keeps = anything, merit: Merit = nothing,
-    marks: Mapping[str, object] | None = None, optimizer: OptimizerCost = ADAMW, moments: Moments | None = None,
-    uncut: Collection[str] = (), own_statistics: bool = False,
-) -> Formulated:  # fmt: skip
-    """The problem of a graph.
-
-    Args:
-        keeps: which strategies an operator may have at all.
-        merit: of these only those that meet most wishes are regarded.
-        marks: by operator what is asked of it in particular (see ``decisions_of``).
-        moments: at which memory is limited.
-        uncut: parameters that are stored whole.
-        own_statistics: batch norm takes them of each rank's samples.
-
-    Raises:
-        LayoutError: an operator may have no strategy.
-    """
-    return _Formulation(
-        graph, prices, allows, keeps, merit, marks or {}, optimizer, moments, uncut, own_statistics
-    ).formulate()

@@ -21,6 +21,8 @@ import numpy as np
 from meshwright.planner.intra_op.eliminate import Core, Table
 from meshwright.planner.intra_op.problem import Costs, Tensor
 
+TIME_LIMIT_S, GAP = 60.0, 1e-6
+
 
 @dataclass(frozen=True)
 class Found:
@@ -131,8 +133,8 @@ class _Program:
                 self.rows.add(terms, 0.0, 0.0)
 
 
-def solve_core(core: Core, limited: bool = False, time_limit_s: float = 60.0, gap: float = 1e-6) -> Found:
-    """The best choices of the nodes that elimination left, within ``gap`` (relative) or the time limit.
+def solve_core(core: Core, limited: bool = False) -> Found:
+    """The best choices of the nodes that elimination left, within ``GAP`` (relative) or the time limit.
 
     With ``limited`` the limits of memory hold; nodes that hold more or less by their choices must be among those left.
     """
@@ -153,7 +155,7 @@ def solve_core(core: Core, limited: bool = False, time_limit_s: float = 60.0, ga
     kinds = (highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous)
     model.integrality_ = [kinds[column >= program.binaries] for column in range(len(program.costs))]
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in (("output_flag", False), ("threads", 1), ("time_limit", time_limit_s), ("mip_rel_gap", gap)):
+    for name, value in (("output_flag", False), ("threads", 1), ("time_limit", TIME_LIMIT_S), ("mip_rel_gap", GAP)):
         solver.setOptionValue(name, value)
     solver.passModel(model)
     solver.run()

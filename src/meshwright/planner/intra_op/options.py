@@ -36,7 +36,8 @@ class Options:
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int], allows: Allows) -> None:
         self.graph, self.sizes, self.allows = graph, dict(sizes), allows
-        self._numbered: dict[str, dict[tuple[str, int], str]] = {}
+        self._letters = {one.name: numbered(one) for one in graph.operators}
+        self._linear = {one.name: _linear_inputs(one) for one in graph.operators}
         self.partial = {axis: self._maybe_partial(axis) for axis in sizes}
 
     def choices(self, decision: Decision) -> list[Choice]:
@@ -60,16 +61,10 @@ class Options:
         """By class and number (the queries of self-attention are the first letter of the sequence, keys the second)."""
         found = {_NONE: None}
         for one in decision.leads:
-            for factor, letter in self._letters(one).items():
+            for factor, letter in self._letters[one.name].items():
                 if self._splits(one, letter, axis):
                     found.setdefault(factor)
         return list(found)
-
-    def _letters(self, operator: Operator) -> dict[tuple[str, int], str]:
-        found = self._numbered.get(operator.name)
-        if found is None:
-            found = self._numbered[operator.name] = numbered(operator)
-        return found
 
     def _splits(self, operator: Operator, letter: str, axis: str) -> bool:
         rule = operator.rule
@@ -84,28 +79,21 @@ class Options:
         """Whether sums that come from outside may pass through (forward, backward): members that do not split the
         factor, as the addition of what two operators give to the gradient of a parameter that they share."""
         inside = {name for one in decision.members for name in one.outputs}
-        open_here = [one for one in decision.members if factor not in self._letters(one)]
-        able = [
-            any(self._arriving(one, axis, inside) for one in open_here if one.backward == backward)
-            for backward in (False, True)
-        ]
-        return [
-            (f, b) for f in ((False, True) if able[0] else (False,)) for b in ((False, True) if able[1] else (False,))
-        ]
+        open_here = [one for one in decision.members if factor not in self._letters[one.name]]
+        forward, backward = (
+            (False, True)
+            if any(self._arriving(one, axis, inside) for one in open_here if one.backward == late)
+            else (False,)
+            for late in (False, True)
+        )
+        return list(itertools.product(forward, backward))
 
     def _arriving(self, operator: Operator, axis: str, inside: set[str]) -> int:
         """The group of operands in which the operator is linear and that could all be sums; 0: none."""
-        if operator.rule is None:
-            return 0
-        groups: dict[int, list[str]] = {}
-        for operand, name in zip(operator.rule.parsed.inputs, operator.inputs, strict=True):
-            if operand.linear:
-                groups.setdefault(operand.linear, []).append(name)
-        outside = [
-            group for group, names in groups.items()
-            if all(name in self.partial[axis] or name in inside for name in names) and not inside.issuperset(names)
-        ]  # fmt: skip
-        return outside[0] if outside else 0
+        for group, names in self._linear[operator.name].items():
+            if not inside.issuperset(names) and all(name in self.partial[axis] or name in inside for name in names):
+                return group
+        return 0
 
     def _choice(
         self, decision: Decision, picked: Sequence[tuple[str, tuple[str, int], tuple[bool, bool]]]
@@ -116,7 +104,7 @@ class Options:
         result: list[Strategy] = []
         for one in decision.members:
             strategy: Strategy = {}
-            letters = self._letters(one)
+            letters = self._letters[one.name]
             for axis, factor, _ in picked:
                 letter = _meant(letters, factor)
                 if letter is None or not self._splits(one, letter, axis):
@@ -143,38 +131,39 @@ class Options:
         self, operator: Operator, axis: str, inside: set[str], made: Mapping[str, Placements], passes: bool
     ) -> int:
         """The group of operands that are sums and stay so: those from inside are, those from outside if ``passes``."""
-        if operator.rule is None:
-            return 0
         wanted = self._arriving(operator, axis, inside) if passes else 0
-        groups: dict[int, list[bool]] = {}
-        for operand, name in zip(operator.rule.parsed.inputs, operator.inputs, strict=True):
-            if operand.linear:
-                partial = made.get(name, {}).get(axis) == Partial("sum") if name in inside else operand.linear == wanted
-                groups.setdefault(operand.linear, []).append(partial)
-        return next((group for group, partial in groups.items() if all(partial)), 0)
+        for group, names in self._linear[operator.name].items():
+            if all(
+                made.get(name, {}).get(axis) == Partial("sum") if name in inside else group == wanted for name in names
+            ):
+                return group
+        return 0
 
     def _maybe_partial(self, axis: str) -> set[str]:
         found: set[str] = set()
         for one in self.graph.operators:
             if one.rule is None:
                 continue
-            pattern = one.rule.parsed
-            linear = Counter(operand.linear for operand in pattern.inputs if operand.linear)
-            arriving = Counter(
-                operand.linear for operand, name in zip(pattern.inputs, one.inputs, strict=True)
-                if operand.linear and name in found
-            )  # fmt: skip
-            passes = any(arriving[group] == count for group, count in linear.items())
-            if passes:
+            if any(found.issuperset(names) for names in self._linear[one.name].values()):
                 found.update(one.outputs)
                 continue
             for index, name in enumerate(one.outputs):
                 if one.rule.reduction == "sum" and any(
                     one.rule.reduced(letter, index) and self._splits(one, letter, axis)
-                    for letter in self._letters(one).values()
+                    for letter in self._letters[one.name].values()
                 ):
                     found.add(name)
         return found
+
+
+def _linear_inputs(operator: Operator) -> dict[int, list[str]]:
+    """By group, the inputs in which an operator is linear together."""
+    groups: dict[int, list[str]] = {}
+    operands = operator.rule.parsed.inputs if operator.rule is not None else ()
+    for operand, name in zip(operands, operator.inputs, strict=False):
+        if operand.linear:
+            groups.setdefault(operand.linear, []).append(name)
+    return groups
 
 
 def _meant(letters: Mapping[tuple[str, int], str], factor: tuple[str, int]) -> str | None:
@@ -193,8 +182,7 @@ def numbered(operator: Operator) -> dict[tuple[str, int], str]:
     counts: Counter[str] = Counter()
     found = {}
     rule = operator.rule
-    joint = rule.joint if rule is not None else ()
-    rows = [name for name in joint if rule is not None and rule.sums(name) and name != OWN]
+    rows = [name for name in rule.joint if rule.sums(name) and name != OWN] if rule is not None else []
     for letter in (*operator.classes, *rows):
         name = JOINED.join(sorted(classes_of(operator, letter)))
         found[name, counts[name]] = letter

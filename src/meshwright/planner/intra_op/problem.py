@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 Costs = NDArray[np.float64]
 Places = NDArray[np.int64]
-
-IMPOSSIBLE = np.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +83,7 @@ def _wanted(one: Tensor, choices: Sequence[int]) -> set[int]:
 
 def table_size(problem: Problem, nodes: Sequence[int]) -> int:
     """The entries of a table over the choices of these nodes."""
-    return reduce(lambda size, node: size * problem.nodes[node].num_choices, nodes, 1)
+    return prod(problem.nodes[node].num_choices for node in nodes)
 
 
 def table_of(problem: Problem, one: Tensor) -> Costs:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.planner.intra_op.eliminate import Core, simplify
-from meshwright.planner.intra_op.integer import solve_core
+from meshwright.planner.intra_op.integer import TIME_LIMIT_S, solve_core
 from meshwright.planner.intra_op.problem import Problem
 
-TIME_LIMIT_S = 60.0
 WIDEST = 2
 """Neighbours of what is eliminated where the integer program needs small tables: all are between two nodes then."""
 LARGEST_IN_PROGRAM = 100_000
@@ -32,7 +31,7 @@ class Solution:
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds > 0 else 0.0
 
 
-def solve(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> Solution | None:
+def solve(problem: Problem) -> Solution | None:
     """The choices of least cost that no memory limit forbids; None where there are none.
 
     Without regard to memory first, which costs little; where that does not fit, with all limits in the program.
@@ -43,18 +42,18 @@ def solve(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> Solution | No
     core = simplify(problem)
     if any(one.costs.size > LARGEST_IN_PROGRAM for one in core.tables):
         core = simplify(problem, widest=WIDEST)
-    found = _from(core, False, time_limit_s)
+    found = _from(core, False)
     if found is None or problem.fits(found.choices):
         return found
-    return _from(simplify(problem, limited=True, widest=WIDEST), True, time_limit_s)
+    return _from(simplify(problem, limited=True, widest=WIDEST), True)
 
 
-def _from(core: Core, limited: bool, time_limit_s: float) -> Solution | None:
-    found = solve_core(core, limited, time_limit_s)
+def _from(core: Core, limited: bool) -> Solution | None:
+    found = solve_core(core, limited)
     if found.chosen is None:
         if found.proven:
             return None
-        raise TimeoutError(f"no choices that fit were found in {time_limit_s:g} s")
+        raise TimeoutError(f"no choices that fit were found in {TIME_LIMIT_S:g} s")
     choices = core.complete(found.chosen)
     if limited and not core.problem.fits(choices):  # nothing was left to choose from
         return None
