@@ -1,7 +1,6 @@
 """Where to cut a graph in stages: few, small live tensors, at borders of modules, stages of equal work."""
 
 import itertools
-from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import Layout
 from meshwright.ir.stages import cut, forward_operators
+from meshwright.planner.intra_op.decisions import block_of
 
 FLOPS_PER_S, BYTES_PER_S, SENT_BYTES_PER_S = 1e11, 2e10, 2e9
 """Without a cluster: of one core, and between two."""
@@ -36,10 +36,7 @@ def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[
     if num_stages == 1:
         return ()
     forward = forward_operators(graph)
-    times = _times(graph, forward, cluster)
-    before = [0.0]
-    for seconds in times:
-        before.append(before[-1] + seconds)
+    before = [0.0, *itertools.accumulate(_times(graph, forward, cluster))]
     points = _points(graph, forward, cluster)
     if len(points) < num_stages - 1:
         raise LayoutError(
@@ -179,11 +176,8 @@ def _between_blocks(forward: list[Operator], index: int) -> bool:
 
 
 def _block(operator: Operator) -> str:
-    """The outermost repeated block that holds an operator: ``h.3`` for ``h.3.mlp``."""
-    if not operator.repeat:
-        return operator.module.partition(".")[0]
-    depth = operator.repeat.split(".").index("*") + 1
-    return ".".join(operator.module.split(".")[:depth])
+    """The outermost repeated block that holds an operator, or else its outermost module."""
+    return block_of(operator) or operator.module.partition(".")[0]
 
 
 def _worth(forward: list[Operator], index: int) -> bool:
@@ -194,10 +188,6 @@ def _worth(forward: list[Operator], index: int) -> bool:
 def between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> frozenset[str]:
     """Parameters that stages of different sizes share. No cut holds in all of them, so that they are stored whole."""
     divided = cut(graph, choose_cut(graph, layout.pp * layout.chunks, cluster))
-    sizes = [layout.of_stage(index) for index in range(layout.pp)]
-
-    def differ(stages: Iterable[int]) -> bool:
-        return len({(sizes[one % layout.pp].dp, sizes[one % layout.pp].tp) for one in stages}) > 1
-
-    shared = {name for name, owners in divided.owners.items() if differ(owners)}
+    sizes = [(stage.dp, stage.tp) for stage in map(layout.of_stage, range(layout.pp))]
+    shared = {name for name, held in divided.owners.items() if len({sizes[one % layout.pp] for one in held}) > 1}
     return frozenset(shared.intersection(graph.parameters))

@@ -1,20 +1,22 @@
-"""What follows from the strategies of a plan: Partials passed on, storage of parameters, gradient buckets."""
+"""What follows from the strategies of a plan: Partials passed on, storage of parameters (ZeRO), recomputation."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.layout import TIME
+from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.placement import (
+    Flat,
     Partial,
     Placement,
     Placements,
     Shard,
+    flat_axis,
     input_placements,
     is_linear,
     output_placements,
 )
-from meshwright.ir.plan import Strategy, starred
+from meshwright.ir.plan import Stage, Strategy, starred
 from meshwright.ir.stages import Cut
 
 _ATTENTION = "meshwright.attention."
@@ -105,6 +107,37 @@ def parameter_storage(
     return storage
 
 
+def zero_storage(
+    graph: Graph, storage: dict[str, dict[str, Placement]], axis: str, stage: int
+) -> dict[str, dict[str, Placement]]:
+    """Storage under ZeRO: what nothing else cuts over the axis is Flat there. What is not trained has no gradient and
+    no optimizer state, so that only stage 3 cuts it."""
+    trained = _trained(graph)
+    return {
+        name: {**found, axis: Flat()} if axis not in found and (stage == 3 or name in trained) else found
+        for name, found in storage.items()
+    }
+
+
+def in_parts(
+    graph: Graph, layout: Layout, storage: Mapping[str, Placements], base: Stage | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of a stage's parameters that are stored Flat, those whose gradients are reduced in every micro-batch, and those
+    that are gathered for every use; as in ``base``, where there is one.
+    """
+    flat = [name for name, placements in storage.items() if flat_axis(placements)]
+    if base is not None:
+        reduced, released = set(base.gradients), set(base.released)
+    else:
+        reduced = _trained(graph) if layout.zero >= 2 else set()
+        released = set(flat) if layout.zero == 3 else set()
+    return tuple(name for name in flat if name in reduced), tuple(name for name in flat if name in released)
+
+
+def _trained(graph: Graph) -> set[str]:
+    return {entry.parameter for entry in graph.gradients if entry.gradient is not None}
+
+
 def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:
     """What a stage computes again in backward: its attention, or its repeated blocks."""
     forward = [one for one in operators if one.name not in divided.late and not one.prologue]
@@ -123,9 +156,8 @@ def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
     result: dict[str, Strategy] = {}
     for star, members in groups.items():
         agreed = all(strategies[name] == strategies[members[0]] for name in members)
-        for name, strategy in (
-            [(star, strategies[members[0]])] if agreed else [(name, strategies[name]) for name in members]
-        ):
-            if strategy or not agreed:
-                result[name] = strategy
+        if not agreed:
+            result |= {name: strategies[name] for name in members}
+        elif strategies[members[0]]:
+            result[star] = strategies[members[0]]
     return result

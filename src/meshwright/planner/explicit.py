@@ -12,8 +12,7 @@ from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import TIME, Layout
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.layout import DATA_AXES, TIME, Layout
 from meshwright.ir.own_samples import check_owned, owned
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
@@ -26,23 +25,25 @@ from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, r
 from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
 from meshwright.planner.derive import (
     grouped,
+    in_parts,
     parameter_storage,
     pass_partials,
     recomputed,
+    zero_storage,
 )
 from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
+from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.microbatch import check_microbatches
-from meshwright.planner.notes import module_notes, unsplit_notes
+from meshwright.planner.notes import ModuleNotes, module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
 from meshwright.planner.precision import check_precision
 from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
 from meshwright.planner.spatial_rule import SpatialRule
 from meshwright.planner.tensor_rule import TensorRule
-from meshwright.planner.zero import in_parts, zero_storage
 from meshwright.schedules.pipeline import build
 
 
@@ -75,13 +76,9 @@ def plan_layout(
     *,
     world_size: int,
     cluster: Cluster | None = None,
-    base: Plan | None = None,
     ask: Ask | None = None,
 ) -> Plan:
     """The plan of ``layout`` for ``graph`` on ``world_size`` ranks.
-
-    ``base`` is a plan of the same model for another batch shape or for training: its storage is kept, and
-    operators that it names keep their strategy.
 
     Raises:
         LayoutError: the layout does not fit the ranks, the batch, the heads, the cut points, or names unknown modules
@@ -89,11 +86,12 @@ def plan_layout(
         ScheduleError: the schedule is not defined for so many micro-batches.
     """
     check_precision(layout.precision, graph, cluster)
-    return _planned(graph, layout.resolved(world_size), cluster, base, ask or Ask())
+    return _planned(graph, layout.resolved(world_size), cluster, None, ask or Ask())
 
 
 def adapt_plan(plan: Plan, graph: Graph) -> Plan:
-    """``plan`` for another capture of the same model: a ragged last batch, or an evaluation.
+    """``plan`` for another capture of the same model: a ragged last batch, or an evaluation. It keeps the storage, and
+    the strategies of operators that the plan names.
 
     Raises:
         LayoutError: the new batch does not divide over dp.
@@ -108,13 +106,10 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
 def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:
     """One plan; where stages differ in sizes, put together from one plan for each."""
     if not layout.stage_sizes:
-        return _Planner(graph, layout, layout.mesh(), cluster, base, ask).plan()
+        return _Planner(graph, layout, cluster, base, ask).plan()
     shared = between_sizes(graph, layout, cluster) if base is None else frozenset()
     ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each of the plans knows but a part of its stages
-    plans = []
-    for index in range(layout.pp):
-        own = layout.of_stage(index)
-        plans.append(_Planner(graph, own, own.mesh(), cluster, base, ask).plan())
+    plans = [_Planner(graph, layout.of_stage(index), cluster, base, ask).plan() for index in range(layout.pp)]
     divided = cut(graph, plans[0].firsts)
     stages = []
     for index in range(divided.num_stages):
@@ -139,119 +134,126 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
 
 
 class _Planner:
-    def __init__(
-        self, graph: Graph, layout: Layout, mesh: Mesh, cluster: Cluster | None, base: Plan | None, ask: Ask
-    ) -> None:
-        self.ask = ask
-        self.graph, self.layout, self.mesh, self.cluster, self.base = graph, layout, mesh, cluster, base
-        self.sizes = {axis.name: axis.size for axis in mesh.axes if axis.size > 1 and axis.name != "pp"}
-        if layout.microbatches > 1:
-            self.sizes[TIME] = layout.microbatches
+    def __init__(self, graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> None:
+        self.graph, self.layout, self.cluster, self.base = graph, layout, cluster, base
+        self.ask, self.lower, self.mesh = ask, ask.lower, layout.mesh()
+        self.axes = {axis.name: axis.size for axis in self.mesh.axes if axis.size > 1 and axis.name != "pp"}
+        self.sizes = self.axes | ({TIME: layout.microbatches} if layout.microbatches > 1 else {})
         self.space = [axis for axis in layout.spatial_axes if axis in self.sizes]
-        self.mixes = not self.sizes.keys().isdisjoint(layout.mixed_axes)
         self.strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
         self.factors = Factors(graph, self.sizes, self.strategies)
-        self.notes: dict[str, dict[str, str]] = defaultdict(dict)
+        self.pins: dict[str, Strategy] = {}
+        self.notes: ModuleNotes = defaultdict(dict)
         self.axis_notes: list[Note] = []
         self.missed: set[str] = set()
         self.solved: Assigned | None = None
 
     def plan(self) -> Plan:
+        base, layout, graph = self.base, self.layout, self.graph
         self._check_batch()
-        if self.layout.pp > 1 and (self.graph.gradients or self.base is None):  # an evaluation runs forwards only
-            build(self.layout.schedule, self.layout.pp, self.layout.microbatches, self.layout.chunks)
-        if self.base is not None:
-            inherit(self.factors, self.base, self._firsts())
+        if layout.pp > 1 and (graph.gradients or base is None):  # an evaluation runs forwards only
+            build(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+        firsts = follow_cut(graph, base.firsts) if base is not None else ()
+        if base is not None:
+            inherit(self.factors, base, firsts)
             if "tp" in self.sizes:
-                follow_storage(self.factors, self.base, "tp")
+                follow_storage(self.factors, base, "tp")
         else:
-            pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
-            space = [] if self.mixes else self.space
-            ruled = self.ask.by_rule or self.layout.sequence_parallel
-            if ruled or not self.sizes.keys().isdisjoint(("cp", "ep", *space)):
-                self._fix(pins)
-            elif "tp" in self.sizes or pins or self.mixes:
-                self._require_heads("tp", pins)
-                self._solve(self._of_space(pins) if self.space else pins)
-        if "dp" in self.sizes:
-            self._split_batch("dp")
-        if "dp_shard" in self.sizes:
-            self._split_batch("dp_shard")
-        if "ep" in self.sizes:
-            split_experts(self.factors, "ep", required=self.base is None)
-            self._split_batch("ep")
-        if "cp" in self.sizes:
-            split_sequence(self.factors, "cp", self.layout.context, required=self.base is None)
-        if self.space and self.solved is None:
-            rule = SpatialRule(self.factors, self.notes)
-            rule.split(self.space, required=self.base is None)
-            self.axis_notes += rule.whole
-        if "tp" in self.sizes and self.base is None and self.solved is None:
-            TensorRule(self.factors, self.notes, self.cluster).split("tp")
-        if TIME in self.sizes:
-            self._split_batch(TIME)
-        if self.layout.batch_statistics == "rank":
-            for operator in self.graph.operators:
+            self._choose()
+        self._follow_rules()
+        if layout.batch_statistics == "rank":
+            for operator in graph.operators:
                 self.strategies[operator.name] = owned(operator, self.strategies[operator.name])
-            for operator in self.graph.operators:
-                check_owned(self.graph, operator, self.strategies, self.sizes, "layout")
-        firsts = self._firsts()
-        divided = cut(self.graph, firsts)
-        settled = [axis for axis in self.sizes if axis != TIME] if self.solved is not None else []
-        asked = self.layout.sequence_parallel and "tp" in self.sizes
-        otherwise = sequences_between(self.factors, "tp", required=self.base is None) if asked else None
-        placements = pass_partials(self.graph, divided, self.strategies, self.sizes, settled, otherwise)
+            for operator in graph.operators:
+                check_owned(graph, operator, self.strategies, self.sizes, "layout")
+        if base is None:
+            firsts = choose_cut(graph, layout.pp * layout.chunks, self.cluster)
+        divided = cut(graph, firsts)
+        settled = self.axes if self.solved is not None else ()
+        asked = layout.sequence_parallel and "tp" in self.sizes
+        otherwise = sequences_between(self.factors, "tp", required=base is None) if asked else None
+        placements = pass_partials(graph, divided, self.strategies, self.sizes, settled, otherwise)
         if TIME in self.sizes:
-            check_microbatches(self.graph, self.strategies, self.sizes, self.layout)
+            check_microbatches(graph, self.strategies, self.sizes, layout)
         storage = self._storage()
-        used = {
-            name: {a: c for a, c in strategy.items() if a in self.sizes} for name, strategy in self.strategies.items()
-        }
-        axes = [axis for axis in self.sizes if axis != TIME]
-        algorithms = self.base.algorithms if self.base is not None else algorithms_of(self.mesh, axes, self.cluster)
-        network = Network(self.cluster or load_cluster("cpu-local"))
-        links = self.base.links if self.base is not None else links_of(self.mesh, axes, network)
-        sizes = {axis: self.sizes[axis] for axis in axes}
-        reduced = reduced_members(self.graph, divided, placements, storage, Mover(sizes, links))
-        gathered = gathered_members(self.graph, divided, storage, self.sizes)
+        if base is not None:
+            name, algorithms, links = base.cluster, base.algorithms, base.links
+            buckets, gathers, inside, notes = base.buckets, base.gathers, base.interiors, base.notes
+        else:
+            name = self.cluster.name if self.cluster is not None else "unknown"
+            algorithms = algorithms_of(self.mesh, self.axes, self.cluster)
+            links = links_of(self.mesh, self.axes, Network(self.cluster or load_cluster("cpu-local")))
+            buckets, gathers, inside, notes = (), (), self._interiors(), self._explained()
+        reduced = reduced_members(graph, divided, placements, storage, Mover(self.axes, links))
+        gathered = gathered_members(graph, divided, storage, self.sizes)
         plan = Plan(
-            model=self.graph.model,
-            graph_fingerprint=self.graph.fingerprint,
-            batch_size=self.graph.batch_size,
-            cluster=self.cluster.name if self.cluster is not None else self.base.cluster if self.base else "unknown",
+            model=graph.model,
+            graph_fingerprint=graph.fingerprint,
+            batch_size=graph.batch_size,
+            cluster=name,
             mesh=self.mesh,
-            stages=tuple(
-                self._stage(divided, index, first, used, storage) for index, first in enumerate(("", *firsts))
-            ),
-            layout=msgspec.structs.replace(self.layout, precision=self.graph.precision),
-            microbatches=self.layout.microbatches,
-            precision=self.graph.precision,
-            offload=self.layout.offload,
-            schedule="none" if len(firsts) == 0 else self.layout.schedule,
-            chunks=self.layout.chunks,
-            buckets=filled(reduced, BUCKET_BYTES, algorithms, self.base.buckets if self.base else ()),
-            gathers=filled(gathered, BUCKET_BYTES, algorithms, self.base.gathers if self.base else ()),
+            stages=tuple(self._stage(divided, index, first, storage) for index, first in enumerate(("", *firsts))),
+            layout=msgspec.structs.replace(layout, precision=graph.precision),
+            microbatches=layout.microbatches,
+            precision=graph.precision,
+            offload=layout.offload,
+            schedule=layout.schedule if firsts else "none",
+            chunks=layout.chunks,
+            buckets=filled(reduced, BUCKET_BYTES, algorithms, buckets),
+            gathers=filled(gathered, BUCKET_BYTES, algorithms, gathers),
             algorithms=algorithms,
             links=links,
-            interiors=self._interiors(used),
-            notes=self.base.notes if self.base is not None else self._explained(),
+            interiors=inside,
+            notes=notes,
         )
-        if self.base is not None or self.cluster is None or self.ask.lower is None or not self.ask.fits_buckets:
+        if base is not None or self.cluster is None or self.lower is None or not self.ask.fits_buckets:
             return plan
         room = self.ask.room_bytes or self.cluster.device.memory_bytes
-        return fit_buckets(self.ask.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
+        return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
+
+    def _choose(self) -> None:
+        """What is pinned is a strategy where rules choose the others; else all axes but time are solved around it."""
+        self.pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
+        mixes = not self.axes.keys().isdisjoint(self.layout.mixed_axes)
+        ruled = self.ask.by_rule or self.layout.sequence_parallel
+        if ruled or not self.axes.keys().isdisjoint(("cp", "ep", *(() if mixes else self.space))):
+            for operator in self.graph.operators:
+                for axis, letter in self.pins.get(operator.name, {}).items():
+                    self.strategies[operator.name][axis] = letter
+                    self.notes[operator.module][axis] = f"{letter or 'none'}@{axis}", "pinned"
+        elif "tp" in self.axes or self.pins or mixes:
+            self._require_heads("tp")
+            self._solve(self._of_space() if self.space else self.pins)
+
+    def _follow_rules(self) -> None:
+        """What is open is split as the rules of the axes say; of a plan that is followed only as far as it fits."""
+        required = self.base is None
+        for axis in (*DATA_AXES, "ep"):
+            if axis in self.sizes:
+                if axis == "ep":
+                    split_experts(self.factors, axis, required=required)
+                self._split_batch(axis)
+        if "cp" in self.sizes:
+            split_sequence(self.factors, "cp", self.layout.context, required=required)
+        if self.solved is None:
+            if self.space:
+                self.axis_notes += SpatialRule(self.factors, self.notes).split(self.space, required=required)
+            if "tp" in self.sizes and required:
+                TensorRule(self.factors, self.notes, self.cluster).split("tp")
+        if TIME in self.sizes:
+            self._split_batch(TIME)
 
     def _solve(self, pins: dict[str, Strategy]) -> None:
         """The factors of all axes but time, by the integer program."""
         key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
                self.ask.memory_bytes, self.ask.whole, self.layout.batch_statistics)  # fmt: skip
         if key not in self.ask.known:
-            assert self.ask.lower is not None, "strategies are chosen by the cost of programs: Ask(lower=...)"
+            assert self.lower is not None, "strategies are chosen by the cost of programs: Ask(lower=...)"
             self.ask.known[key] = assign(
                 self.graph,
                 self.mesh,
                 self.cluster or load_cluster("cpu-local"),
-                self.ask.lower,
+                self.lower,
                 microbatches=self.layout.microbatches,
                 own_statistics=self.layout.batch_statistics == "rank",
                 pins=pins,
@@ -263,33 +265,20 @@ class _Planner:
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}
 
-    def _of_space(self, pins: dict[str, Strategy]) -> dict[str, Strategy]:
+    def _of_space(self) -> dict[str, Strategy]:
         """Pins, and what the axes of space split, beside which the other axes are solved."""
-        found = {operator.name: dict(pins.get(operator.name, {})) for operator in self.graph.operators}
-        factors = Factors(self.graph, self.sizes, found)
-        rule = SpatialRule(factors, defaultdict(dict))
-        rule.split(self.space, required=True)
-        self.axis_notes += rule.whole
+        found = {operator.name: dict(self.pins.get(operator.name, {})) for operator in self.graph.operators}
+        rule = SpatialRule(Factors(self.graph, self.sizes, found), defaultdict(dict))
+        self.axis_notes += rule.split(self.space, required=True)
         return {name: one for name, one in found.items() if one}
 
-    def _fix(self, pins: dict[str, Strategy]) -> None:
-        """Pins are strategies, where rules choose the others."""
-        for operator in self.graph.operators:
-            for axis, letter in pins.get(operator.name, {}).items():
-                self.strategies[operator.name][axis] = letter
-                self.notes[operator.module][axis] = f"{letter or 'none'}@{axis}\0pinned"
-
-    def _require_heads(self, axis: str, pins: dict[str, Strategy]) -> None:
+    def _require_heads(self, axis: str) -> None:
         """That some factor of the heads divides over the axis, where nothing else is asked of attention."""
-        if axis not in self.sizes:
-            return
-        for operator in self.graph.operators:
-            attends = operator.target.startswith("meshwright.attention.") and operator.rule is not None
-            if not attends or axis in pins.get(operator.name, {}) or operator.rule is None:
-                continue
-            heads = operator.rule.parsed.outputs[0].dims[1]
-            sizes = [operator.rule.sizes[one.name] for one in heads if one.name]
-            dividing_heads(sizes, axis, self.sizes[axis], operator.module)
+        for operator in self.graph.operators if axis in self.sizes else ():
+            rule, attends = operator.rule, operator.target.startswith("meshwright.attention.")
+            if rule is not None and attends and axis not in self.pins.get(operator.name, {}):
+                sizes = [rule.sizes[one.name] for one in rule.parsed.outputs[0].dims[1] if one.name]
+                dividing_heads(sizes, axis, self.sizes[axis], operator.module)
 
     def _storage(self) -> dict[str, dict[str, Placement]]:
         if self.base is not None:
@@ -301,26 +290,13 @@ class _Planner:
         axis = self.layout.zero_axis
         return zero_storage(self.graph, storage, axis, self.layout.zero) if axis else storage
 
-    def _firsts(self) -> tuple[str, ...]:
-        """The first operators of the stages: chosen, or those of the base plan (or what runs next to them here)."""
-        if self.base is not None:
-            return follow_cut(self.graph, self.base.firsts)
-        return choose_cut(self.graph, self.layout.pp * self.layout.chunks, self.cluster)
-
-    def _stage(
-        self,
-        divided: Cut,
-        index: int,
-        first: str,
-        strategies: dict[str, Strategy],
-        storage: dict[str, dict[str, Placement]],
-    ) -> Stage:
+    def _stage(self, divided: Cut, index: int, first: str, storage: dict[str, dict[str, Placement]]) -> Stage:
         mine = [one for one in self.graph.operators if divided.stage_of.get(one.name, index) == index]
         held = {name: storage[name] for name in storage if index in divided.owners[name]}
         base = self.base.stages[min(index, len(self.base.stages) - 1)] if self.base is not None else None
         reduced, released = in_parts(self.graph, self.layout, held, base)
         return Stage(
-            strategies=grouped({one.name: strategies[one.name] for one in mine}),
+            strategies=grouped({one.name: self.strategies[one.name] for one in mine}),
             storage=held,
             gradients={name: held[name] for name in reduced},
             released=released,
@@ -328,36 +304,33 @@ class _Planner:
             recompute=recomputed(mine, divided, self.layout.recompute),
         )
 
-    def _interiors(self, strategies: dict[str, Strategy]) -> tuple[str, ...]:
-        if self.base is not None:
-            return self.base.interiors
-        if self.cluster is None or self.ask.lower is None:
+    def _interiors(self) -> tuple[str, ...]:
+        if self.cluster is None or self.lower is None:
             return ()
-        axes = {axis: size for axis, size in self.sizes.items() if axis != TIME}
-        known = {name: {a: c for a, c in one.items() if a in axes} for name, one in strategies.items()}
+        known = {name: {a: c for a, c in one.items() if a != TIME} for name, one in self.strategies.items()}
+        prices = Prices(self.graph, self.mesh, self.axes, self.cluster, self.lower, self.layout.microbatches)
         return interiors(
-            self.graph, self.mesh, axes, self.cluster, self.ask.lower, known, self.layout.microbatches
-        )  # fmt: skip
+            self.graph, prices, known, hides=self.cluster.device.kind != "cpu"
+        )  # whose cores move the rows
 
     # --- data parallel -------------------------------------------------------------------------------------------
 
     def _check_batch(self) -> None:
-        parts = self.layout.dp * self.sizes.get(TIME, 1)
-        size = self.graph.batch_size
-        evaluates = self.base is not None and not self.graph.gradients
-        whole = self.layout.microbatches == 1  # parts need not be equal, but micro-batches must
-        if (size < parts if whole else size % parts) and not evaluates:  # an evaluation of fewer runs whole everywhere
+        layout, size = self.layout, self.graph.batch_size
+        parts = layout.dp * layout.microbatches
+        whole = layout.microbatches == 1  # parts need not be equal, but micro-batches must
+        if self.base is not None and not self.graph.gradients:  # an evaluation of fewer runs whole everywhere
+            return
+        if whole and size < parts:
+            raise LayoutError(
+                f"a global batch of {size} is too small for dp={layout.dp}",
+                where="batch",
+                remedy=f"use a batch of {parts} or more, or drop the last batch",
+            )
+        if not whole and size % parts:
             lower = size // parts * parts
             fits = f"{lower} or {lower + parts}" if lower else str(parts)
-            over = f"dp={self.layout.dp}"
-            if whole:
-                raise LayoutError(
-                    f"a global batch of {size} is too small for {over}",
-                    where="batch",
-                    remedy=f"use a batch of {parts} or more, or drop the last batch",
-                )
-            if TIME in self.sizes:
-                over = f"{self.layout.microbatches} micro-batches" + (f" on {over}" if self.layout.dp > 1 else "")
+            over = f"{layout.microbatches} micro-batches" + (f" on dp={layout.dp}" if layout.dp > 1 else "")
             raise LayoutError(
                 f"a global batch of {size} does not divide over {over}",
                 where="batch",
@@ -366,35 +339,33 @@ class _Planner:
 
     def _split_batch(self, axis: str) -> None:
         """Every operator with a batch factor splits it, unless that was decided; those that cannot are noted."""
-        missed: dict[str, str] = {}
         for operator in self.graph.operators:
-            if axis in self.strategies[operator.name] or (axis == TIME and operator.prologue):
+            strategy = self.strategies[operator.name]
+            if axis in strategy or (axis == TIME and operator.prologue):
                 continue
             letters = [letter for letter, name in operator.classes.items() if self.factors.is_batch(name)]
             chosen = next((letter for letter in letters if self.factors.fits(operator, letter, axis)), None)
             if chosen is not None:
                 if self.solved is None or axis == TIME:
-                    self.strategies[operator.name][axis] = chosen
-            elif letters and operator.rule is not None:
-                taken = any(letter in self.strategies[operator.name].values() for letter in letters)
-                why = "is split over another axis, and too small for both" if taken else "cannot be split"
-                missed[operator.name] = f"the batch factor of {operator.rule.pattern!r} {why}"
-            elif operator.rule is None and self.factors.touches_batch(operator):
-                missed[operator.name] = ""
-        if axis == TIME:  # there, what communicates is refused
-            return
-        self.missed |= missed.keys()
-        for name, reason in missed.items():
-            if not reason:  # it has no rule, and a line of its own
+                    strategy[axis] = chosen
+            elif axis == TIME:  # there, what communicates is refused
                 continue
-            self.axis_notes.append(Note(module=starred(name), split=f"replicated on {axis}", reason=reason))
+            elif operator.rule is None:  # it has a line of its own
+                if self.factors.touches_batch(operator):
+                    self.missed.add(operator.name)
+            elif letters:
+                taken = any(letter in strategy.values() for letter in letters)
+                why = "is split over another axis, and too small for both" if taken else "cannot be split"
+                reason = f"the batch factor of {operator.rule.pattern!r} {why}"
+                self.missed.add(operator.name)
+                self.axis_notes.append(
+                    Note(module=starred(operator.name), split=f"replicated on {axis}", reason=reason)
+                )
 
     def _explained(self) -> tuple[Note, ...]:
-        unsplit = unsplit_notes(self.graph, self.mesh, self.cluster, self.ask.lower) if self.sizes else ()
-        if self.solved is not None:
-            pins = read_pins(Factors(self.graph, self.sizes, {one.name: {} for one in self.graph.operators}),
-                             self.layout.pin, self.mesh.names)  # fmt: skip
-            own = notes_of(self.graph, self.solved, pins) if self.ask.explains else ()
-            return (*own, *dict.fromkeys(self.axis_notes), *unsplit)
-        data = "dp" in self.sizes
-        return (*module_notes(self.graph, self.notes, self.missed, data), *dict.fromkeys(self.axis_notes), *unsplit)
+        unsplit = unsplit_notes(self.graph, self.mesh, self.cluster, self.lower) if self.sizes else ()
+        if self.solved is None:
+            own = module_notes(self.graph, self.notes, self.missed, "dp" in self.sizes)
+        else:
+            own = notes_of(self.graph, self.solved, self.pins) if self.ask.explains else ()
+        return (*own, *dict.fromkeys(self.axis_notes), *unsplit)

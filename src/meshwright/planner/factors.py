@@ -1,6 +1,7 @@
 """Which factors an operator can still be split over, given what has been chosen."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.errors import LayoutError
@@ -62,29 +63,32 @@ def repeated_heads(graph: Graph) -> set[str]:
     """The operators that repeat keys and values for the query heads that share them, and those that add up their
     gradients: what is gathered before the one and scattered after the other is that much smaller."""
     producers, consumers = graph.producers(), graph.consumers()
+
+    def before(name: str) -> tuple[Operator, str] | None:
+        maker = producers.get(name)
+        return (maker, maker.inputs[0]) if maker is not None and maker.target.startswith(_VIEWS) else None
+
+    def after(name: str) -> tuple[Operator, str] | None:
+        readers = [one for one, _ in consumers.get(name, ())]
+        alone = len(readers) == 1 and readers[0].target.startswith((*_VIEWS, "aten.sum."))
+        return (readers[0], readers[0].outputs[0]) if alone else None
+
     found: set[str] = set()
     for operator in graph.operators:
+        ends: list[tuple[str, Callable[[str], tuple[Operator, str] | None]]] = []
         if operator.target.startswith("meshwright.attention."):
-            for name in operator.inputs[1:3]:
-                chain, here = [], name
-                while here in producers and producers[here].target.startswith(_VIEWS):
-                    chain.append(producers[here].name)
-                    here = producers[here].inputs[0]
-                    if graph.tensors[here].num_elements < graph.tensors[name].num_elements:
-                        found.update(chain)
-                        break
+            ends = [(name, before) for name in operator.inputs[1:3]]
         elif operator.target.startswith("meshwright.attention_backward."):
-            for name in operator.outputs[1:3]:
-                chain, here = [], name
-                while len(consumers.get(here, ())) == 1:
-                    reader = consumers[here][0][0]
-                    if not reader.target.startswith((*_VIEWS, "aten.sum.")):
-                        break
-                    chain.append(reader.name)
-                    here = reader.outputs[0]
-                    if graph.tensors[here].num_elements < graph.tensors[name].num_elements:
-                        found.update(chain)
-                        break
+            ends = [(name, after) for name in operator.outputs[1:3]]
+        for name, step in ends:
+            chain, met = [], step(name)
+            while met is not None:
+                one, here = met
+                chain.append(one.name)
+                if graph.tensors[here].num_elements < graph.tensors[name].num_elements:
+                    found.update(chain)
+                    break
+                met = step(here)
     return found
 
 

@@ -2,26 +2,14 @@
 
 from collections.abc import Mapping
 
-from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Strategy, starred
-from meshwright.ir.program import Lower, OperatorProgram
+from meshwright.ir.program import OperatorProgram
 from meshwright.planner.intra_op.prices import Prices
 
 
-def interiors(
-    graph: Graph,
-    mesh: Mesh,
-    sizes: Mapping[str, int],
-    cluster: Cluster,
-    lower: Lower,
-    strategies: Mapping[str, Strategy],
-    microbatches: int = 1,
-) -> tuple[str, ...]:
-    """The convolutions, and gradients of them, for which it pays."""
-    prices = Prices(graph, mesh, sizes, cluster, lower, microbatches)
-    hides = cluster.device.kind != "cpu"  # there, the cores that compute move the rows, too
+def interiors(graph: Graph, prices: Prices, strategies: Mapping[str, Strategy], hides: bool) -> tuple[str, ...]:
+    """The convolutions, and gradients of them, for which it pays. ``hides``: rows travel while the device computes."""
     names = [one.name for one in graph.operators if pays(prices, one, strategies[one.name], hides)]
     return tuple(dict.fromkeys(map(starred, names)))
 

@@ -15,17 +15,14 @@ def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
     for operator in found:
         if axis in factors.strategies[operator.name]:
             continue
-        letter = (
-            next((one for one in operator.rule.joint if factors.fits(operator, one, axis)), None)
-            if (operator.rule is not None)
-            else None
-        )
+        experts = operator.rule.joint if operator.rule is not None else ()
+        letter = next((one for one in experts if factors.fits(operator, one, axis)), None)
         if letter is not None:
             factors.strategies[operator.name][axis] = letter
         elif required:
-            tokens, experts = factors.graph.tensors[operator.inputs[0]], factors.graph.tensors[operator.inputs[-1]]
+            tokens, weights = factors.graph.tensors[operator.inputs[0]], factors.graph.tensors[operator.inputs[-1]]
             raise LayoutError(
-                f"{experts.shape[0]} experts or {tokens.shape[0]} tokens do not divide over ep={factors.sizes[axis]}",
+                f"{weights.shape[0]} experts or {tokens.shape[0]} tokens do not divide over ep={factors.sizes[axis]}",
                 where=f"module {operator.module or '(model)'}",
                 remedy="use an ep that divides the experts, and a batch that dp divides",
             )

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Note, starred
+from meshwright.ir.rule import Rule
 from meshwright.planner.factors import Factors
+from meshwright.planner.notes import ModuleNotes
 from meshwright.planner.words import IMAGES, rows_of, space_rank
 
 _FROM_THE_BACK = {"sx": 1, "sy": 2, "sz": 3}
@@ -18,12 +20,12 @@ _FROM_THE_BACK = {"sx": 1, "sy": 2, "sz": 3}
 class SpatialRule:
     """Splits space over its axes, and notes by module what was split and why not."""
 
-    def __init__(self, factors: Factors, notes: dict[str, dict[str, str]]) -> None:
+    def __init__(self, factors: Factors, notes: ModuleNotes) -> None:
         self.factors, self.notes = factors, notes
         self.whole: list[Note] = []
 
-    def split(self, axes: list[str], *, required: bool) -> None:
-        """Every operator with a spatial dim splits it.
+    def split(self, axes: list[str], *, required: bool) -> list[Note]:
+        """Every operator with a spatial dim splits it. Returns notes of those that cannot.
 
         Raises:
             LayoutError: nothing can be split over an axis (and the split is ``required``).
@@ -49,30 +51,36 @@ class SpatialRule:
                     hits += 1
                     weighs = operator.target.startswith(IMAGES) or parameters.intersection(operator.inputs)
                     if not operator.backward and weighs:
-                        self.notes[operator.module].setdefault(axis, f"{choice}@{axis}\0rows of images")
+                        self.notes[operator.module].setdefault(axis, (f"{choice}@{axis}", "rows of images"))
             if not hits and required:
-                self._refuse(axis)
+                raise self._refused(axis)
+        return self.whole
 
-    def _classes(self, axis: str) -> set[str]:
-        """The factor classes that an axis cuts: outermost, for parts are runs of rows."""
-        found: set[str] = set()
+    def _images(self, axis: str) -> Iterator[tuple[Operator, Rule, str]]:
+        """Operators on images with their rules, and which of their factors the axis splits."""
         for operator in self.factors.graph.operators:
             if operator.target.startswith(IMAGES) and operator.rule is not None:
                 choice = self._of_image(operator, axis)
                 if choice is not None:
-                    members = (one for one in operator.rule.members(choice) if one in operator.classes)
-                    found |= {operator.classes[letter] for letter in members}
+                    yield operator, operator.rule, choice
+
+    def _classes(self, axis: str) -> set[str]:
+        """The factor classes that an axis cuts: outermost, for parts are runs of rows."""
+        found = {
+            operator.classes[letter]
+            for operator, rule, choice in self._images(axis)
+            for letter in rule.members(choice)
+            if letter in operator.classes
+        }
         return {name for name in found if not self.factors.is_batch(name)}
 
     def _of_image(self, operator: Operator, axis: str) -> str | None:
         """The factor that splits the axis' dim of an operator on images."""
         if operator.rule is None:
             return None
-        from_the_back = _FROM_THE_BACK[axis]
-        space = space_rank(operator, len(operator.rule.parsed.inputs[0].dims))
-        if space == 1:  # a signal has one dim, the first of ``spatial``
+        if space_rank(operator, len(operator.rule.parsed.inputs[0].dims)) == 1:  # a signal's dim is ``sy``
             return rows_of(operator, 1) if axis == "sy" else None
-        return rows_of(operator, from_the_back)
+        return rows_of(operator, _FROM_THE_BACK[axis])
 
     def _note_whole(self, operator: Operator, axis: str, choice: str) -> None:
         if operator.backward:
@@ -87,22 +95,18 @@ class SpatialRule:
         )  # fmt: skip
         self.whole.append(Note(module=starred(operator.name), split=f"whole on {axis}", reason=reason))
 
-    def _refuse(self, axis: str) -> None:
-        sizes = sorted({size for operator in self.factors.graph.operators for size in self._rows(operator, axis)})
+    def _refused(self, axis: str) -> LayoutError:
+        sizes = sorted(
+            {rule.sizes[letter] for _, rule, choice in self._images(axis) for letter in rule.members(choice)}
+        )
         if not sizes:
-            raise LayoutError(
+            return LayoutError(
                 f"{axis}={self.factors.sizes[axis]}, and there are no convolutions or pooling over such a dim",
                 where="layout: spatial",
                 remedy="leave spatial out, or give one size for signals, two for images, three for volumes",
             )
-        raise LayoutError(
+        return LayoutError(
             f"no rows of {', '.join(map(str, sizes))} can be cut over {axis}={self.factors.sizes[axis]}",
             where="layout: spatial",
             remedy="use larger images, or fewer parts",
         )
-
-    def _rows(self, operator: Operator, axis: str) -> Iterator[int]:
-        if operator.target.startswith(IMAGES) and operator.rule is not None:
-            choice = self._of_image(operator, axis)
-            if choice is not None:
-                yield from (operator.rule.sizes[letter] for letter in operator.rule.members(choice))

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import misfit
 from meshwright.planner.factors import Factors, dividing_heads
+from meshwright.planner.notes import ModuleNotes
 
 MIN_VOCABULARY = 1024
 """Without a cluster, a vocabulary below this is replicated."""
@@ -16,7 +17,7 @@ _CONVOLUTIONS = ("aten.convolution.", "aten.convolution_backward.")
 class TensorRule:
     """Chooses factors for a tensor-parallel axis, and notes by module what was chosen and why."""
 
-    def __init__(self, factors: Factors, notes: dict[str, dict[str, str]], cluster: Cluster | None) -> None:
+    def __init__(self, factors: Factors, notes: ModuleNotes, cluster: Cluster | None) -> None:
         self.factors, self.notes, self.cluster = factors, notes, cluster
         self.graph, self.sizes, self.strategies = factors.graph, factors.sizes, factors.strategies
 
@@ -25,24 +26,20 @@ class TensorRule:
         would need it whole. Heads first; then hidden features in order; then the vocabulary where it pays."""
         chosen: dict[str, str] = {}
         heads, hidden, vocabulary = self._candidates()
-        for dim in heads:
+        made: list[tuple[str, str]] = []
+        for dim, module in heads.items():
             # key and value heads where they divide; else the query heads that share each of them
-            name = self._dividing_heads(dim, axis)
-            if self._splits_everywhere(name, axis) and not self._conflicts(name, chosen):
-                chosen[name] = "attention heads: column then row, one all-reduce forward and one backward"
-        for name in hidden:
-            if name not in chosen and self._splits_everywhere(name, axis) and not self._conflicts(name, chosen):
-                chosen[name] = "hidden features: column then row, one all-reduce forward and one backward"
+            sizes = [self.graph.factor_classes[name].size for name in dim]
+            made.append((dim[dividing_heads(sizes, axis, self.sizes[axis], module)], "attention heads"))
+        for name, what in [*made, *((name, "hidden features") for name in hidden)]:
+            if self._takes(name, axis, chosen):
+                chosen[name] = f"{what}: column then row, one all-reduce forward and one backward"
         for name in vocabulary:
             size, parts = self.graph.factor_classes[name].size, self.sizes[axis]
             if size < parts:
                 self._note_replicated(name, axis, f"vocabulary: {size} is too small for {parts} ranks")
                 continue
-            if (
-                name in chosen
-                or not self._splits_everywhere(name, axis, decompose=True)
-                or self._conflicts(name, chosen)
-            ):
+            if not self._takes(name, axis, chosen, decompose=True):
                 continue
             pays, why = self._vocabulary_pays(name, axis)
             if pays:
@@ -57,46 +54,49 @@ class TensorRule:
                 if letter is not None and self.factors.fits(operator, letter, axis):
                     self.strategies[operator.name][axis] = letter
                     if not operator.backward:
-                        self.notes[operator.module].setdefault(axis, f"{letter}@{axis}\0{chosen[name]}")
+                        self.notes[operator.module].setdefault(axis, (f"{letter}@{axis}", chosen[name]))
                     break
         self._note_whole(axis)
 
-    def _candidates(self) -> tuple[list[tuple[str, ...]], list[str], list[str]]:
-        heads: dict[tuple[str, ...], None] = {}
+    def _candidates(self) -> tuple[dict[tuple[str, ...], str], list[str], list[str]]:
+        """The heads of attention (factor classes of one dim, with the first module), hidden features, vocabularies."""
+        heads: dict[tuple[str, ...], str] = {}
         made: dict[str, None] = {}
         reduced: dict[str, None] = {}
         vocabulary: dict[str, None] = {}
-        parameters = set(self.graph.parameters)
-        weights = {
-            name
-            for tensor in self.graph.tensors.values()
-            if tensor.name in parameters
-            for dim in tensor.dims
-            for name in dim
-        }
+        weights = {name for tensor in self.graph.parameters for dim in self.graph.tensors[tensor].dims for name in dim}
         for operator in self.graph.operators:
             if operator.backward or operator.rule is None:
                 continue
             if operator.target.startswith("meshwright.attention."):
                 dim = operator.rule.parsed.outputs[0].dims[1]
-                heads[tuple(operator.classes[factor.name] for factor in dim if factor.name)] = None
+                heads.setdefault(tuple(operator.classes[one.name] for one in dim if one.name), operator.module)
             if operator.target.startswith(_CONTRACTIONS):
                 for letter, name in operator.classes.items():
                     if name in weights and not self.factors.is_batch(name):
                         (reduced if operator.rule.reduced(letter, 0) else made).setdefault(name)
             if operator.target.startswith("meshwright.experts."):  # their features are made and reduced inside
-                inside = [
-                    operator.classes[factor.name] for factor in operator.rule.parsed.inputs[4].dims[2] if factor.name
-                ]
-                made.update(dict.fromkeys(inside))
-                reduced.update(dict.fromkeys(inside))
+                features = operator.rule.parsed.inputs[4].dims[2]
+                inside = dict.fromkeys(operator.classes[factor.name] for factor in features if factor.name)
+                made |= inside
+                reduced |= inside
             if "softmax" in operator.target:
                 vocabulary.update({operator.classes[letter]: None for letter in operator.rule.decompositions})
         every = {name for dim in heads for name in dim}
         hidden = [name for name in made if name in reduced and name not in every]
-        return list(heads), hidden, [name for name in vocabulary if name in made]
+        return heads, hidden, [name for name in vocabulary if name in made]
 
-    def _splits_everywhere(self, name: str, axis: str, decompose: bool = False) -> bool:
+    def _takes(self, name: str, axis: str, chosen: Iterable[str], decompose: bool = False) -> bool:
+        """Whether a class can be split everywhere, beside those that are chosen."""
+        taken = {*chosen}
+        conflicts = any(
+            name in operator.classes.values() and taken & set(operator.classes.values())
+            for operator in self.graph.operators
+            if operator.target.startswith(_CONTRACTIONS)
+        )
+        return name not in taken and not conflicts and self._splits_everywhere(name, axis, decompose)
+
+    def _splits_everywhere(self, name: str, axis: str, decompose: bool) -> bool:
         """Whether every operator that meets the class can split it (by decomposition, only if allowed)."""
         if self.graph.factor_classes[name].size < self.sizes[axis]:
             return False
@@ -116,23 +116,6 @@ class TensorRule:
                 return False
         return True
 
-    def _conflicts(self, name: str, chosen: Iterable[str]) -> bool:
-        taken = set(chosen)
-        return any(
-            name in operator.classes.values() and taken & set(operator.classes.values())
-            for operator in self.graph.operators
-            if operator.target.startswith(_CONTRACTIONS)
-        )
-
-    def _dividing_heads(self, dim: tuple[str, ...], axis: str) -> str:
-        """The outermost factor of the heads that divides over the axis."""
-        sizes = [self.graph.factor_classes[name].size for name in dim]
-        attention = next(
-            one for one in self.graph.operators
-            if one.target.startswith("meshwright.attention.") and dim[0] in one.classes.values()
-        )  # fmt: skip
-        return dim[dividing_heads(sizes, axis, self.sizes[axis], attention.module)]
-
     def _vocabulary_pays(self, name: str, axis: str) -> tuple[bool, str]:
         """Compute saved against two all-reduces of the hidden states, per element of these:
         6 V (1 - 1/t) flops against 2 · 2 (t-1)/t · bytes."""
@@ -141,27 +124,19 @@ class TensorRule:
             return size >= MIN_VOCABULARY, f"{size} {'>=' if size >= MIN_VOCABULARY else '<'} {MIN_VOCABULARY}"
         operator = next(one for one in self.graph.operators if name in one.classes.values() and one.outputs)
         dtype = next(self.graph.tensors[t].dtype for t in operator.inputs if "float" in self.graph.tensors[t].dtype)
-        flops_per_s = self.cluster.device.peak_flops_per_s.get(dtype) or max(
-            self.cluster.device.peak_flops_per_s.values()
-        )
-        item = self.graph.tensors[operator.outputs[0]].num_bytes / max(
-            1, self.graph.tensors[operator.outputs[0]].num_elements
-        )
+        peaks, made = self.cluster.device.peak_flops_per_s, self.graph.tensors[operator.outputs[0]]
+        flops_per_s = peaks.get(dtype) or max(peaks.values())
+        item = made.num_bytes / max(1, made.num_elements)
         saved = 6 * size * (1 - 1 / parts) / flops_per_s
         spent = 2 * 2 * (parts - 1) / parts * item * self.cluster.levels[0].beta_s_per_byte
-        return (
-            saved > spent,
-            f"saves {saved * 1e9:.2g} ns of products, costs {spent * 1e9:.2g} ns of traffic an element",
-        )
+        products, traffic = f"{saved * 1e9:.2g} ns of products", f"{spent * 1e9:.2g} ns of traffic"
+        return saved > spent, f"saves {products}, costs {traffic} an element"
 
     def _note_replicated(self, name: str, axis: str, reason: str) -> None:
         for operator in self.graph.operators:
-            if (
-                name in operator.classes.values()
-                and operator.target.startswith(_CONTRACTIONS)
-                and not operator.backward
-            ):
-                self.notes[operator.module].setdefault(axis, f"replicated\0{reason}")
+            product = operator.target.startswith(_CONTRACTIONS) and not operator.backward
+            if product and name in operator.classes.values():
+                self.notes[operator.module].setdefault(axis, ("replicated", reason))
 
     def _note_whole(self, axis: str) -> None:
         """Say why modules with weights are not split."""
@@ -177,4 +152,4 @@ class TensorRule:
                 reason = operator.reason
             else:
                 reason = "no factor that one product makes and another reduces"
-            self.notes[operator.module][axis] = f"replicated\0{reason}"
+            self.notes[operator.module][axis] = "replicated", reason
