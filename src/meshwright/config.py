@@ -1,6 +1,7 @@
 """Reads RUN.toml: tables become a ``Run``, with errors that name file and key."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,10 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "mlp": {"model": {"name": "mlp"}, "data": {"kind": "random", "shape": [64]}},
     "lenet": {"model": {"name": "lenet"}, "data": {"kind": "random", "shape": [1, 28, 28]}},
     "resnet": {"model": {"name": "resnet"}, "data": {"kind": "random", "shape": [3, 16, 16]}},
-    "vgg": {"model": {"name": "vgg"}, "data": {"kind": "random", "shape": [3, 224, 224], "samples": 64}},
-    "googlenet": {"model": {"name": "googlenet"}, "data": {"kind": "random", "shape": [3, 224, 224], "samples": 64}},
-    "wide-resnet": {
-        "model": {"name": "wide-resnet"}, "data": {"kind": "random", "shape": [3, 224, 224], "samples": 64},
-    },
-}  # fmt: skip
+} | {
+    name: {"model": {"name": name}, "data": {"kind": "random", "shape": [3, 224, 224], "samples": 64}}
+    for name in ("vgg", "googlenet", "wide-resnet")
+}
 """By name of a model of ours: the run that is meant where only the name is given."""
 
 
@@ -68,7 +67,11 @@ def make(raw: dict[str, Any], *, where: str) -> Run:
 
 def save(run: Run, path: Path) -> None:
     """Write the run, with all its defaults, as a RUN.toml."""
-    files.write_if_changed(path, msgspec.toml.encode(_given(msgspec.to_builtins(run))))
+    files.write_if_changed(path, _toml(run))
+
+
+def _toml(run: Run) -> bytes:
+    return msgspec.toml.encode(_given(msgspec.to_builtins(run)))
 
 
 def _given(table: Any) -> Any:
@@ -127,68 +130,54 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
 
 def _check(run: Run, raw: dict[str, Any], where: str) -> None:
     """What the types cannot say."""
+    for key, problem, remedy in _faults(run, raw):
+        raise FileFormatError(problem, where=f"{where}: {key}", remedy=remedy)
+
+
+def _faults(run: Run, raw: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The key, the problem and the remedy of each fault."""
+    model, data = run.model, run.data
     given = [key for key in raw.get("layout", {}) if key not in ("plan", "cluster")]
     if run.layout.file and given:
-        raise FileFormatError(
-            f"both a plan and {given[0]} are given",
-            where=f"{where}: layout",
-            remedy="give the plan, which says everything, or sizes",
-        )
-    if run.sample is not None and not isinstance(run.data, TextData):
-        raise FileFormatError("only a model of text can write", where=f"{where}: sample", remedy="leave [sample] out")
-    _check_schedule(run.schedule, f"{where}: schedule")
-    if isinstance(run.model, FactoryModel):
-        for key, text in (("factory", run.model.factory), ("loss", run.model.loss)):
+        yield "layout", f"both a plan and {given[0]} are given", "give the plan, which says everything, or sizes"
+    if run.sample is not None and not isinstance(data, TextData):
+        yield "sample", "only a model of text can write", "leave [sample] out"
+    for key, problem, remedy in _schedule_faults(run.schedule):
+        yield f"schedule.{key}", problem, remedy
+    if isinstance(model, FactoryModel):
+        for key, text in (("factory", model.factory), ("loss", model.loss)):
             known = key == "loss" and text in ("language_model", "classification")
             if not known and (text.count(":") != 1 or not all(text.split(":"))):
-                raise FileFormatError(
-                    f"{text!r} does not name a function" if text else "is missing",
-                    where=f"{where}: model.{key}",
-                    remedy="write package.module:function" + (", or classification" if key == "loss" else ""),
-                )
-    if isinstance(run.model, GPTModel) and run.model.width % run.model.heads:
-        raise FileFormatError(
-            f"{run.model.width} is not divisible by heads = {run.model.heads}",
-            where=f"{where}: model.width",
-            remedy="choose a width that is a multiple of the heads",
-        )
-    if isinstance(run.model, GPTModel) and isinstance(run.data, TextData):
-        positions = run.model.sequence_length
-        if positions and positions < run.data.sequence_length:
-            raise FileFormatError(
-                f"the model has {positions} positions, but data.sequence_length is {run.data.sequence_length}",
-                where=f"{where}: model.sequence_length",
-                remedy="leave it out, or give at least as many",
-            )
-        if run.model.vocabulary < 256:
-            raise FileFormatError(
-                f"text has 256 different bytes, the model's vocabulary is {run.model.vocabulary}",
-                where=f"{where}: model.vocabulary",
-                remedy="give at least 256",
-            )
+                problem = f"{text!r} does not name a function" if text else "is missing"
+                more = ", or classification" if key == "loss" else ""
+                yield f"model.{key}", problem, f"write package.module:function{more}"
+    if not isinstance(model, GPTModel):
+        return
+    if model.width % model.heads:
+        problem = f"{model.width} is not divisible by heads = {model.heads}"
+        yield "model.width", problem, "choose a width that is a multiple of the heads"
+    if isinstance(data, TextData):
+        positions, length = model.sequence_length, data.sequence_length
+        if positions and positions < length:
+            problem = f"the model has {positions} positions, but data.sequence_length is {length}"
+            yield "model.sequence_length", problem, "leave it out, or give at least as many"
+        if model.vocabulary < 256:
+            problem = f"text has 256 different bytes, the model's vocabulary is {model.vocabulary}"
+            yield "model.vocabulary", problem, "give at least 256"
 
 
-def _check_schedule(schedule: LearningRate, where: str) -> None:
-    scaled = schedule.scaling != "none"
-    if scaled != bool(schedule.base_batch_size):
-        raise FileFormatError(
-            "is missing" if scaled else f"is {schedule.base_batch_size}, but nothing is scaled",
-            where=f"{where}.base_batch_size",
-            remedy="give the batch that optimizer.lr was found for" if scaled else 'give scaling = "linear", or "sqrt"',
-        )
+def _schedule_faults(schedule: LearningRate) -> Iterator[tuple[str, str, str]]:
+    scaled, base = schedule.scaling != "none", schedule.base_batch_size
+    if scaled and not base:
+        yield "base_batch_size", "is missing", "give the batch that optimizer.lr was found for"
+    if base and not scaled:
+        yield "base_batch_size", f"is {base}, but nothing is scaled", 'give scaling = "linear", or "sqrt"'
     if schedule.warmup_from == "base" and not (scaled and schedule.warmup_steps):
-        raise FileFormatError(
-            "'base' means nothing without warmup_steps and scaling",
-            where=f"{where}.warmup_from",
-            remedy="give both, or leave it out",
-        )
+        problem = "'base' means nothing without warmup_steps and scaling"
+        yield "warmup_from", problem, "give both, or leave it out"
     begins = [begin for begin, _ in schedule.batch_sizes]
     if begins != sorted(set(begins)):
-        raise FileFormatError(
-            f"the steps {begins} do not rise",
-            where=f"{where}.batch_sizes",
-            remedy="write [[step, batch], ...] in order",
-        )
+        yield "batch_sizes", f"the steps {begins} do not rise", "write [[step, batch], ...] in order"
 
 
 def changes(path: Path, run: Run) -> list[str]:
@@ -197,7 +186,7 @@ def changes(path: Path, run: Run) -> list[str]:
         before = _flat(tables(path.read_bytes(), where=str(path)))
     except (OSError, FileFormatError):
         return []
-    after = _flat(_given(msgspec.to_builtins(run)))
+    after = _flat(tables(_toml(run), where=str(path)))
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return [f"{name}: {before.get(name, 'not given')} -> {after.get(name, 'not given')}" for name in names]
 
@@ -205,9 +194,5 @@ def changes(path: Path, run: Run) -> list[str]:
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": _plain(value)}
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -23,7 +23,7 @@ def show_network(name: str, cluster: str, devices: int, images: int, vary: str, 
             where="--vary",
             remedy="leave it out, and give --cluster, --ranks and --batch",
         )
-    found = prediction.divide_network(name, cluster, devices=devices or None, images=images)
+    found = prediction.divide_layers(name, cluster, devices=devices or None, images=images)
     code = 1 if found.verdict == "does not fit" else 0
     if as_json:
         display.print_json(found)

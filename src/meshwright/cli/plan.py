@@ -73,7 +73,8 @@ def plan(
     """Show how a model is divided over ranks, module by module, with the reason."""
     from meshwright import prediction
 
-    by_name = prediction.is_model(target) or prediction.is_network(target)
+    network = target in prediction.network_names()
+    by_name = network or target in prediction.model_names() or target.endswith(".json")
     if target not in config.REFERENCES and by_name:
         reason = f"{target} is not captured, but weighed by its sizes"
         refuse(context, OF_CAPTURED, reason)
@@ -85,7 +86,7 @@ def plan(
             raise ClusterError(
                 "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
             )
-        if prediction.is_network(target):
+        if network:
             refuse(context, ("sequence", "price", "report", "scaling"), f"{target} is a convolution network")
             return show_network(target, cluster, ranks, batch, vary, as_json)
         if report is not None:

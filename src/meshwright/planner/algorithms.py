@@ -24,17 +24,13 @@ def links_of(mesh: Mesh, axes: Iterable[str], network: Network) -> dict[str, Lin
 def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> dict[str, str]:
     """By axis, what the cluster's file has measured to be the fastest. Where that is nothing, two CPU ranks of one box
     swap what they have in one round, and others take torch.distributed's own collectives."""
-    return {axis: _measured(mesh, axis, cluster) or _usual(mesh, axis, cluster) for axis in communicating(axes)}
-
-
-def _measured(mesh: Mesh, axis: str, cluster: Cluster | None) -> str:
-    if cluster is None or cluster.device.kind != "cpu":
-        return ""
-    return Network(cluster).algorithms(axis_group(mesh, axis))
-
-
-def _usual(mesh: Mesh, axis: str, cluster: Cluster | None) -> str:
-    return "exchange" if mesh.size(axis) == 2 and in_a_box(mesh, axis, cluster) else "native"
+    network = Network(cluster) if cluster is not None and cluster.device.kind == "cpu" else None
+    found = {}
+    for axis in communicating(axes):
+        measured = network.algorithms(axis_group(mesh, axis)) if network is not None else ""
+        usual = "exchange" if mesh.size(axis) == 2 and in_a_box(mesh, axis, cluster) else "native"
+        found[axis] = measured or usual
+    return found
 
 
 def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:

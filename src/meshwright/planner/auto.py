@@ -1,7 +1,7 @@
 """The best layout of a captured model: what ranks, batch and memory allow, by closed form; then the best are played."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -36,7 +36,7 @@ RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selectiv
 
 
 class _Option(msgspec.Struct, frozen=True):
-    """A layout with its plan and costs; of ``saved_s`` and the peak the largest rank's."""
+    """A layout with its plan and costs, and the memory of the rank that needs most."""
 
     plan: Plan
     work: Work
@@ -51,6 +51,15 @@ class _Option(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         return layout_text(self.layout)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """What is faster comes first, then what is simpler."""
+        return self.predicted.step_s, _complexity(self.layout)
 
 
 def plan_auto(
@@ -76,14 +85,8 @@ def plan_auto(
     ``1f1b`` takes as long with less memory; ``batch_statistics`` stays global, for the other choice is another
     computation. The plan tells of the runners-up and why they lost (``Plan.explain``).
 
-    Args:
-        lower: makes the programs whose work is weighed.
-        memory_bytes: the limit of each rank; default: what a device of the cluster has.
-        optimizer: what it keeps and moves; AdamW, which keeps most, where nothing is known.
-        pipelines: whether layouts with stages are weighed, too; else operators alone are divided.
-        offload: whether optimizer state may lie on the host, where a layout does not fit otherwise.
-        seconds: when to stop weighing, with the best layout so far; what was begun is ended, and the plan made, after
-            that. None: when all are weighed.
+    ``lower`` makes the programs whose work is weighed; the other arguments are those of ``mw.plan``. What was begun
+    when ``seconds`` are over is ended, and the plan made, after that.
 
     Raises:
         LayoutError: no layout that fits was found in time; the devices lack the step's precision; no layout divides
@@ -92,33 +95,31 @@ def plan_auto(
     check_precision(None, graph, cluster)
     clock = TimeLimit(seconds, progress)
     limit = memory_bytes or cluster.device.memory_bytes
-    fitting: list[_Option] = []
-    too_large: list[_Option] = []
+    options: list[_Option] = []
     refused: list[str] = []
     weigh = _Scales(graph, world_size, cluster, lower, optimizer, clips, offload, clock)
     layouts = [one for one in candidates(graph.batch_size, world_size, axes_of(graph)) if pipelines or one.pp == 1]
-    weighed = 0
+    weighed = len(layouts)
     falling: dict[str, list[float]] = {}
-    for layout in layouts:
-        clock.say(f"{layout_text(layout)}, layout {weighed + 1} of {len(layouts)}")
+    for number, layout in enumerate(layouts):
+        clock.say(f"{layout_text(layout)}, layout {number + 1} of {len(layouts)}")
         family = falling.setdefault(layout_text(msgspec.structs.replace(layout, microbatches=1)), [])
         if len(family) > 1 and family[-1] >= family[-2]:  # more micro-batches only make the step longer
-            weighed += 1
             continue
         try:
             option = weigh.lightest_that_fits(layout, limit)
         except TimeIsOverError:
-            for option in weigh.begun:
-                (fitting if option.memory.peak_bytes <= limit else too_large).append(option)
+            options += weigh.begun
+            weighed = number
             break
         except (LayoutError, ScheduleError) as error:
             refused.append(f"{layout_text(layout)}: {error.problem}")
-            weighed += 1
             continue
-        weighed += 1
-        (fitting if option.memory.peak_bytes <= limit else too_large).append(option)
-        if option.layout == layout and option.memory.peak_bytes <= limit:
+        options.append(option)
+        if option.layout == layout and option.peak_bytes <= limit:
             family.append(option.predicted.step_s)
+    fitting = sorted((one for one in options if one.peak_bytes <= limit), key=lambda one: one.rank)
+    too_large = [one for one in options if one.peak_bytes > limit]
     if not fitting and weighed < len(layouts):
         raise LayoutError(
             f"no layout that fits was found in {seconds:g} s: {weighed} of {len(layouts)} were weighed",
@@ -127,7 +128,6 @@ def plan_auto(
         )
     if not fitting:
         raise _nothing_fits(graph, too_large, refused, world_size, limit)
-    fitting.sort(key=lambda one: (one.predicted.step_s, _complexity(one.layout)))
     step_s: dict[str, float] = {}
     for option in fitting[:PLAYED]:
         if step_s and clock.over:
@@ -143,7 +143,7 @@ def plan_auto(
         (one for one in fitting if one is not best), key=lambda one: step_s.get(one.name, one.predicted.step_s)
     )
     plan = weigh.explained(best, limit)
-    prediction = Prediction(step_s=step_s[best.name], peak_memory_bytes=best.memory.peak_bytes)
+    prediction = Prediction(step_s=step_s[best.name], peak_memory_bytes=best.peak_bytes)
     if (plan.buckets, plan.gathers) != (best.plan.buckets, best.plan.gathers):
         prediction = foretell(lower, plan, cluster, optimizer=optimizer, clips=clips).prediction
     lost = [_alternative(one, best, step_s) for one in others[:SHOWN]]
@@ -154,103 +154,93 @@ def plan_auto(
     return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=prediction)
 
 
+@dataclass
 class _Scales:
     """Weighs layouts. Work does not depend on the schedule, so that schedules of one cut share it."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        world_size: int,
-        cluster: Cluster,
-        lower: Lower,
-        optimizer: OptimizerCost,
-        clips: bool,
-        offload: bool,
-        clock: TimeLimit,
-    ) -> None:
-        self.clock = clock
-        self.begun: list[_Option] = []
-        self.graph, self.world_size, self.cluster = graph, world_size, cluster
-        self.lower, self.optimizer, self.clips = lower, optimizer, clips
-        self.offload = offload and cluster.device.kind != "cpu"  # whose memory is the host's
-        self._plain = Ask(explains=False, optimizer=optimizer, lower=lower, fits_buckets=False)
-        self._works: dict[tuple[object, ...], Work] = {}
+    graph: Graph
+    world_size: int
+    cluster: Cluster
+    lower: Lower
+    optimizer: OptimizerCost
+    clips: bool
+    offload: bool
+    clock: TimeLimit
+    begun: list[_Option] = field(default_factory=list)
+    works: dict[tuple[object, ...], Work] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.offload = self.offload and self.cluster.device.kind != "cpu"  # whose memory is the host's
+        self._plain = Ask(explains=False, optimizer=self.optimizer, lower=self.lower, fits_buckets=False)
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
         """As it is if that fits; else the fastest of those that fit under ZeRO with as little recomputation as the
         limit allows; the smallest, where nothing fits. ``begun`` is what was weighed for it."""
         options = []
         self.begun = []
-        for zero in zeros(layout):
+        levels: tuple[Literal[0, 1, 2, 3], ...] = (0,) if layout.dp == 1 else (0, 1, 2, 3)
+        for zero in levels:
             option = self._with_recomputation(msgspec.structs.replace(layout, zero=zero), limit)
-            if option.layout == layout and option.ask is self._plain and option.memory.peak_bytes <= limit:
+            if option.layout == layout and option.ask is self._plain and option.peak_bytes <= limit:
                 return option
             options.append(option)
-        if self.offload and all(one.memory.peak_bytes > limit for one in options):
+        if self.offload and all(one.peak_bytes > limit for one in options):
             host = (msgspec.structs.replace(one.layout, offload="optimizer") for one in tuple(options))
             options += [self._with_recomputation(one, limit) for one in host]
-        fitting = [one for one in options if one.memory.peak_bytes <= limit]
+        fitting = [one for one in options if one.peak_bytes <= limit]
         if not fitting:
-            return min(options, key=lambda one: one.memory.peak_bytes)
-        return min(fitting, key=lambda one: (one.predicted.step_s, _complexity(one.layout)))
+            return min(options, key=lambda one: one.peak_bytes)
+        return min(fitting, key=lambda one: one.rank)
 
     def _with_recomputation(self, layout: Layout, limit: float) -> _Option:
         """With as little recomputation as the limit allows; with the most, where nothing fits. Before that, strategies
         that need less memory are looked for, and taken where they are the faster way to fit."""
         option = self._weigh(layout, self._plain)
-        if option.memory.peak_bytes <= limit:
+        if option.peak_bytes <= limit:
             return option
-        solved = (layout.tp > 1 or layout.mixed) and not _is_by_rule(layout)
-        careful = self._careful(layout, limit) if solved else None
+        careful = self._careful(layout, limit)
         for recompute in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]:
-            if option.memory.peak_bytes <= limit:
+            if option.peak_bytes <= limit:
                 break
             again = self._weigh(msgspec.structs.replace(layout, recompute=recompute), self._plain)
             if any(stage.recompute for stage in again.plan.stages):  # else the model has nothing of the kind
                 option = again
-        if careful is None:
-            return option
-        slower = option.memory.peak_bytes > limit or careful.predicted.step_s < option.predicted.step_s
-        return careful if slower else option
+        ways = [one for one in (option, careful) if one is not None and one.peak_bytes <= limit]
+        return min(ways, key=lambda one: one.predicted.step_s, default=option)
 
     def explained(self, option: _Option, limit: float) -> Plan:
         """The plan of an option, with buckets as large as is best, and with what other ways for each module would
         cost."""
-        ask = replace(option.ask, explains=True, room_bytes=limit, lower=self.lower)
-        return plan_layout(self.graph, option.layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
+        return self._plan(option.layout, replace(option.ask, explains=True, room_bytes=limit))
+
+    def _plan(self, layout: Layout, ask: Ask) -> Plan:
+        return plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
 
     def _careful(self, layout: Layout, limit: float) -> _Option | None:
-        """With strategies that the program finds under the limit, if these do fit."""
+        """With strategies that the program finds under the limit, if it finds any, and these do fit."""
+        if layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel or (layout.tp == 1 and not layout.mixed):
+            return None  # it divides nothing there
         try:
             option = self._weigh(layout, replace(self._plain, memory_bytes=limit))
         except LayoutError:
             return None
-        return option if option.memory.peak_bytes <= limit else None
+        return option if option.peak_bytes <= limit else None
 
     def _weigh(self, layout: Layout, ask: Ask) -> _Option:
         self.clock.check()
-        plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
+        plan = self._plan(layout, ask)
         key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.zero, layout.recompute,
                layout.cp, layout.context, layout.ep, layout.sequence_parallel, layout.mixed,
                layout.offload, ask.memory_bytes)  # fmt: skip
-        if key not in self._works:
+        if key not in self.works:
             programs = self.lower(plan)
-            self._works[key] = step_work(programs, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
-        work, schedule = self._works[key], schedule_of(plan)
+            self.works[key] = step_work(programs, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
+        work, schedule = self.works[key], schedule_of(plan)
         peaks = peak_memory(work, schedule)
         predicted = predict_step(work, schedule, plan.mesh, self.cluster)
         option = _Option(plan, work, predicted, max(peaks, key=lambda one: one.peak_bytes), ask)
         self.begun.append(option)
         return option
-
-
-def zeros(layout: Layout) -> tuple[Literal[0, 1, 2, 3], ...]:
-    """The stages of ZeRO that are worth weighing."""
-    return (0,) if layout.dp == 1 else (0, 1, 2, 3)
-
-
-def _is_by_rule(layout: Layout) -> bool:
-    return layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel
 
 
 def _complexity(layout: Layout) -> tuple[int, bool, int, int, int, int]:
@@ -283,12 +273,12 @@ def _alternative(one: _Option, best: _Option, step_s: dict[str, float]) -> Alter
         why = f"{slower:.1%} slower"
         if more > 0:
             why += f": {more * 1e3:.3g} ms more of {what}"
-    return Alternative(layout=one.name, step_s=seconds, peak_memory_bytes=one.memory.peak_bytes, why=why)
+    return Alternative(layout=one.name, step_s=seconds, peak_memory_bytes=one.peak_bytes, why=why)
 
 
 def _too_large(one: _Option, limit: float) -> Alternative:
-    why = f"needs {one.memory.peak_bytes / 2**30:.3g} GiB at {one.memory.action or 'its peak'}, of {limit / 2**30:.3g}"
-    return Alternative(layout=one.name, step_s=one.predicted.step_s, peak_memory_bytes=one.memory.peak_bytes, why=why)
+    why = f"needs {_gib(one.peak_bytes)} GiB at {one.memory.action or 'its peak'}, of {_gib(limit)}"
+    return Alternative(layout=one.name, step_s=one.predicted.step_s, peak_memory_bytes=one.peak_bytes, why=why)
 
 
 def _nothing_fits(
@@ -302,15 +292,14 @@ def _nothing_fits(
             where="plan",
             remedy=f"use a global batch that {world_size} divides, or other numbers of ranks",
         )
-    least = min(too_large, key=lambda one: one.memory.peak_bytes)
-    memory = least.memory
-    changes = [f"give every rank {_gib(memory.peak_bytes)} GiB"]
+    least = min(too_large, key=lambda one: one.peak_bytes)
+    changes = [f"give every rank {_gib(least.peak_bytes)} GiB"]
     if fewer := _smaller_batch(graph.batch_size, least, limit):
         changes.append(f"use a global batch of {fewer}")
     else:
-        changes.append(f"use more ranks: {_gib(memory.held_bytes)} GiB are held the whole step")
+        changes.append(f"use more ranks: {_gib(least.memory.held_bytes)} GiB are held the whole step")
     return LayoutError(
-        f"no layout fits in {_gib(limit)} GiB; the smallest, {least.name}, needs {_gib(memory.peak_bytes)} GiB a rank",
+        f"no layout fits in {_gib(limit)} GiB; the smallest, {least.name}, needs {_gib(least.peak_bytes)} GiB a rank",
         where="memory",
         remedy=", or ".join(changes),
     )

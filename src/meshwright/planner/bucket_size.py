@@ -1,6 +1,6 @@
 """How large buckets are: the sizes for which computing stands still least, within the memory of a rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 
@@ -95,8 +95,14 @@ class _Scale:
         self, lower: Lower, plan: Plan, cluster: Cluster, reduced: Sequence[Member], gathered: Sequence[Member]
     ) -> None:
         self.lower, self.plan, self.cluster, self.network = lower, plan, cluster, Network(cluster)
-        self.reduced = {size: filled(reduced, size, plan.algorithms) for size in LADDER_BYTES}
-        self.gathered = {size: filled(gathered, size, plan.algorithms) for size in LADDER_BYTES}
+        self.reduced, self.gathered = _distinct(reduced, plan.algorithms), _distinct(gathered, plan.algorithms)
+        self.reductions = {
+            size: [self._transfer(one, "reduce_scatter" if self._is_cut(one) else "all_reduce") for one in buckets]
+            for size, buckets in self.reduced.items()
+        }
+        self.gathers = {
+            size: [self._transfer(one, "all_gather") for one in buckets] for size, buckets in self.gathered.items()
+        }
         self.singles = msgspec.structs.replace(
             plan, buckets=filled(reduced, 0, plan.algorithms), gathers=filled(gathered, 0, plan.algorithms)
         )
@@ -105,17 +111,15 @@ class _Scale:
     @property
     def differ(self) -> bool:
         """Whether there is a choice."""
-        return len(set(self.reduced.values())) > 1 or len(set(self.gathered.values())) > 1
+        return len(self.reduced) > 1 or len(self.gathered) > 1
 
     def weighed(self) -> list[Choice]:
         """Every pair of sizes that make other buckets than those next to them."""
         self.actions = [stage_actions(one, self.singles, self.cluster) for one in self.lower(self.singles)]
-        reductions = {size: self._reductions(self.reduced[size]) for size in _distinct(self.reduced)}
-        gathers = {size: self._gathers(self.gathered[size]) for size in _distinct(self.gathered)}
         return [
-            Choice(size, other, self._exposed_s(gathers[other], reductions[size]))
-            for size in reductions
-            for other in gathers
+            Choice(size, other, self._exposed_s(gathers, reductions))
+            for size, reductions in self.reductions.items()
+            for other, gathers in self.gathers.items()
         ]
 
     @property
@@ -135,8 +139,11 @@ class _Scale:
     def holds_more(self, choice: Choice) -> bool:
         """Whether more is held than with buckets of the usual size: what is reduced to parts, or gathered."""
         more = choice.gathered_bytes > BUCKET_BYTES and bool(self.plan.gathers)
-        parts = any(isinstance(self.plan.storage(one.parameters[0]).get(one.axis), Flat) for one in self.plan.buckets)
-        return more or (choice.reduced_bytes > BUCKET_BYTES and parts)
+        return more or (choice.reduced_bytes > BUCKET_BYTES and any(map(self._is_cut, self.plan.buckets)))
+
+    def _is_cut(self, bucket: Bucket) -> bool:
+        """Whether gradients are reduced to parts."""
+        return isinstance(self.plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
 
     # --- buckets on their way ----------------------------------------------------------------------------------------
 
@@ -156,20 +163,9 @@ class _Scale:
         name, group = chosen(algorithm, collective, int(num_bytes)), axis_group(self.plan.mesh, axis)
         return self.network.collective_s(collective, num_bytes, group, name)  # type: ignore[arg-type]
 
-    def _gathers(self, buckets: Sequence[Bucket]) -> list[Transfer]:
-        return [
-            Transfer(one.axis, one.parameters, self._seconds("all_gather", one.axis, one.num_bytes, one.algorithm),
-                     hides=self._hides("all_gather", one))
-            for one in buckets
-        ]  # fmt: skip
-
-    def _reductions(self, buckets: Sequence[Bucket]) -> list[Transfer]:
-        return [self._reduction(one) for one in buckets]
-
-    def _reduction(self, one: Bucket) -> Transfer:
-        cut = isinstance(self.plan.storage(one.parameters[0]).get(one.axis), Flat)
+    def _transfer(self, one: Bucket, operation: str) -> Transfer:
+        cut = operation == "reduce_scatter"
         left = one.num_bytes // self.plan.mesh.size(one.axis) if cut else one.num_bytes
-        operation = "reduce_scatter" if cut else "all_reduce"
         return Transfer(
             one.axis,
             one.parameters,
@@ -184,34 +180,34 @@ class _Scale:
     def notes(self, choice: Choice) -> list[Note]:
         """For gradients and for parameters, where sizes differ."""
         found = []
-        for module, size, filled_to, transfers in (
-            ("gradients", choice.reduced_bytes, self.reduced, self._reductions),
-            ("parameters", choice.gathered_bytes, self.gathered, self._gathers),
+        for module, size, buckets, transfers in (
+            ("gradients", choice.reduced_bytes, self.reduced, self.reductions),
+            ("parameters", choice.gathered_bytes, self.gathered, self.gathers),
         ):
-            sizes = _distinct(filled_to)
-            if len(sizes) < 2:
+            if len(buckets) < 2:
                 continue
-            mine = {one: self._alone_s(module, transfers(filled_to[one])) for one in sizes}
-            whole = sum(one.seconds + one.after_s for one in transfers(filled_to[size]))
-            where = sizes.index(size)
+            still_s = {
+                other: self._exposed_s((), one) if module == "gradients" else self._exposed_s(one, ())
+                for other, one in transfers.items()
+            }
+            whole_s = sum(one.seconds + one.after_s for one in transfers[size])
+            sizes = list(buckets)
+            where, count = sizes.index(size), len(buckets[size])
             others = (*sizes[:where][-1:], *sizes[where + 1 :][:1])
-            words = [f"{_text(one)} {(mine[one] - mine[size]) * 1e3:+.3g} ms" for one in others]
-            count = len(filled_to[size])
-            reason = f"stands still {mine[size] * 1e3:.3g} ms for {whole * 1e3:.3g} ms of it; {', '.join(words)}"
+            words = [f"{_text(one)} {(still_s[one] - still_s[size]) * 1e3:+.3g} ms" for one in others]
+            reason = f"stands still {still_s[size] * 1e3:.3g} ms for {whole_s * 1e3:.3g} ms of it; {', '.join(words)}"
             split = f"{count} bucket{'s' * (count > 1)} of at most {_text(size)}"
             found.append(Note(module=module, split=split, reason=reason))
         return found
 
-    def _alone_s(self, module: str, transfers: Sequence[Transfer]) -> float:
-        return self._exposed_s((), transfers) if module == "gradients" else self._exposed_s(transfers, ())
 
-
-def _distinct(by_size: dict[int, tuple[Bucket, ...]]) -> list[int]:
-    """The sizes whose buckets are not those of a size that is nearer to the usual one."""
+def _distinct(members: Sequence[Member], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
+    """By size the buckets, but for those that a size nearer to the usual one makes too."""
+    by_size = {size: filled(members, size, algorithms) for size in LADDER_BYTES}
     found: dict[tuple[Bucket, ...], int] = {}
     for size in sorted(by_size, key=lambda one: abs(log2(one / BUCKET_BYTES))):
         found.setdefault(by_size[size], size)
-    return sorted(found.values())
+    return {size: by_size[size] for size in sorted(found.values())}
 
 
 def _text(num_bytes: int) -> str:

@@ -1,6 +1,6 @@
 """Which parameters are gathered together, and which gradients reduced together: buckets, filled in order of use."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -103,9 +103,7 @@ def reduced_members(
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
     found: list[Member] = []
     entries = [entry for entry in graph.gradients if entry.gradient is not None]
-    counts: dict[str, int] = defaultdict(int)
-    for entry in entries:
-        counts[entry.gradient or ""] += 1
+    counts = Counter(entry.gradient for entry in entries)
     for entry in sorted(entries, key=lambda entry: order.get(entry.gradient or "", -1)):
         gradient = entry.gradient or ""
         stages = divided.terms[entry.parameter]

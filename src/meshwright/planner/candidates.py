@@ -35,19 +35,18 @@ def axes_of(graph: Graph) -> Axes:
     return Axes(bool(sequences), attention and bool(sequences), experts, images)
 
 
-def candidates(batch_size: int, world_size: int, axes: Axes | None = None) -> Iterator[Layout]:
+def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
     """All layouts that could be meant for so many ranks; simple ones first.
 
     The sequence over ``cp``, experts over ``ep`` and sequence parallelism come without stages: these follow rules, and
     what they save, stages save too. Where there are fewer samples than ranks, ``mixed`` cuts images in two dims too.
     """
-    axes = axes or Axes()
-    for pp in _divisors(world_size):
-        for tp in _divisors(world_size // pp):
+    for pp in divisors(world_size):
+        for tp in divisors(world_size // pp):
             dp = world_size // pp // tp
             if batch_size < dp:
                 continue
-            for m in _divisors(batch_size // dp) if batch_size % dp == 0 else (1,):
+            for m in divisors(batch_size // dp) if batch_size % dp == 0 else (1,):
                 if m > MOST_MICROBATCHES:
                     break
                 yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m)
@@ -56,11 +55,11 @@ def candidates(batch_size: int, world_size: int, axes: Axes | None = None) -> It
                     for chunks in range(2, MOST_CHUNKS + 1):
                         if m % pp == 0:
                             yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="interleaved", chunks=chunks)
-    for size in _divisors(world_size)[1:] if axes.images else ():
+    for size in divisors(world_size)[1:] if axes.images else ():
         dp = world_size // size
         if batch_size % dp == 0:
             yield Layout(dp=dp, mixed=(size,))
-            two = max(one for one in _divisors(size) if one * one <= size)
+            two = max(one for one in divisors(size) if one * one <= size)
             if two > 1 and batch_size < world_size:
                 yield Layout(dp=dp, mixed=(size // two, two))
     yield from _by_rule(batch_size, world_size, axes)
@@ -68,20 +67,21 @@ def candidates(batch_size: int, world_size: int, axes: Axes | None = None) -> It
 
 def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
     """Layouts of axes that rules divide, not the program."""
-    for cp in _divisors(world_size) if axes.attention else (1,):
-        for tp in _divisors(world_size // cp):
+    for cp in divisors(world_size) if axes.attention else (1,):
+        for tp in divisors(world_size // cp):
             dp = world_size // cp // tp
             if batch_size % dp:
                 continue
-            for ep in _divisors(math.gcd(dp, axes.experts)):
+            for ep in divisors(math.gcd(dp, axes.experts)):
                 sequence = (False, True) if tp > 1 and axes.sequences and ep == 1 else (False,)
                 contexts: tuple[Literal["gather", "ring"], ...] = ("gather", "ring") if cp > 1 else ("gather",)
-                for m, between, context in itertools.product(_divisors(batch_size // dp), sequence, contexts):
+                for m, between, context in itertools.product(divisors(batch_size // dp), sequence, contexts):
                     if m <= MOST_MICROBATCHES and (cp > 1 or ep > 1 or between):
                         yield Layout(
                             dp=dp, cp=cp, ep=ep, tp=tp, microbatches=m, sequence_parallel=between, context=context
                         )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All numbers that divide it, rising."""
     return [one for one in range(1, number + 1) if number % one == 0]

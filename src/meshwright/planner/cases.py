@@ -1,9 +1,10 @@
 """Tables of measured training steps: one row a run, read into setups; a bad row is left out and says why."""
 
 import csv
+import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,13 @@ SPELLINGS = {
 """Other ways to write what may stand in a column; capitals do not matter."""
 
 
+_MEANINGS = COLUMNS | OPTIONAL
+
+
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A row: the setup and its cluster, and what was measured (None: nothing was, or it ran out of memory)."""
 
     name: str
-    line: int
     setup: Setup
     cluster: Cluster
     measured_s: float | None
@@ -129,11 +132,11 @@ def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]
             remedy=f"add {'it' if len(missing) == 1 else 'them'}; a cell may be blank. {' '.join(akin[:1])}".strip(),
         )
     reader.fieldnames = header
-    cases, left_out, clusters = [], [], _Clusters()
+    cases, left_out, cluster_of = [], [], functools.cache(_cluster)
     for line, row in enumerate(reader, start=2):
         name = (row.get("case") or "").strip() or f"line {line}"
         try:
-            cases.append(_case(name, line, {key: (row.get(key) or "").strip() for key in header}, clusters))
+            cases.append(_case(name, {key: (row.get(key) or "").strip() for key in header}, cluster_of))
         except MeshwrightError as error:
             place = f"{error.where}: " if error.where else ""
             left_out.append(LeftOut(case=name, line=line, reason=f"{place}{error.problem}; {error.remedy}"))
@@ -143,48 +146,36 @@ def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]
 def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluster) -> Setup:
     """The setup with the fastest micro-batch, of the powers of two that divide ``largest``, that the devices' memory
     holds; the smallest where it holds none."""
-    found: tuple[tuple[bool, float], Setup] | None = None
-    for size in _powers_of_two(largest):
+    weighed: list[tuple[tuple[bool, float], Setup]] = []
+    size = 1
+    while largest % size == 0:
         setup = make(size)
         fits = verdict(estimate_memory(setup, cluster), cluster) != "does not fit"
-        key = (not fits, estimate_step(setup, cluster).step_s if fits else float(size))
-        if found is None or key < found[0]:
-            found = key, setup
+        weighed.append(((not fits, estimate_step(setup, cluster).step_s if fits else float(size)), setup))
         if not fits:
             break  # larger ones need more
-    assert found is not None
-    return found[1]
+        size *= 2
+    return min(weighed, key=lambda one: one[0])[1]
 
 
-class _Clusters:
-    """Clusters by name and number of devices, each read once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int], Cluster] = {}
-
-    def of(self, name: str, devices: int) -> Cluster:
-        """The named cluster; where a run left part of its last box idle, with that box whole."""
-        if (name, devices) not in self._known:
-            box = load_cluster(name)
-            unit = box.num_devices
-            whole = math.ceil(devices / unit) * unit if box.open_ended and devices > unit else devices
-            self._known[name, devices] = box.resized(whole)
-        return self._known[name, devices]
+def _cluster(name: str, devices: int) -> Cluster:
+    """The named cluster of so many devices; where a run left part of its last box idle, with that box whole."""
+    box = load_cluster(name)
+    unit = box.num_devices
+    return box.resized(math.ceil(devices / unit) * unit if box.open_ended and devices > unit else devices)
 
 
-def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Case:
+def _case(name: str, row: dict[str, str], cluster_of: Callable[[str, int], Cluster]) -> Case:
     status = row["status"].lower() or "ok"
     if status not in ("ok", "oom"):
         raise FileFormatError(f"{status!r} is neither ok nor oom", where="status", remedy="give one of them")
     devices = _whole(row, "devices")
     if not row["cluster"]:
         raise ClusterError("no cluster is named", where="cluster", remedy="give a name of `meshwright clusters`")
-    cluster = clusters.of(row["cluster"], devices)
+    cluster = cluster_of(row["cluster"], devices)
     sizes: dict[str, Any] = {
         "name": name,
-        "layers": _whole(row, "layers"),
-        "hidden": _whole(row, "hidden"),
-        "heads": _whole(row, "heads"),
+        **{key: _whole(row, key) for key in ("layers", "hidden", "heads")},
         "kv_heads": _whole(row, "kv_heads", 0, least=0),
         "vocabulary": _whole(row, "vocab", least=0),
         "sequence": _whole(row, "seq"),
@@ -209,17 +200,14 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
     global_batch = _whole(row, "global_batch")
 
     def make(micro_batch: int) -> Setup:
-        return Setup(
-            model=model, dp=dp, **axes, ep=_whole(row, "ep", 1), chunks=_whole(row, "virtual_stages", 1),
-            micro_batch=micro_batch, global_batch=global_batch,
-            schedule=_word(row, "schedule", "1f1b"),  # type: ignore[arg-type]
-            recompute=_word(row, "recompute", "none"),  # type: ignore[arg-type]
-            precision=_word(row, "precision", "bf16"),  # type: ignore[arg-type]
-            sequence_parallel=_flag(row, "sequence_parallel"), zero=_whole(row, "zero", 0, least=0),
-            flash=_flag(row, "flash"), compiled=_flag(row, "compiled"),
-            overlap=_word(row, "overlap", "none"),  # type: ignore[arg-type]
-            inner=_word(row, "inner", "dp"),  # type: ignore[arg-type]
-        )  # fmt: skip
+        usual = {"schedule": "1f1b", "recompute": "none", "precision": "bf16", "overlap": "none", "inner": "dp"}
+        fields: dict[str, Any] = {
+            **axes, "ep": _whole(row, "ep", 1), "chunks": _whole(row, "virtual_stages", 1),
+            **{key: _word(row, key, default) for key, default in usual.items()},
+            "sequence_parallel": _flag(row, "sequence_parallel"), "zero": _whole(row, "zero", 0, least=0),
+            "flash": _flag(row, "flash"), "compiled": _flag(row, "compiled"),
+        }  # fmt: skip
+        return Setup(model=model, dp=dp, micro_batch=micro_batch, global_batch=global_batch, **fields)
 
     if row["micro_batch"]:
         setup = make(_whole(row, "micro_batch"))
@@ -231,7 +219,6 @@ def _case(name: str, line: int, row: dict[str, str], clusters: _Clusters) -> Cas
         raise FileFormatError("there is no time", where="step_time_s", remedy="give seconds, or status oom")
     return Case(
         name=name,
-        line=line,
         setup=setup,
         cluster=cluster,
         measured_s=measured_s if status == "ok" else None,
@@ -244,17 +231,21 @@ def _whole(row: dict[str, str], key: str, default: int | None = None, *, least: 
     text = row.get(key, "")
     if not text and default is not None:
         return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not value.is_integer() or value < least:
         raise FileFormatError(
             f"{text!r} is not a whole number of {least} or more" if text else "it is blank",
             where=key,
-            remedy=COLUMNS.get(key, OPTIONAL.get(key, "")),
+            remedy=_MEANINGS[key],
         )
     return int(value)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _word(row: dict[str, str], key: str, default: str) -> str:
@@ -265,7 +256,7 @@ def _word(row: dict[str, str], key: str, default: str) -> str:
 def _flag(row: dict[str, str], key: str) -> bool:
     text = row.get(key, "").lower()
     if text not in ("", "0", "1", "false", "true", "no", "yes"):
-        raise FileFormatError(f"{text!r} is neither 0 nor 1", where=key, remedy=COLUMNS.get(key, OPTIONAL.get(key, "")))
+        raise FileFormatError(f"{text!r} is neither 0 nor 1", where=key, remedy=_MEANINGS[key])
     return text in ("1", "true", "yes")
 
 
@@ -273,17 +264,7 @@ def _seconds(row: dict[str, str], key: str) -> float | None:
     text = row[key]
     if not text:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not (0 < value < math.inf):
         raise FileFormatError(f"{text!r} is not a number above 0", where=key, remedy="give it without a unit")
     return value
-
-
-def _powers_of_two(number: int) -> Iterator[int]:
-    size = 1
-    while number % size == 0:
-        yield size
-        size *= 2

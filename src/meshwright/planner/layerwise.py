@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.catalog import load_cluster
+from meshwright.catalog.models import load_network
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.convnet import layer_cost
 from meshwright.cost.kernels import Rates, element_bytes
@@ -62,13 +64,23 @@ class Layerwise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def divide_layers(
-    net: ConvNet, cluster: Cluster, *, images: int, precision: Precision = "fp16", memory_bytes: float | None = None
+    net: ConvNet | str,
+    cluster: Cluster | str,
+    *,
+    devices: int | None = None,
+    images: int,
+    precision: Precision = "fp16",
 ) -> Layerwise:
-    """The fastest ways for all layers on all devices of the cluster. Branches are taken one after the other.
+    """The fastest ways for all layers on all devices of a cluster, or on so many of one that is named. Branches are
+    taken one after the other.
 
     Raises:
-        LayoutError: neither the images nor the features of some layer divide by the number of devices.
+        LayoutError: the network is unknown, or neither the images nor the features of some layer divide by the number
+            of devices.
+        ClusterError: the cluster is unknown, or cannot have so many devices.
     """
+    net = load_network(net) if isinstance(net, str) else net
+    cluster = load_cluster(cluster, devices) if isinstance(cluster, str) else cluster
     found = _best(net, cluster, images, precision, only=None)
     if found is None:
         raise LayoutError(
@@ -77,7 +89,7 @@ def divide_layers(
             remedy="take a batch that they divide, or another number of devices",
         )
     alone = _best(net, cluster, images, precision, only="data")
-    limit = memory_bytes or cluster.device.memory_bytes
+    limit = cluster.device.memory_bytes
     peak = sum(choice.held_bytes for choice in found) + BUCKET_BYTES * (cluster.num_devices > 1)
     peak += CONTEXT_BYTES if cluster.device.kind != "cpu" else 0.0
     told: Verdict = "does not fit" if peak > limit else "marginal" if peak > (1 - MARGIN) * limit else "fits"
@@ -103,15 +115,10 @@ def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks
     if ranks == 1 or have == need != "whole":
         return 0.0
     if have == "whole":
-        return (
-            network.collective_s("all_reduce", num_bytes, group)
-            if need == "whole"
-            else network.collective_s("all_gather", num_bytes, group)
-        )
+        return network.collective_s("all_reduce" if need == "whole" else "all_gather", num_bytes, group)
     if need == "whole":
-        return network.collective_s("all_gather", num_bytes, group) + network.collective_s(
-            "reduce_scatter", num_bytes, group
-        )
+        gathered_s = network.collective_s("all_gather", num_bytes, group)
+        return gathered_s + network.collective_s("reduce_scatter", num_bytes, group)
     return 2 * network.collective_s("all_to_all", num_bytes / ranks, group)
 
 

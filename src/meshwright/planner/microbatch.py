@@ -23,11 +23,8 @@ def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dic
             raise _refused(operator, sizes[TIME], "its statistics are over the whole batch")
         for position, name in enumerate(operator.inputs):
             have = placements.get(name, REPLICATE)
-            want = (
-                input_placements(rule, strategy, position, sizes).get(TIME, REPLICATE)
-                if rule is not None
-                else REPLICATE
-            )
+            wanted = input_placements(rule, strategy, position, sizes) if rule is not None else {}
+            want = wanted.get(TIME, REPLICATE)
             if operator.prologue or have in (want, REPLICATE):
                 continue
             if rule is None:
@@ -38,10 +35,9 @@ def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dic
                 what = f"it needs all of {name!r}, of which every micro-batch makes a part"
             raise _refused(operator, sizes[TIME], what)
         for index, output in enumerate(operator.outputs):
-            if rule is not None and TIME in strategy:
-                found = output_placements(rule, strategy, index, sizes).get(TIME)
-                if found is not None and found != REPLICATE:
-                    placements[output] = found
+            made = output_placements(rule, strategy, index, sizes) if rule is not None else {}
+            if TIME in made:
+                placements[output] = made[TIME]
 
 
 def _refused(operator: Operator, count: int, what: str) -> LayoutError:

@@ -99,10 +99,6 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_cla
     return next((one for one in meant if factors.fits(operator, one, axis)), "")
 
 
-def _words(operators: list[Operator]) -> list[str]:
-    return [word for word in WORDS if any(factors_of(one, word) for one in operators)]
-
-
 def _closeness(glob: str, module: str) -> tuple[bool, int]:
     """How exactly a pin names a module: by its path, else by how much of it."""
     return glob == module, sum(letter not in "*?" for letter in glob)
@@ -114,7 +110,8 @@ def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis
     sizes = sorted({factors.graph.factor_classes[name].size for name in classes})
     letters = sorted({letter for one in members for letter in one.classes})
     names = sorted({name for one in members for name in one.classes.values()}.difference(letters))
-    known = ["batch", "none", *letters, *names, *_words(members)]
+    words = [word for word in WORDS if any(factors_of(one, word) for one in members)]
+    known = ["batch", "none", *letters, *names, *words]
     size = f", of size {' and '.join(map(str, sizes))}," if sizes else ""
     near = "" if sizes else did_you_mean(factor, known)
     return LayoutError(
@@ -126,6 +123,5 @@ def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis
 
 def _nowhere(factors: Factors, glob: str, where: str) -> LayoutError:
     modules = sorted({one.module for one in factors.graph.operators if one.module})
-    near = did_you_mean(glob, modules)
-    listed = f"modules are: {', '.join(modules[:20])}"
-    return LayoutError("matches no module", where=where, remedy=f"{near} {listed}" if near else listed)
+    remedy = f"{did_you_mean(glob, modules)} modules are: {', '.join(modules[:20])}".strip()
+    return LayoutError("matches no module", where=where, remedy=remedy)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from meshwright.cost.memory import Memory, layer_activation_bytes, stage_memory
+from meshwright.cost.memory import layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import Pieces, Stage, step_pieces
 from meshwright.errors import ScheduleError
@@ -22,8 +22,6 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     step_s: float
-    pipeline_s: float
-    after_s: float
     idle: float
 
 
@@ -35,12 +33,7 @@ def rehearse(setup: Setup, cluster: Cluster) -> Rehearsal | None:
     _, pieces, times = timed
     pipeline_s = max(rank[-1][1] for rank in times)
     busy_s = sum(end - start for rank in times for start, end in rank)
-    return Rehearsal(
-        step_s=pipeline_s + pieces.after_s,
-        pipeline_s=pipeline_s,
-        after_s=pieces.after_s,
-        idle=1 - busy_s / (pipeline_s * len(times)),
-    )
+    return Rehearsal(step_s=pipeline_s + pieces.after_s, idle=1 - busy_s / (pipeline_s * len(times)))
 
 
 def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
@@ -55,7 +48,8 @@ def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
     for rank, (actions, each) in enumerate(zip(schedule.ranks, times, strict=True)):
         held = stage_memory(setup, rank, cluster)
         saved = layer_activation_bytes(setup) * setup.stage_layers[rank] / setup.chunks
-        now = _resting_bytes(held)
+        states = held.parameters_bytes + held.gradients_bytes + held.optimizer_bytes
+        now = states + held.buffers_bytes + held.ends_bytes
         memory.append(MemorySample(rank, 0.0, int(now)))
         for action, (start_s, done_s) in zip(actions, each, strict=True):
             spans.append(Span(rank, "compute", str(action), start_s, done_s))
@@ -82,12 +76,6 @@ def _timed(
     pieces = step_pieces(setup, cluster)
     costs = _costs(pieces.stages, pieces.send_s)
     return schedule, pieces, timing.run(schedule, lambda action: costs[action.stage].of(action.kind))
-
-
-def _resting_bytes(memory: Memory) -> float:
-    """What is held all the time."""
-    states = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
-    return states + memory.buffers_bytes + memory.ends_bytes
 
 
 def _schedule(setup: Setup) -> Schedule | None:

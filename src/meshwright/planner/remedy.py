@@ -39,38 +39,31 @@ def smallest_change(setup: Setup, cluster: Cluster, memory_bytes: float | None =
 
 def single_changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     """All changes of one decision that save memory and keep the number of devices."""
-    wanted: list[tuple[str, dict[str, object]]] = []
+    wanted: list[dict[str, object]] = []
     if setup.tp > 1 and not setup.sequence_parallel:
-        wanted.append(("sequence_parallel = true", {"sequence_parallel": True}))
+        wanted.append({"sequence_parallel": True})
     if not setup.flash:
-        wanted.append(("flash = true", {"flash": True}))
+        wanted.append({"flash": True})
     if setup.recompute == "none" and (setup.zero == 3 or not setup.flash):
-        wanted.append(('recompute = "selective"', {"recompute": "selective"}))
+        wanted.append({"recompute": "selective"})
     if setup.recompute != "full":
-        wanted.append(('recompute = "full"', {"recompute": "full"}))
+        wanted.append({"recompute": "full"})
     if setup.dp * setup.cp > 1:
-        wanted += [
-            (f"zero = {level}", {"zero": level}) for level in range(setup.zero + 1, 4) if _zero_fits(setup, level)
-        ]
+        # ZeRO 2 and 3 shard gradients, which a pipeline keeps for many micro-batches.
+        wanted += [{"zero": level} for level in range(setup.zero + 1, 4) if level == 1 or setup.pp == 1]
     size = setup.micro_batch // 2
     while size:
-        wanted.append((f"micro_batch = {size}", {"micro_batch": size}))
+        wanted.append({"micro_batch": size})
         size //= 2
     if setup.schedule == "gpipe" and setup.pp > 1:
-        wanted.append(('schedule = "1f1b"', {"schedule": "1f1b"}))
+        wanted.append({"schedule": "1f1b"})
     for factor in (2, 4, 8):
         for axis in ("tp", "pp", "cp"):
-            larger = getattr(setup, axis) * factor
             if setup.dp % factor == 0:
-                changes: dict[str, object] = {axis: larger, "dp": setup.dp // factor}
-                wanted.append((f"{axis} = {larger}, dp = {setup.dp // factor}", changes))
-    for text, changes in wanted:
+                wanted.append({axis: getattr(setup, axis) * factor, "dp": setup.dp // factor})
+    for changes in wanted:
+        text = ", ".join(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in changes.items())
         try:
             yield text, msgspec.structs.replace(setup, **changes)
         except LayoutError:
             continue  # it does not divide: no change that can be made
-
-
-def _zero_fits(setup: Setup, level: int) -> bool:
-    """ZeRO 2 and 3 shard gradients, which a pipeline keeps for many micro-batches."""
-    return level == 1 or setup.pp == 1

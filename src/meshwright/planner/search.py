@@ -2,16 +2,19 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from meshwright.catalog import load_cluster
+from meshwright.catalog.models import load_model
 from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
 from meshwright.cost.setup import Inner, Precision, Recompute, ScheduleName, Setup
 from meshwright.cost.step import Estimate, estimate_step
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.transformer import Transformer
+from meshwright.planner.candidates import divisors
 from meshwright.planner.front import front
 from meshwright.planner.rehearse import rehearse
 
@@ -63,6 +66,12 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         """What a device holds at its peak."""
         return self.memory.peak_bytes
 
+    def slower_than(self, best: "Option") -> str:
+        """By how much, and which part of a step differs most."""
+        parts = [(getattr(self.estimate, key) - getattr(best.estimate, key), name) for key, name in PARTS.items()]
+        most_s, name = max(parts)
+        return f"{100 * (self.step_s / best.step_s - 1):.1f} % slower, most of all {name} (+{most_s:.3g} s)"
+
     @property
     def text(self) -> str:
         """The layout in a line: ``dp=2 tp=8 pp=4 micro_batch=1 1f1b recompute=full``."""
@@ -97,11 +106,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
             return "nothing fits"
         best = self.options[0]
         lines = [f"{best.text}: {best.step_s:.4g} s"]
-        for other in self.options[1:6]:
-            slower = 100 * (other.step_s / best.step_s - 1)
-            parts = [(getattr(other.estimate, key) - getattr(best.estimate, key), name) for key, name in PARTS.items()]
-            most, name = max(parts)
-            lines.append(f"{other.text}: {slower:.1f} % slower, most of all {name} (+{most:.3g} s)")
+        lines += [f"{other.text}: {other.slower_than(best)}" for other in self.options[1:6]]
         return "\n".join(lines)
 
 
@@ -118,23 +123,29 @@ PARTS = {
 
 
 def search(
-    model: Transformer,
-    cluster: Cluster,
+    model: Transformer | str,
+    cluster: Cluster | str,
     *,
-    global_batch: int,
+    devices: int | None = None,
+    global_batch: int = 512,
+    sequence: int = 0,
     precision: Precision = "bf16",
     flash: bool = True,
     memory_bytes: float | None = None,
     usd_per_hour: float | None = None,
     schedules: Sequence[ScheduleName] = SCHEDULES,
-    progress: Callable[[], None] = lambda: None,
 ) -> Found:
-    """All setups of the model on all devices of the cluster; ``progress`` is called now and then. ``usd_per_hour`` is
-    the price of a device, by default the catalog's; ``schedules`` are those that pipelines may have.
+    """All setups of a model on all devices of a cluster, or on so many of one that is named.
+
+    ``sequence`` is the length where a model is named (0: the catalog's), ``usd_per_hour`` the price of a device, by
+    default the catalog's; ``schedules`` are those that pipelines may have.
 
     Raises:
-        LayoutError: no layout divides the model, the batch and the devices.
+        LayoutError: the model is unknown, or no layout divides the model, the batch and the devices.
+        ClusterError: the cluster is unknown, or cannot have so many devices.
     """
+    model = load_model(model, sequence=sequence) if isinstance(model, str) else model
+    cluster = load_cluster(cluster, devices) if isinstance(cluster, str) else cluster
     best: dict[tuple[int, ...], Option] = {}
     everything: list[Option] = []
     nearest: Option | None = None
@@ -142,8 +153,6 @@ def search(
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
     for setup in _setups(model, cluster, global_batch, precision, flash, schedules):
         considered += 1
-        if considered % 64 == 0:
-            progress()
         memory = estimate_memory(setup, cluster)
         told = verdict(memory, cluster, memory_bytes)
         if told == "does not fit":
@@ -165,10 +174,7 @@ def search(
             remedy="take another number of devices, or a batch that they divide",
         )
     screened = sorted(best.values(), key=_rank)
-    rehearsed = []
-    for option in screened[:REHEARSED]:
-        rehearsed.append(_rehearsed(option, cluster))
-        progress()
+    rehearsed = [_rehearsed(option, cluster) for option in screened[:REHEARSED]]
     options = (*sorted(rehearsed, key=_rank), *screened[REHEARSED:])
     known = {id(before): after for before, after in zip(screened, rehearsed, strict=False)}
     weighed = [known.get(id(option), option) for option in everything]
@@ -195,8 +201,8 @@ def _setups(
     devices = cluster.num_devices
     box = cluster.levels[0].fan_out if cluster.levels else 1
     contexts = (1, 2, 4, 8) if model.sequence >= 16384 else (1,)
-    for tp in _divisors(math.gcd(math.gcd(box, model.heads), model.ffn)):
-        for pp in _divisors(devices // tp):
+    for tp in divisors(math.gcd(math.gcd(box, model.heads), model.ffn)):
+        for pp in divisors(devices // tp):
             if pp > model.layers or model.layers % pp:
                 continue
             for cp in contexts:
@@ -222,7 +228,7 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
     if pp > 1 and "interleaved" in schedules:
         chunked += [("interleaved", chunks) for chunks in CHUNKS if model.layers % (pp * chunks) == 0]
     zeros = (0,) if dp * axes.cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
-    experts = _divisors(math.gcd(model.experts, dp * axes.cp)) if model.experts else [1]
+    experts = divisors(math.gcd(model.experts, dp * axes.cp)) if model.experts else [1]
     whole: tuple[Recompute, ...] = ("none", "full")
     for micro_batch in MICRO_BATCHES:
         if axes.global_batch % (dp * micro_batch):
@@ -237,7 +243,3 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
                     axes, ep=ep, chunks=chunks, micro_batch=micro_batch, schedule=schedule, recompute=recompute,
                     zero=zero, sequence_parallel=axes.tp > 1 and model.sequence % (axes.tp * axes.cp) == 0,
                 )  # fmt: skip
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]

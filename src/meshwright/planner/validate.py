@@ -32,11 +32,11 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     cases: int
-    mape: float | None
-    p90: float | None
-    bias: float | None
-    spearman: float | None
-    baseline_mape: float | None
+    mape: float | None = None
+    p90: float | None = None
+    bias: float | None = None
+    spearman: float | None = None
+    baseline_mape: float | None = None
     oom_balanced_accuracy: float | None
     rows: tuple[Row, ...]
     left_out: tuple[LeftOut, ...] = ()
@@ -56,23 +56,20 @@ def compare(cases: Sequence[Case], left_out: Sequence[LeftOut] = ()) -> Validati
     """The errors over these cases."""
     rows = tuple(_row(case) for case in cases)
     timed = [(case, row) for case, row in zip(cases, rows, strict=True) if row.measured_s is not None]
+    failed = _balanced_accuracy([(case.out_of_memory, row.fits) for case, row in zip(cases, rows, strict=True)])
+    found = Validation(cases=len(rows), oom_balanced_accuracy=failed, rows=rows, left_out=tuple(left_out))
+    if not timed:
+        return found
     measured = np.array([row.measured_s for _, row in timed], dtype=float)
     predicted = np.array([row.predicted_s for _, row in timed], dtype=float)
     errors = 100 * (predicted / measured - 1)
-    flops = np.array([_flops_at_peak_s(case) for case, _ in timed], dtype=float)
-    some = len(timed) > 0
-    return Validation(
-        cases=len(rows),
-        mape=float(np.abs(errors).mean()) if some else None,
-        p90=float(np.percentile(np.abs(errors), 90)) if some else None,
-        bias=float(errors.mean()) if some else None,
+    return msgspec.structs.replace(
+        found,
+        mape=float(np.abs(errors).mean()),
+        p90=float(np.percentile(np.abs(errors), 90)),
+        bias=float(errors.mean()),
         spearman=_spearman(predicted, measured) if len(timed) > 1 else None,
-        baseline_mape=constant_efficiency_mape(flops, measured) if some else None,
-        oom_balanced_accuracy=_balanced_accuracy(
-            [(case.out_of_memory, row.fits) for case, row in zip(cases, rows, strict=True)]
-        ),
-        rows=rows,
-        left_out=tuple(left_out),
+        baseline_mape=constant_efficiency_mape(np.array([_flops_at_peak_s(case) for case, _ in timed]), measured),
     )
 
 

@@ -1,6 +1,5 @@
 """What the plan side does by itself, without torch: predict, search, validate. The command line calls these."""
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,16 +15,17 @@ from meshwright.ir.device import check_quantity
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.cases import COLUMNS, OPTIONAL
 from meshwright.planner.front import front
-from meshwright.planner.layerwise import Layerwise, divide_layers
+from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.remedy import Change, smallest_change
-from meshwright.planner.search import PARTS, Found, Option, search
+from meshwright.planner.search import PARTS, Found, Option
+from meshwright.planner.search import search as find_layouts
 from meshwright.planner.validate import Validation, validate
 from meshwright.planner.worked import Worked, recompute, worked_names
 from meshwright.prediction.explain import explain
 
 __all__ = [
-    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "Worked", "divide_network",
-    "explain", "family_names", "find_layouts", "front", "is_model", "is_network", "load_cluster", "load_model",
+    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "Worked", "divide_layers",
+    "explain", "family_names", "find_layouts", "front", "load_cluster", "load_model",
     "load_network", "model_names", "network_names", "predict", "recompute", "validate", "worked_names",
 ]  # fmt: skip
 
@@ -44,16 +44,6 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float
     """Model FLOP/s of all devices over their peak, in the setup's precision."""
     change: Change | None = None
-
-
-def is_model(name: str) -> bool:
-    """Whether ``name`` is a model of the catalog or a config.json."""
-    return name in model_names() or name.endswith(".json")
-
-
-def is_network(name: str) -> bool:
-    """Whether ``name`` is a convolutional network of the catalog."""
-    return name in network_names()
 
 
 def predict(
@@ -107,43 +97,3 @@ def predict(
         mfu=estimate.model_flops_per_s / (setup.world_size * peak),
         change=smallest_change(setup, machine, memory_bytes),
     )
-
-
-def find_layouts(
-    model: Transformer | str,
-    cluster: Cluster | str,
-    *,
-    devices: int | None = None,
-    global_batch: int = 512,
-    sequence: int = 0,
-    precision: Any = "bf16",
-    flash: bool = True,
-    memory_bytes: float | None = None,
-    usd_per_hour: float | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> Found:
-    """The layouts of ``model`` on ``cluster``, fastest first (``planner.search.search``).
-
-    Raises:
-        LayoutError: the model is unknown, or nothing divides.
-        ClusterError: the cluster is unknown, or cannot have so many devices.
-    """
-    known = load_model(model, sequence=sequence) if isinstance(model, str) else model
-    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, devices)
-    return search(
-        known, machine, global_batch=global_batch, precision=precision, flash=flash, memory_bytes=memory_bytes,
-        usd_per_hour=usd_per_hour, progress=progress,
-    )  # fmt: skip
-
-
-def divide_network(
-    name: str, cluster: Cluster | str, *, devices: int | None = None, images: int = 1024, precision: Any = "fp16"
-) -> Layerwise:
-    """A convolutional network on ``cluster``, layer by layer (``planner.layerwise.divide_layers``).
-
-    Raises:
-        LayoutError: the network is unknown, or nothing divides.
-        ClusterError: the cluster is unknown, or cannot have so many devices.
-    """
-    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, devices)
-    return divide_layers(load_network(name), machine, images=images, precision=precision)

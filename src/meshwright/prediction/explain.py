@@ -150,10 +150,7 @@ def _others(found: Found, best: Option) -> list[Option]:
 
 
 def _alternative(option: Option, best: Option) -> Alternative:
-    slower = 100 * (option.step_s / best.step_s - 1)
-    parts = [(getattr(option.estimate, key) - getattr(best.estimate, key), name) for key, name in PARTS.items()]
-    most_s, name = max(parts)
-    why = f"{slower:.1f} % slower, most of all {name} (+{most_s:.3g} s)" if slower > 0 else "as fast"
+    why = option.slower_than(best) if option.step_s > best.step_s else "as fast"
     less = 1 - option.memory.peak_bytes / best.memory.peak_bytes
     if less > 0.1:
         why += f"; {less:.0%} less memory"
