@@ -12,18 +12,11 @@ class MeshwrightError(Exception):
         self.problem = problem
         self.where = where
         self.remedy = remedy
-        super().__init__(problem, where, remedy)
+        super().__init__(problem)
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
         return f"{text}\n  -> {self.remedy}" if self.remedy else text
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.problem, self.where, self.remedy))
-
-
-def _rebuild(kind: type[MeshwrightError], problem: str, where: str, remedy: str) -> MeshwrightError:
-    return kind(problem, where=where, remedy=remedy)
 
 
 class FileFormatError(MeshwrightError):

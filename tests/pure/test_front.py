@@ -1,10 +1,13 @@
 """The front: nothing on it is beaten, nothing off it is missed."""
 
+from typing import cast
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.planner.front import THINNED, front
+from meshwright.planner.search import THINNED, Option
+from meshwright.planner.search import front as front_of
 
 
 class One(msgspec.Struct, frozen=True):
@@ -13,6 +16,11 @@ class One(msgspec.Struct, frozen=True):
     sequence_s: float
     peak_bytes: float
     sequence_usd: float | None
+
+
+def front(options: list[One]) -> tuple[One, ...]:
+    """As of a search's options."""
+    return cast("tuple[One, ...]", front_of(cast("list[Option]", options)))
 
 
 numbers = st.integers(1, 6).map(float)

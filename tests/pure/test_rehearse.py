@@ -35,7 +35,7 @@ def test_the_closed_form_is_the_schedule_where_stages_are_alike(schedule: str, c
     cluster = load_cluster(DGX, 4)
     found = rehearse(one, cluster)
     assert found is not None
-    assert found.step_s == pytest.approx(estimate_step(one, cluster).step_s, rel=0.015)
+    assert found == pytest.approx(estimate_step(one, cluster).step_s, rel=0.015)
 
 
 @pytest.mark.parametrize("changes", [{}, {"schedule": "zb-h1"}, {"pp": 8, "dp": 2, "tp": 2}, {"pp": 1, "dp": 4}])
@@ -44,8 +44,7 @@ def test_with_embedding_and_head_the_two_are_near(changes: dict[str, Any]) -> No
     cluster = load_cluster(DGX, one.world_size)
     found = rehearse(one, cluster)
     assert found is not None
-    assert found.step_s == pytest.approx(estimate_step(one, cluster).step_s, rel=0.05)
-    assert 0 <= found.idle < 1
+    assert found == pytest.approx(estimate_step(one, cluster).step_s, rel=0.05)
 
 
 def test_pieces_add_up_to_the_estimate() -> None:
@@ -80,7 +79,7 @@ def test_the_trace_is_the_schedule_and_its_memory_the_estimate() -> None:
     assert trace is not None
     assert found is not None
     assert trace.ranks == (0, 1, 2, 3)
-    assert trace.duration_s == pytest.approx(found.step_s)
+    assert trace.duration_s == pytest.approx(found)
     for rank in trace.ranks:
         actions = [span.what for span in trace.of_rank(rank).spans][:-1]
         assert actions == [str(action) for action in pipeline.build("1f1b", 4, one.microbatches).ranks[rank]]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from meshwright.ir.graph import ITEM_BYTES, Graph
+from meshwright.ir.graph import ITEM_BYTES, Graph, Tensor
 from meshwright.ir.layout import TIME
 from meshwright.ir.placement import (
     REPLICATE,
@@ -79,10 +79,11 @@ def gathered_members(
     }
     found = []
     for name in sorted(graph.parameters, key=first.__getitem__):
-        axis = flat_axis({one: placement for one, placement in storage[name].items() if one in axis_sizes})
+        here = {one: placement for one, placement in storage[name].items() if one in axis_sizes}
+        axis = flat_axis(here)
         if axis:
             tensor = graph.tensors[name]
-            num_bytes = _local_bytes(graph, name, unflattened(storage[name]), axis_sizes)
+            num_bytes = part_bytes(tensor, unflattened(here), axis_sizes)
             modules = sorted({operator.module for operator, _ in consumers.get(name, ()) if not operator.backward})
             shared = " ".join(modules) if len(modules) > 1 else ""
             found.append(Member((divided.owners[name], axis, (), True, tensor.dtype + shared), name, num_bytes))
@@ -120,7 +121,7 @@ def reduced_members(
         if counts[gradient] > 1 or consumers.get(gradient) or len(stages) > 1:
             continue
         tensor = graph.tensors[gradient]
-        num_bytes = _local_bytes(graph, gradient, rest, mover.sizes)
+        num_bytes = part_bytes(tensor, rest, mover.sizes)
         key = (tuple(stages), axis, tuple(across), bool(flat), tensor.dtype)
         found.append(Member(key, entry.parameter, num_bytes))
     return tuple(found)
@@ -133,7 +134,6 @@ def _summed_over(axes: list[str], mover: Mover) -> list[str]:
     return [found[0].axis] if len(found) == 1 else [axis for axis in mover.sizes if axis in axes]
 
 
-def _local_bytes(graph: Graph, name: str, placements: Placements, axis_sizes: Mapping[str, int]) -> int:
-    tensor = graph.tensors[name]
-    here = {axis: one for axis, one in placements.items() if axis in axis_sizes}
-    return prod(local_shape(tensor.shape, here, axis_sizes)) * ITEM_BYTES[tensor.dtype]
+def part_bytes(tensor: Tensor, placements: Placements, axis_sizes: Mapping[str, int]) -> int:
+    """The bytes of one rank's part, the largest."""
+    return prod(local_shape(tensor.shape, placements, axis_sizes)) * ITEM_BYTES[tensor.dtype]

@@ -309,9 +309,8 @@ class _Planner:
             return ()
         known = {name: {a: c for a, c in one.items() if a != TIME} for name, one in self.strategies.items()}
         prices = Prices(self.graph, self.mesh, self.axes, self.cluster, self.lower, self.layout.microbatches)
-        return interiors(
-            self.graph, prices, known, hides=self.cluster.device.kind != "cpu"
-        )  # whose cores move the rows
+        hides = self.cluster.device.kind != "cpu"  # there, the cores that compute move the rows, too
+        return interiors(self.graph, prices, known, hides)
 
     # --- data parallel -------------------------------------------------------------------------------------------
 

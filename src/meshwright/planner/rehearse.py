@@ -1,7 +1,5 @@
 """The rehearsal: a step's pipeline schedule, timed action by action with what each stage really costs."""
 
-import msgspec
-
 from meshwright.cost.memory import layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import Pieces, Stage, step_pieces
@@ -15,25 +13,14 @@ LONGEST = 200_000
 """Actions of a schedule that are timed at most: about a second."""
 
 
-class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step takes when its actions are timed one by one: the pipeline, and what comes after it.
-
-    ``idle`` is the part of the pipeline's time that its ranks wait, on average.
-    """
-
-    step_s: float
-    idle: float
-
-
-def rehearse(setup: Setup, cluster: Cluster) -> Rehearsal | None:
-    """The step of ``setup``; None where its schedule has no builder, or is too long to be timed in a moment."""
+def rehearse(setup: Setup, cluster: Cluster) -> float | None:
+    """The seconds of a step of ``setup``: of its pipeline, action by action, and of what comes after it. None where its
+    schedule has no builder, or is too long to be timed in a moment."""
     timed = _timed(setup, cluster)
     if timed is None:
         return None
     _, pieces, times = timed
-    pipeline_s = max(rank[-1][1] for rank in times)
-    busy_s = sum(end - start for rank in times for start, end in rank)
-    return Rehearsal(step_s=pipeline_s + pieces.after_s, idle=1 - busy_s / (pipeline_s * len(times)))
+    return max(rank[-1][1] for rank in times) + pieces.after_s
 
 
 def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -15,7 +15,6 @@ from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.candidates import divisors
-from meshwright.planner.front import front
 from meshwright.planner.rehearse import rehearse
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -24,6 +23,9 @@ SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1")
 """What pipelines may do where nobody says otherwise."""
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+THINNED = 0.97
+"""An option that is slower must need less than this part of a faster one's memory, or cost less."""
 
 REHEARSED = 12
 """How many of the best axes are timed action by action."""
@@ -93,7 +95,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What a search found: how many setups it weighed, those that fit (fastest first, one for each dp, tp, pp, cp, ep),
-    the front of step time, memory and price (``planner.front``), and where nothing fits the one that lacks least."""
+    the front of step time, memory and price (``front``), and where nothing fits the one that lacks least."""
 
     considered: int
     options: tuple[Option, ...]
@@ -181,17 +183,33 @@ def search(
     return Found(considered=considered, options=options, front=front(weighed), nearest=None if options else nearest)
 
 
+def front(options: Iterable[Option]) -> tuple[Option, ...]:
+    """Options that are not beaten in time, memory and price together, fastest first. Options of other devices, batches
+    and clusters may be among them; of two whose prices are not both known, time and memory decide."""
+    kept: list[Option] = []
+    for option in sorted(options, key=lambda one: (one.sequence_s, one.peak_bytes, one.sequence_usd or 0.0)):
+        if not any(_beats(one, option) for one in kept):
+            kept.append(option)
+    return tuple(kept)
+
+
+def _beats(faster: Option, other: Option) -> bool:
+    known, asked = faster.sequence_usd, other.sequence_usd
+    as_dear = known is None or asked is None or asked >= known
+    return as_dear and other.peak_bytes >= THINNED * faster.peak_bytes
+
+
 def _rank(option: Option) -> tuple[bool, float]:
     """What surely fits comes before what may."""
     return option.verdict != "fits", option.step_s
 
 
 def _rehearsed(option: Option, cluster: Cluster) -> Option:
-    found = rehearse(option.setup, cluster)
-    if found is None:
+    step_s = rehearse(option.setup, cluster)
+    if step_s is None:
         return option
-    usd = None if option.usd is None else option.usd * found.step_s / option.estimate.step_s
-    return msgspec.structs.replace(option, rehearsed_s=found.step_s, usd=usd)
+    usd = None if option.usd is None else option.usd * step_s / option.estimate.step_s
+    return msgspec.structs.replace(option, rehearsed_s=step_s, usd=usd)
 
 
 def _setups(

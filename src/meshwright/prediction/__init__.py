@@ -14,10 +14,9 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import check_quantity
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.cases import COLUMNS, OPTIONAL
-from meshwright.planner.front import front
 from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.remedy import Change, smallest_change
-from meshwright.planner.search import PARTS, Found, Option
+from meshwright.planner.search import PARTS, Found, Option, front
 from meshwright.planner.search import search as find_layouts
 from meshwright.planner.validate import Validation, validate
 from meshwright.planner.worked import Worked, recompute, worked_names

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import highspy
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.planner.intra_op.eliminate import Core, Table
 from meshwright.planner.intra_op.problem import Costs, Tensor
@@ -62,12 +63,12 @@ class _Program:
         self.upper: list[float] = []
         self.rows = _Rows()
         self.bytes: list[list[tuple[int, float]]] = [[] for _ in limits]
-        self.first: dict[int, int] = {}
+        self.columns: dict[int, list[int]] = {}
         for node in core.nodes:
-            self.first[node] = self._columns(np.zeros(self.problem.nodes[node].num_choices))
-            self.rows.add([(column, 1.0) for column in self.columns_of(node)], 1.0, 1.0)
+            columns = self.columns[node] = self._columns(np.zeros(self.problem.nodes[node].num_choices)).tolist()
+            self.rows.add([(column, 1.0) for column in columns], 1.0, 1.0)
             for moment, sizes in enumerate(self.problem.nodes[node].memory[: len(limits)]):
-                self.bytes[moment] += [(self.first[node] + c, float(size)) for c, size in enumerate(sizes) if size]
+                self.bytes[moment] += [(one, float(size)) for one, size in zip(columns, sizes, strict=True) if size]
         self.binaries = len(self.costs)
         for table in core.tables:
             self._table(table)
@@ -77,27 +78,23 @@ class _Program:
             unit = max(1.0, abs(float(limit)))
             self.rows.add([(column, size / unit) for column, size in terms], -np.inf, float(limit) / unit)
 
-    def columns_of(self, node: int) -> range:
-        return range(self.first[node], self.first[node] + self.problem.nodes[node].num_choices)
-
-    def _columns(self, costs: Costs) -> int:
-        """New columns; of infinite cost: fixed at 0."""
+    def _columns(self, costs: Costs) -> NDArray[np.int64]:
+        """The numbers of new columns, one for each of the costs; those of infinite cost are fixed at 0."""
         first = len(self.costs)
         finite = np.isfinite(costs)
         self.costs += np.where(finite, costs, 0.0).ravel().tolist()
         self.upper += finite.ravel().astype(float).tolist()
-        return first
+        return first + np.arange(costs.size).reshape(costs.shape)
 
     def _table(self, table: Table) -> None:
         if len(table.scope) == 1:
-            for column, cost in zip(self.columns_of(table.scope[0]), table.costs, strict=True):
+            for column, cost in zip(self.columns[table.scope[0]], table.costs, strict=True):
                 self.costs[column] += float(cost) if np.isfinite(cost) else 0.0
                 self.upper[column] = self.upper[column] if np.isfinite(cost) else 0.0
             return
-        first = self._columns(table.costs)
-        entries = first + np.arange(table.costs.size).reshape(table.costs.shape)
+        entries = self._columns(table.costs)
         for axis, node in enumerate(table.scope):
-            for choice, column in enumerate(self.columns_of(node)):
+            for choice, column in enumerate(self.columns[node]):
                 inside = entries.take(choice, axis=axis).ravel()
                 self.rows.add([*((int(one), 1.0) for one in inside), (column, -1.0)], 0.0, 0.0)
 
@@ -106,29 +103,30 @@ class _Program:
         made = self._columns(one.prices)
         if one.memory is not None:
             for moment, sizes in enumerate(one.memory[: len(self.bytes)]):
-                self.bytes[moment] += [(made + at, float(size)) for at, size in enumerate(sizes.ravel()) if size]
-        maker = self.columns_of(one.maker)
+                held = zip(made.ravel().tolist(), sizes.ravel(), strict=True)
+                self.bytes[moment] += [(column, float(size)) for column, size in held if size]
+        maker = self.columns[one.maker]
         for node, wants in one.readers:
-            reader = self.columns_of(node)
+            reader = self.columns[node]
             if node == one.maker:
                 for have, want in np.ndindex(shape):
                     inside = [c for c, h, w in zip(maker, one.have, wants, strict=True) if h == have and w == want]
                     if inside:
-                        terms = [(made + have * shape[1] + want, 1.0), *((column, -1.0) for column in inside)]
+                        terms = [(int(made[have, want]), 1.0), *((column, -1.0) for column in inside)]
                         self.rows.add(terms, 0.0, np.inf)
                 continue
             if len(one.readers) == 1:
                 pairs = made
             else:
                 pairs = self._columns(np.where(np.isfinite(one.prices), 0.0, np.inf))
-                for at in range(one.prices.size):
-                    self.rows.add([(made + at, 1.0), (pairs + at, -1.0)], 0.0, np.inf)
+                for column, pair in zip(made.ravel().tolist(), pairs.ravel().tolist(), strict=True):
+                    self.rows.add([(column, 1.0), (pair, -1.0)], 0.0, np.inf)
             for have in range(shape[0]):
-                terms = [(pairs + have * shape[1] + want, 1.0) for want in range(shape[1])]
+                terms = [(pair, 1.0) for pair in pairs[have].tolist()]
                 terms += [(column, -1.0) for column, h in zip(maker, one.have, strict=True) if h == have]
                 self.rows.add(terms, 0.0, 0.0)
             for want in range(shape[1]):
-                terms = [(pairs + have * shape[1] + want, 1.0) for have in range(shape[0])]
+                terms = [(pair, 1.0) for pair in pairs[:, want].tolist()]
                 terms += [(column, -1.0) for column, w in zip(reader, wants, strict=True) if w == want]
                 self.rows.add(terms, 0.0, 0.0)
 
@@ -165,6 +163,6 @@ def solve_core(core: Core, limited: bool = False) -> Found:
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return Found(None, core.seconds + max(0.0, info.mip_dual_bound * unit), False)
     values = np.array(solver.getSolution().col_value)
-    chosen = {node: int(np.argmax(values[list(program.columns_of(node))])) for node in core.nodes}
+    chosen = {node: int(np.argmax(values[program.columns[node]])) for node in core.nodes}
     bound = core.seconds + info.mip_dual_bound * unit
     return Found(chosen, bound, status == highspy.HighsModelStatus.kOptimal)

@@ -7,6 +7,7 @@ import numpy as np
 
 from meshwright.ir.graph import Graph
 from meshwright.ir.placement import Placements
+from meshwright.planner.buckets import part_bytes
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.problem import Costs
 
@@ -76,11 +77,11 @@ class Moments:
         tensor = self.graph.tensors[name]
         batch = any(self.graph.factor_classes[one].role == "batch" for dim in tensor.dims for one in dim)
         parts = self.prices.microbatches if batch else 1
-        return self.alive * self.prices.bytes_of(tensor, placements) / parts
+        return self.alive * part_bytes(tensor, placements, self.prices.sizes) / parts
 
     def parameter(self, name: str, placements: Placements, states: int, trained: bool) -> Costs:
         """Bytes of a parameter with its optimizer's state, and its gradient where that is summed up."""
-        size = self.prices.bytes_of(self.graph.tensors[name], placements)
+        size = part_bytes(self.graph.tensors[name], placements, self.prices.sizes)
         numbers = 1 + (states + (0 if self.whole else 1) if trained else 0)
         return np.full(len(self.positions), float(size * numbers))
 

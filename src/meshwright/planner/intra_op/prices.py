@@ -11,12 +11,12 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator, Tensor
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import Partial, Placements, Shard, input_placements, local_shape
+from meshwright.ir.placement import Partial, Placements, Shard, input_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ir.program import Lower, Node, OperatorProgram
 from meshwright.ir.resharding import Mover
 from meshwright.planner.algorithms import links_of
-from meshwright.planner.buckets import BUCKET_BYTES
+from meshwright.planner.buckets import BUCKET_BYTES, part_bytes
 
 
 class Prices:
@@ -92,10 +92,6 @@ class Prices:
                     return letter
         return ""
 
-    def bytes_of(self, tensor: Tensor, placements: Placements) -> int:
-        """Of one rank's part."""
-        return prod(local_shape(tensor.shape, placements, self.sizes)) * ITEM_BYTES[tensor.dtype]
-
     def reshard_s(
         self, tensor: Tensor, have: Placements, want: Placements, owned: bool, times: int = 1, gradient: bool = False
     ) -> float:
@@ -123,7 +119,7 @@ class Prices:
         for move in steps:
             if move.kind == "slice":
                 continue
-            before, after = (self.bytes_of(tensor, one) // parts for one in (move.before, move.after))
+            before, after = (part_bytes(tensor, one, self.sizes) // parts for one in (move.before, move.after))
             largest, group = max(before, after), self.groups[move.axis]
             if gradient and len(steps) == 1 and move.kind == "all_reduce":
                 bucket = max(largest, self.bucket_bytes)
@@ -142,6 +138,6 @@ class Prices:
 
     def update_s(self, tensor: Tensor, placements: Placements, optimizer: OptimizerCost) -> float:
         """The optimizer's step of a parameter."""
-        size = self.bytes_of(tensor, placements)
+        size = part_bytes(tensor, placements, self.sizes)
         each = self.rates.stream("update", optimizer.moved / optimizer.kernels * size).seconds
         return optimizer.kernels * each
