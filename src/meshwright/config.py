@@ -94,15 +94,11 @@ def completed(raw: dict[str, Any]) -> dict[str, Any]:
 
 def structs(node: inspect.Type, raw: dict[str, Any] | None = None) -> list[inspect.StructType]:
     """The tables that a value of the type may be; with ``raw``, those that its tag leaves."""
-    found = [one for one in alternatives(node) if isinstance(one, inspect.StructType)]
+    members = node.types if isinstance(node, inspect.UnionType) else (node,)
+    found = [one for one in members if isinstance(one, inspect.StructType)]
     if raw is None:
         return found
     return [one for one in found if one.tag_field is None or raw.get(one.tag_field) == one.tag]
-
-
-def alternatives(node: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The members of a union type; of another type itself."""
-    return tuple(node.types) if isinstance(node, inspect.UnionType) else (node,)
 
 
 def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:

@@ -27,9 +27,9 @@ from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.planner.auto import plan_auto
+from meshwright.planner.checks import check_strict
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
-from meshwright.planner.notes import check_strict
 from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.simulate.faults import Faults
 

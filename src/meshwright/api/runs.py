@@ -29,7 +29,6 @@ from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import Foretold, foretell
-from meshwright.planner.notes import check_strict
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule

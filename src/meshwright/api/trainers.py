@@ -22,8 +22,8 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
 from meshwright.ir.precision import Precision
+from meshwright.planner.checks import check_strict
 from meshwright.planner.explicit import adapt_plan
-from meshwright.planner.notes import check_strict
 from meshwright.planner.time_limit import check_seconds
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent

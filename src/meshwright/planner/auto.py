@@ -18,9 +18,9 @@ from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan, Prediction
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import axes_of, candidates
+from meshwright.planner.checks import check_precision
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
-from meshwright.planner.precision import check_precision
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 from meshwright.schedules.pipeline import schedule_of
 
@@ -139,9 +139,8 @@ def plan_auto(
         (one for one in fitting[:PLAYED] if step_s.get(one.name, math.inf) <= near),
         key=lambda one: (_complexity(one.layout), step_s[one.name]),
     )
-    others = sorted(
-        (one for one in fitting if one is not best), key=lambda one: step_s.get(one.name, one.predicted.step_s)
-    )
+    others = [one for one in fitting if one is not best]
+    others.sort(key=lambda one: step_s.get(one.name, one.predicted.step_s))
     plan = weigh.explained(best, limit)
     prediction = Prediction(step_s=step_s[best.name], peak_memory_bytes=best.peak_bytes)
     if (plan.buckets, plan.gathers) != (best.plan.buckets, best.plan.gathers):

@@ -67,7 +67,12 @@ def fit_buckets(
             usual_bytes = usual_bytes or peak_bytes(lower, plan, cluster, optimizer)
         if needed <= max(memory_bytes, usual_bytes):
             break
-        choices = [one for one in choices if not _as_large(one, choices[0])]
+        largest = choices[0]
+        choices = [
+            one
+            for one in choices
+            if one.reduced_bytes < largest.reduced_bytes or one.gathered_bytes < largest.gathered_bytes
+        ]
     found = scale.plan_of(choices[0])
     return msgspec.structs.replace(found, notes=(*found.notes, *scale.notes(choices[0])))
 
@@ -76,10 +81,6 @@ def ranked(choices: Sequence[Choice], computed_s: float) -> list[Choice]:
     """The best first: those that cost the same as the best, by how usual they are; then by what they cost."""
     most = min(one.exposed_s for one in choices) + ALIKE * computed_s
     return sorted(choices, key=lambda one: (max(one.exposed_s, most), one.unusual, one.exposed_s))
-
-
-def _as_large(one: Choice, other: Choice) -> bool:
-    return one.reduced_bytes >= other.reduced_bytes and one.gathered_bytes >= other.gathered_bytes
 
 
 def peak_bytes(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerCost) -> int:

@@ -7,15 +7,7 @@ from typing import NamedTuple
 
 from meshwright.ir.graph import ITEM_BYTES, Graph, Tensor
 from meshwright.ir.layout import TIME
-from meshwright.ir.placement import (
-    REPLICATE,
-    Partial,
-    Placement,
-    Placements,
-    flat_axis,
-    local_shape,
-    unflattened,
-)
+from meshwright.ir.placement import REPLICATE, Partial, Placement, Placements, flat_axis, local_shape, unflattened
 from meshwright.ir.plan import Bucket
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut

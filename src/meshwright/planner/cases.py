@@ -68,10 +68,6 @@ OPTIONAL: dict[str, str] = {
 """Columns that a table may have besides."""
 
 
-WORDS = ("gated", "compiled", "overlap", "inner")
-"""Those of them that are no numbers."""
-
-
 SPARSE = ("deepseek", "gshard")
 """Families whose models have experts, each another number of them (Mixtral's have 8)."""
 
@@ -180,7 +176,8 @@ def _case(name: str, row: dict[str, str], cluster_of: Callable[[str, int], Clust
         "vocabulary": _whole(row, "vocab", least=0),
         "sequence": _whole(row, "seq"),
     }
-    sizes |= {key: _whole(row, key) for key in ("ffn", *OPTIONAL) if row.get(key) and key not in WORDS}
+    words = ("gated", "compiled", "overlap", "inner")
+    sizes |= {key: _whole(row, key) for key in ("ffn", *OPTIONAL) if row.get(key) and key not in words}
     sizes |= {
         key: _flag(row, column) for key, column in (("tied", "tied_embeddings"), ("gated", "gated")) if row.get(column)
     }

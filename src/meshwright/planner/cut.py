@@ -112,7 +112,8 @@ def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> li
 
 
 def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[_Point]:
-    """Where little lives: positions at which no fewer bytes would live one operator earlier or later."""
+    """Where little lives: positions at which no fewer bytes would live one operator earlier or later, and on both sides
+    of which there is a product."""
     rate = SENT_BYTES_PER_S
     if cluster is not None and cluster.levels:
         rate = 1 / cluster.levels[0].beta_s_per_byte
@@ -127,11 +128,12 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
         lower_after = end + 1 < len(forward) and live[end + 1] < live[index]
         if not lower_before and not lower_after and live[index] < inf:
             flat = range(index, end + 1)
-            where = next((one for one in flat if _between_blocks(forward, one)), None)
+            where = next((one for one in flat if _block(forward[one]) != _block(forward[one - 1])), None)
             # Forward and backward cross once each.
             points.append(_Point(flat[0] if where is None else where, 2 * live[index] / rate, where is not None))
         index = end + 1
-    return [point for point in points if _worth(forward, point.position)]
+    products = [index for index, one in enumerate(forward) if one.flops > 0]
+    return [one for one in points if products and products[0] < one.position <= products[-1]]
 
 
 def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
@@ -170,19 +172,9 @@ def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
     return found
 
 
-def _between_blocks(forward: list[Operator], index: int) -> bool:
-    """Whether another block (or something outside of blocks) begins there."""
-    return _block(forward[index]) != _block(forward[index - 1])
-
-
 def _block(operator: Operator) -> str:
     """The outermost repeated block that holds an operator, or else its outermost module."""
     return block_of(operator) or operator.module.partition(".")[0]
-
-
-def _worth(forward: list[Operator], index: int) -> bool:
-    """Whether both sides hold a product."""
-    return any(one.flops > 0 for one in forward[:index]) and any(one.flops > 0 for one in forward[index:])
 
 
 def between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> frozenset[str]:

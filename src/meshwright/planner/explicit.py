@@ -22,25 +22,17 @@ from meshwright.ir.stages import Cut, cut
 from meshwright.planner.algorithms import algorithms_of, links_of
 from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
+from meshwright.planner.checks import check_microbatches, check_precision
 from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
-from meshwright.planner.derive import (
-    grouped,
-    in_parts,
-    parameter_storage,
-    pass_partials,
-    recomputed,
-    zero_storage,
-)
+from meshwright.planner.derive import grouped, in_parts, parameter_storage, pass_partials, recomputed, zero_storage
 from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.intra_op.prices import Prices
-from meshwright.planner.microbatch import check_microbatches
 from meshwright.planner.notes import ModuleNotes, module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
-from meshwright.planner.precision import check_precision
 from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
 from meshwright.planner.spatial_rule import SpatialRule
 from meshwright.planner.tensor_rule import TensorRule

@@ -26,7 +26,8 @@ class Factors:
         """The factor classes that are a sequence: dim 1 of tokens and labels, and what attention has queries or keys
         of."""
         graph = self.graph
-        dims = [graph.tensors[name].dims[1] for name in graph.inputs if _is_tokens(graph, name)]
+        given = [graph.tensors[name] for name in graph.inputs]
+        dims = [one.dims[1] for one in given if len(one.shape) == 2 and one.dtype.startswith("int")]
         for operator in graph.operators:
             if operator.target.startswith("meshwright.attention."):
                 dims += [graph.tensors[name].dims[2] for name in operator.inputs[:2]]
@@ -49,11 +50,6 @@ class Factors:
         if rule is None or not rule.splittable(letter):
             return False
         return misfit(rule, {**strategy, axis: letter}, self.sizes) is None
-
-
-def _is_tokens(graph: Graph, name: str) -> bool:
-    tensor = graph.tensors[name]
-    return len(tensor.shape) == 2 and tensor.dtype.startswith("int")
 
 
 _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.expand.", "aten.clone.", "aten.unsqueeze.")

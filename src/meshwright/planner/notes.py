@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Set
 
 from meshwright.cost.program import NodeCosts
-from meshwright.errors import RuleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
@@ -72,21 +71,3 @@ def _cost_text(count: float, num_bytes: float, seconds: float) -> str:
     times = f"{count:.0f} times, " if count > 1 else ""
     took = f" in {seconds * 1e6:.3g} us" if seconds else ""
     return f"{times}every rank works through {num_bytes / 2**20:.3g} MiB{took}"
-
-
-def check_strict(graph: Graph) -> None:
-    """That every operator has a rule.
-
-    Raises:
-        RuleError: one has none; names the first, its module and source line, and how many others there are.
-    """
-    missing = [operator for operator in graph.operators if operator.rule is None]
-    if missing:
-        first = missing[0]
-        others = len({operator.target for operator in missing}) - 1
-        more = f" (and {others} other operators)" if others else ""
-        raise RuleError(
-            f"{first.target} cannot be split: {first.reason}{more}",
-            where=f"module {first.module or '(model)'}, {first.source or 'source line unknown'}",
-            remedy="pass a rule for it (rules=, see docs/how-to/add-an-operator-rule.md), or plan without strict",
-        )

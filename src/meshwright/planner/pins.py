@@ -9,7 +9,7 @@ from meshwright.ir.graph import Operator
 from meshwright.ir.plan import Strategy
 from meshwright.ir.rule import OWN
 from meshwright.planner.factors import Factors
-from meshwright.planner.words import SAME, STATIONARY, WORDS, factors_of
+from meshwright.planner.words import STATIONARY, WORDS, factors_of
 
 
 def matches(glob: str, module: str) -> bool:
@@ -22,9 +22,9 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
     one that names more of its path holds; equal ones must agree.
 
     Args:
-        pins: module globs to ``factor@axis``, or several with spaces between them; factors are ``batch``, ``none``,
-            the letters of operators (``f``), where none there has such a letter the graph's classes of letters that go
-            together (``f1``), and the words of ``planner.words``.
+        pins: module globs to ``factor@axis``, or several with spaces between them; factors are ``batch`` (or
+            ``sample``), ``none``, the letters of operators (``f``), where none there has such a letter the graph's
+            classes of letters that go together (``f1``), and the words of ``planner.words``.
         axes: the names of the mesh's axes; those of one rank only are checked, and divide nothing.
 
     Raises:
@@ -72,7 +72,7 @@ def _every(pins: dict[str, str], axes: tuple[str, ...]) -> Iterator[tuple[str, s
             factor, at, named = one.partition("@")
             if not at:
                 raise LayoutError(f"{one!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
-            factors, over = STATIONARY.get(factor, (SAME.get(factor, factor),)), named.split(",")
+            factors, over = STATIONARY.get(factor, ("batch" if factor == "sample" else factor,)), named.split(",")
             for axis in over:
                 if axis not in axes:
                     remedy = did_you_mean(axis, axes, f"axes are {', '.join(axes)}")

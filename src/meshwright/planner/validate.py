@@ -48,8 +48,7 @@ def validate(path: str | os.PathLike[str]) -> Validation:
     Raises:
         FileFormatError: the file cannot be read or lacks columns.
     """
-    cases, left_out = read_cases(path)
-    return compare(cases, left_out)
+    return compare(*read_cases(path))
 
 
 def compare(cases: Sequence[Case], left_out: Sequence[LeftOut] = ()) -> Validation:

@@ -19,8 +19,6 @@ SPACE = {"width": 1, "height": 2, "depth": 3}
 """By word, which dim it is, counted from the back."""
 STATIONARY = {"stationary-x": ("channel",), "stationary-y": ("filter",), "stationary-w": ("channel", "filter")}
 """By name, what is split, over one axis each."""
-SAME = {"sample": "batch"}
-"""Words for what has a name already."""
 WORDS = ("channel", "filter", *SPACE)
 
 

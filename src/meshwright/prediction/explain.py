@@ -78,6 +78,8 @@ def explain(
         return None
     setup, memory = best.setup, best.memory
     limit = memory_bytes or cluster.device.memory_bytes
+    # the next fastest, and from the front what needs less memory or money
+    others = [*found.options[1:7], *[option for option in found.front if option not in found.options[:7]][:4]]
     return Report(
         model=setup.model.name,
         cluster=cluster.name,
@@ -97,7 +99,7 @@ def explain(
         memory_limit_bytes=limit,
         trace=rehearsed_trace(setup, cluster) if setup.pp > 1 else None,
         scaling=tuple(_point(devices, other) for devices, other in scaling),
-        alternatives=tuple(_alternative(option, best) for option in _others(found, best)),
+        alternatives=tuple(_alternative(option, best) for option in others),
         notes=(*NOTES, f"Meshwright {__version__}. {cluster.device.source}."),
         command=command,
     )
@@ -142,11 +144,6 @@ def _layout(setup: Setup) -> tuple[tuple[str, str, str], ...]:
         if key in ("dp", "micro_batch", "microbatches", "precision") or not usual:
             rows.append((key.replace("_", " "), "yes" if value is True else str(value), meaning))
     return tuple(rows)
-
-
-def _others(found: Found, best: Option) -> list[Option]:
-    """The next fastest, and from the front what needs less memory or money."""
-    return [*found.options[1:7], *[option for option in found.front if option not in found.options[:7]][:4]]
 
 
 def _alternative(option: Option, best: Option) -> Alternative:

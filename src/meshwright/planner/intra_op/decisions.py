@@ -44,13 +44,10 @@ def decisions_of(graph: Graph, marks: Mapping[str, object]) -> Decisions:
     blocks = _repeated_blocks(graph)
     known: dict[object, int] = {}
     for group in _groups(graph, followers):
-        key = _signature(graph, group, blocks, marks)
-        index = known.get(key) if key is not None else None
-        if index is None:
-            index = len(result.found)
+        key = _signature(graph, group, blocks, marks) or object()  # none is like another outside of blocks
+        index = known.setdefault(key, len(result.found))
+        if index == len(result.found):
             result.found.append(Decision(tuple(group), tuple([] for _ in group)))
-            if key is not None:
-                known[key] = index
         for number, operator in enumerate(group):
             result.found[index].twins[number].append(operator.name)
             result.place[operator.name] = (index, number)

@@ -42,18 +42,10 @@ class Formulation:
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        prices: Prices,
-        allows: Allows,
-        keeps: Callable[[Operator, Strategy], bool],
-        merit: Callable[[Operator, Strategy], int],
-        marks: Mapping[str, object],
-        optimizer: OptimizerCost,
-        moments: Moments | None,
-        uncut: Collection[str],
-        own_statistics: bool,
-    ) -> None:
+        self, graph: Graph, prices: Prices, allows: Allows, keeps: Callable[[Operator, Strategy], bool],
+        merit: Callable[[Operator, Strategy], int], marks: Mapping[str, object], optimizer: OptimizerCost,
+        moments: Moments | None, uncut: Collection[str], own_statistics: bool,
+    ) -> None:  # fmt: skip
         self.graph, self.prices, self.optimizer, self.moments, self.uncut = graph, prices, optimizer, moments, uncut
         self.limits = moments.limits if moments is not None else np.zeros(0)
         self.sizes = prices.sizes

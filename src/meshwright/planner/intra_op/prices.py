@@ -25,13 +25,7 @@ class Prices:
     parameters once."""
 
     def __init__(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        sizes: Mapping[str, int],
-        cluster: Cluster,
-        lower: Lower,
-        microbatches: int = 1,
+        self, graph: Graph, mesh: Mesh, sizes: Mapping[str, int], cluster: Cluster, lower: Lower, microbatches: int
     ) -> None:
         self.graph, self.sizes, self.microbatches, self.lower = graph, dict(sizes), microbatches, lower
         self.costs = NodeCosts(mesh, cluster)

@@ -1,12 +1,57 @@
-"""Whether a step can be worked through in micro-batches: nothing may communicate over time."""
+"""What is refused before planning: another precision, samples that meet in a micro-batch, operators without a rule."""
 
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, RuleError
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.placement import REPLICATE, Partial, Placement, input_placements, output_placements
 from meshwright.ir.plan import Strategy
+from meshwright.ir.precision import Precision
 
 _BATCH_NORM = "batch_norm"
+
+
+def check_precision(asked: Precision | None, graph: Graph, cluster: Cluster | None) -> None:
+    """That a layout asks for the precision that the step was captured in, or for none, and that the cluster has it.
+    CPUs compute in any, some of them slowly.
+
+    Raises:
+        LayoutError: it is another one, or the devices lack it.
+    """
+    if asked is not None and asked != graph.precision:
+        captured = graph.precision or "the model's own dtypes"
+        raise LayoutError(
+            f"precision={asked!r}, but the step was captured in {captured}",
+            where="layout",
+            remedy=f"capture it with precision={asked!r}: its casts are operators of the step",
+        )
+    if graph.precision is None or cluster is None or cluster.device.kind == "cpu":
+        return
+    known = [name for name in ("float32", "bfloat16", "float16") if name in cluster.device.peak_flops_per_s]
+    if graph.precision not in known:
+        raise LayoutError(
+            f"precision={graph.precision!r}, which {cluster.device.name} does not compute in",
+            where=f"layout on {cluster.name}",
+            remedy=f"use {' or '.join(known)}",
+        )
+
+
+def check_strict(graph: Graph) -> None:
+    """That every operator has a rule.
+
+    Raises:
+        RuleError: one has none; names the first, its module and source line, and how many others there are.
+    """
+    missing = [operator for operator in graph.operators if operator.rule is None]
+    if missing:
+        first = missing[0]
+        others = len({operator.target for operator in missing}) - 1
+        more = f" (and {others} other operators)" if others else ""
+        raise RuleError(
+            f"{first.target} cannot be split: {first.reason}{more}",
+            where=f"module {first.module or '(model)'}, {first.source or 'source line unknown'}",
+            remedy="pass a rule for it (rules=, see docs/how-to/add-an-operator-rule.md), or plan without strict",
+        )
 
 
 def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dict[str, int], layout: Layout) -> None:
