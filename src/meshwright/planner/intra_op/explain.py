@@ -108,8 +108,8 @@ def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
 
 
 def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -> Core:
-    """The problem of the nodes ``free``, with those next to them as they are chosen, as far as ``index`` can be told
-    apart from the others."""
+    """The problem of the nodes ``free``, with those next to them as they are chosen; all but ``index`` are eliminated
+    where tables stay small."""
     near = [one for one in problem.tensors if free & set(one.nodes)]
     scope = sorted({node for one in near for node in one.nodes} | free)
     place = {node: number for number, node in enumerate(scope)}
