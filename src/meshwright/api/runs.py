@@ -28,6 +28,7 @@ from meshwright.ir.program import RankPrograms
 from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
+from meshwright.planner.checks import check_strict
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
