@@ -1,5 +1,10 @@
 """Every error a user can cause: it names the value, the place and the remedy."""
 
+from collections.abc import Iterable
+
+Problem = tuple[str, str, str]
+"""Where something is wrong, what is wrong (with the value), and what to do about it."""
+
 
 class MeshwrightError(Exception):
     """Base of all errors a user can cause.
@@ -24,6 +29,12 @@ class MeshwrightError(Exception):
 
 def _rebuild(kind: type[MeshwrightError], problem: str, where: str, remedy: str) -> MeshwrightError:
     return kind(problem, where=where, remedy=remedy)
+
+
+def refuse(kind: type[MeshwrightError], problems: Iterable[Problem], within: str = "") -> None:
+    """Raise the first of the problems as an error of this kind, if there is any. Places are ``within`` another."""
+    for where, problem, remedy in problems:
+        raise kind(problem, where=": ".join(filter(None, (within, where))), remedy=remedy)
 
 
 class FileFormatError(MeshwrightError):

@@ -1,8 +1,9 @@
 """Communication: the seconds of collectives and messages between ranks, by level, group size and bytes."""
 
 import math
+import operator
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -47,11 +48,7 @@ class Network:
         for row in cluster.collectives:
             tables = self._measured.setdefault((row.operation, row.level, row.fan_outs or (row.ranks,)), {})
             tables.setdefault(row.algorithm, []).append((row.bytes, row.time_s))
-        self._sizes = tuple(math.prod(level.fan_out for level in cluster.levels[: i + 1]) for i in range(self._depth))
-
-    @property
-    def _depth(self) -> int:
-        return len(self._levels)
+        self._sizes = tuple(accumulate((level.fan_out for level in cluster.levels), operator.mul))
 
     def collective_s(self, operation: Collective, num_bytes: float, group: Group, algorithm: str = NATIVE) -> float:
         """Seconds of a collective of a group, while all groups of its axis have theirs: the one model that planning,

@@ -9,12 +9,12 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Network
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, PlanError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.own_samples import check_owned, owned
+from meshwright.ir.own_samples import owned, owned_problems
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower
@@ -194,7 +194,7 @@ class _Planner:
             for operator in self.graph.operators:
                 self.strategies[operator.name] = owned(operator, self.strategies[operator.name])
             for operator in self.graph.operators:
-                check_owned(self.graph, operator, self.strategies, self.sizes, "layout")
+                refuse(PlanError, owned_problems(self.graph, operator, self.strategies, self.sizes), "layout")
         firsts = self._firsts()
         divided = cut(self.graph, firsts)
         settled = [axis for axis in self.sizes if axis != TIME] if self.solved is not None else []

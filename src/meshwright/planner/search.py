@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
+from meshwright.cost.memory import Memory, estimate_memory, verdict
+from meshwright.cost.occupancy import Verdict
 from meshwright.cost.setup import Inner, Precision, Recompute, ScheduleName, Setup
 from meshwright.cost.step import Estimate, estimate_step
 from meshwright.errors import LayoutError
