@@ -1,6 +1,7 @@
 """The training step as data: tensors, operators with their rules, and factor classes."""
 
 import hashlib
+from math import prod
 from typing import ClassVar, Literal
 
 import msgspec
@@ -28,10 +29,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def num_elements(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

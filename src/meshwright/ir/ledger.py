@@ -1,7 +1,7 @@
 """The ledger of a run: what was predicted beside what was measured, what was off most, and what would explain it."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
@@ -219,7 +219,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def _about_computing(self, worst: Deviation) -> str:
         own, factor = worst.measured_s / worst.predicted_s if worst.predicted_s else 0.0, self.compute_factor
         peers = [one for one in self.ranks if one.rank != worst.rank]
-        others = _ratio((one.measured.compute_s, one.predicted.compute_s) for one in peers)
+        others = _computing(peers)
         if others and own and abs(own / others - 1) > 2 * AGREE:
             return (
                 f"Rank {worst.rank} computes for {own:.2f} times as long as predicted, the others for {others:.2f}: no "
@@ -238,7 +238,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if late_s > 0.5 * abs(mine.difference_s(worst.part)):
             return (
                 f"Of this, {seconds(late_s)} are waiting for rank {last.rank}, which came later to collectives and "
-                f"computed for {_times(last)} as long as predicted: no constant of the network explains that."
+                f"computed for {_computing([last]):.2f} times as long as predicted: no constant of the network "
+                "explains that."
             )
         factor = self.communication_factor
         if factor == 1.0:
@@ -263,7 +264,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         }
         slow = max(means, key=lambda stage: abs(means[stage]))
         if abs(means[slow]) >= 0.5 * abs(off_s):
-            factor = _ratio((one.measured.compute_s, one.predicted.compute_s) for one in stages[slow])
+            factor = _computing(stages[slow])
             return (
                 f"It follows from the computing of stage {slow}, which takes {factor:.2f} times as long as predicted: "
                 "the device's efficiency would explain it, if other stages are off alike; else where the model is cut."
@@ -380,12 +381,7 @@ def _median(steps: Sequence[RankTimes]) -> RankTimes:
     return RankTimes(rank=steps[0].rank, peak_bytes=peak_bytes, **medians)
 
 
-def _times(one: RankEntry) -> str:
-    return f"{_ratio([(one.measured.compute_s, one.predicted.compute_s)]):.2f} times"
-
-
-def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
-    """The sum of the first over the sum of the second; 0 where that is 0."""
-    both = list(pairs)
-    below = sum(second for _, second in both)
-    return sum(first for first, _ in both) / below if below else 0.0
+def _computing(entries: Collection[RankEntry]) -> float:
+    """How many times as long as predicted these ranks computed; 0 where nothing was predicted."""
+    predicted_s = sum(one.predicted.compute_s for one in entries)
+    return sum(one.measured.compute_s for one in entries) / predicted_s if predicted_s else 0.0

@@ -20,7 +20,8 @@ PARTS = "parts"
 DECOMPOSITIONS = ("sum", "gather", *ONE_AXIS, HALO, PARTS)
 """How the parts of a factor come together."""
 
-_TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+")
+_TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+|(\S.*)")
+"""A bracket, a letter with its mark, a size, or the rest, which cannot be read."""
 
 
 class Factor(msgspec.Struct, frozen=True):
@@ -199,12 +200,10 @@ def _operand(part: str, text: str) -> Operand:
     dims: list[Dim] = []
     group: list[Factor] | None = None
     seen: set[str] = set()
-    end = 0
     for match in _TOKEN.finditer(part):
-        if part[end : match.start()].strip():
-            break
-        end = match.end()
         token = match[0]
+        if match[1]:
+            raise RuleError(f"cannot read {token!r} in pattern {text!r}", remedy="use letters, numbers, ! ~ ^ ( )")
         if token == "(":
             if group is not None:
                 raise RuleError(f"nested '(' in pattern {text!r}", remedy="a dim is one flat group of factors")
@@ -227,10 +226,6 @@ def _operand(part: str, text: str) -> Operand:
                 dims.append((factor,))
             else:
                 group.append(factor)
-    if part[end:].strip():
-        raise RuleError(
-            f"cannot read {part[end:].strip()!r} in pattern {text!r}", remedy="use letters, numbers, ! ~ ^ ( )"
-        )
     if group is not None:
         raise RuleError(f"unbalanced '(' in pattern {text!r}", remedy="balance the brackets")
     return Operand(tuple(dims), linear)
