@@ -78,13 +78,7 @@ class Pattern(msgspec.Struct, frozen=True):
 
     def factor_names(self) -> tuple[str, ...]:
         """Every letter, in order of appearance."""
-        seen: dict[str, None] = {}
-        for operand in (*self.inputs, *self.outputs):
-            for dim in operand.dims:
-                for factor in dim:
-                    if factor.name:
-                        seen.setdefault(factor.name)
-        return tuple(seen)
+        return tuple(dict.fromkeys(factor.name for factor in self._factors() if factor.name))
 
     def fixed_names(self) -> frozenset[str]:
         """The letters that carry ``!`` anywhere: they cannot be split."""
