@@ -30,13 +30,11 @@ def factors(ledger: Ledger) -> Factors:
         ClusterError: one is beyond ``MOST`` or its inverse.
     """
     found = Factors(compute=ledger.compute_factor, communication=ledger.communication_factor)
+    remedy = "calibrate the machine again while nothing else runs, or name the cluster that it really is"
     for what, factor in (("computing", found.compute), ("communication", found.communication)):
         if not 1 / MOST <= factor <= MOST:
-            raise ClusterError(
-                f"{what} took {factor:.3g} times as long as predicted, which no constant explains",
-                where=f"cluster {ledger.cluster}",
-                remedy="calibrate the machine again while nothing else runs, or name the cluster that it really is",
-            )
+            problem = f"{what} took {factor:.3g} times as long as predicted, which no constant explains"
+            raise ClusterError(problem, where=f"cluster {ledger.cluster}", remedy=remedy)
     return found
 
 

@@ -227,26 +227,25 @@ class _Step(msgspec.Struct, frozen=True):
 def _descend(levels: tuple[Level, ...], rank: int) -> Iterator[_Step]:
     # From the outermost level inwards: in which of its units the rank is.
     while levels:
-        level, inner, first = levels[-1], levels[:-1], 0
-        if not level.members:
+        level, first = levels[-1], 0
+        for count, inner, device in _parts(levels):
             size = _size(inner)
-            yield _Step(level, rank // size)
-            levels, rank = inner, rank % size
-            continue
-        for member in level.members:
-            size = _size(member.levels)
-            if rank < member.count * size:
-                yield _Step(level, first + rank // size, member.device)
-                levels, rank = member.levels, rank % size
+            if rank < count * size:
+                yield _Step(level, first + rank // size, device)
+                levels, rank = inner, rank % size
                 break
-            first, rank = first + member.count, rank - member.count * size
+            first, rank = first + count, rank - count * size
+
+
+def _parts(levels: tuple[Level, ...]) -> list[tuple[int, tuple[Level, ...], Device | None]]:
+    """What the outermost level joins: so many equal units, their levels and, where it is their own, their device."""
+    level = levels[-1]
+    unlike = [(member.count, member.levels, member.device) for member in level.members]
+    return unlike or [(level.fan_out, levels[:-1], None)]
 
 
 def _size(levels: tuple[Level, ...]) -> int:
-    size = 1
-    for level in levels:
-        size *= sum(member.count * _size(member.levels) for member in level.members) or level.fan_out
-    return size
+    return sum(count * _size(inner) for count, inner, _ in _parts(levels)) if levels else 1
 
 
 def _walk(levels: tuple[Level, ...]) -> Iterator[Level]:
@@ -259,13 +258,12 @@ def _walk(levels: tuple[Level, ...]) -> Iterator[Level]:
 def _units(levels: tuple[Level, ...], name: str, first: int) -> Iterator[range]:
     if not levels:
         return
-    level, inner = levels[-1], levels[:-1]
-    if level.name == name:
+    if levels[-1].name == name:
         yield range(first, first + _size(levels))
         return
-    for part in [member.levels for member in level.members for _ in range(member.count)] or [inner] * level.fan_out:
-        yield from _units(part, name, first)
-        first += _size(part)
+    for inner in [inner for count, inner, _ in _parts(levels) for _ in range(count)]:
+        yield from _units(inner, name, first)
+        first += _size(inner)
 
 
 def _count_problems(where: str, counts: Mapping[str, int], least: int = 1) -> Iterator[Problem]:

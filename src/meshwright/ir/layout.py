@@ -82,9 +82,14 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise LayoutError(f"{field.name} is {value!r}", where="layout", remedy=remedy) from None
 
     @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        """The sizes whose product is the number of ranks; at most one is open, -1."""
+        return (self.dp, self.cp, self.tp, self.pp, *self.spatial, *self.mixed)
+
+    @property
     def num_ranks(self) -> int:
         """The ranks that it needs; negative where a size is open."""
-        return math.prod((self.dp, self.cp, self.tp, self.pp, *self.spatial, *self.mixed))
+        return math.prod(self.axis_sizes)
 
     @property
     def spatial_axes(self) -> dict[str, int]:
@@ -105,7 +110,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """
         sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp")}
         refuse(LayoutError, self._impossible(sizes))
-        product = math.prod((*self.spatial, *self.mixed, *(size for size in sizes.values() if size != -1)))
+        product = math.prod(size for size in self.axis_sizes if size != -1)
         for name in [name for name, size in sizes.items() if size == -1 and world_size % product == 0]:
             sizes[name], product = world_size // product, world_size
         refuse(LayoutError, self._unfit(sizes, product, world_size))

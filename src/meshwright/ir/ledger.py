@@ -1,12 +1,12 @@
 """The ledger of a run: what was predicted beside what was measured, what was off most, and what would explain it."""
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
-from meshwright.errors import TraceError
+from meshwright.errors import Problem, TraceError, refuse
 from meshwright.ir.layout import layout_text
 from meshwright.ir.plan import Plan
 from meshwright.ir.summary import RankTimes, summarize
@@ -307,7 +307,8 @@ def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster
         raise TraceError("no step was measured", where="ledger", remedy="let the run make one step with a recorder")
     traces = [("predicted", predicted), *((f"measured step {index}", one) for index, one in enumerate(measured))]
     for name, trace in traces:
-        _check(trace, name, plan)
+        check_belongs(trace, plan.digest, name)
+        refuse(TraceError, _problems(trace, name, plan.mesh.world_size))
     every = [{one.rank: one for one in summarize(trace)} for trace in measured]
     stages = {rank: plan.mesh.coordinates(rank).get("pp", 0) for rank in range(plan.mesh.world_size)}
     return Ledger(
@@ -345,23 +346,17 @@ def check_belongs(trace: Trace, digest: str, where: str) -> None:
         )
 
 
-def _check(trace: Trace, name: str, plan: Plan) -> None:
-    check_belongs(trace, plan.digest, name)
+def _problems(trace: Trace, name: str, world_size: int) -> Iterator[Problem]:
     sources = ("simulated", "emulated") if name == "predicted" else ("measured", "emulated")
     if trace.source not in sources:
-        raise TraceError(
-            f"the trace is {trace.source}", where=name, remedy=f"one that is {' or '.join(sources)} belongs there"
-        )
-    ranks = tuple(range(plan.mesh.world_size))
-    seen = tuple(sorted({span.rank for span in trace.spans}))
-    if seen != ranks:
-        raise TraceError(
-            f"the trace has {len(seen)} ranks ({', '.join(map(str, seen[:8])) or 'none'}), the plan {len(ranks)}",
-            where=name,
-            remedy="take a trace of all ranks",
-        )
+        yield name, f"the trace is {trace.source}", f"one that is {' or '.join(sources)} belongs there"
+    seen = sorted({span.rank for span in trace.spans})
+    if seen != list(range(world_size)):
+        shown = ", ".join(map(str, seen[:8])) or "none"
+        problem = f"the trace has {len(seen)} ranks ({shown}), the plan {world_size}"
+        yield name, problem, "take a trace of all ranks"
     if not trace.duration_s:
-        raise TraceError("the step takes no time", where=name, remedy="take the trace of a step that was made")
+        yield name, "the step takes no time", "take the trace of a step that was made"
 
 
 def _levels(cluster: "Cluster", world_size: int) -> tuple[str, ...]:

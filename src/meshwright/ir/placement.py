@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import members
-from meshwright.ir.rule import Dim, Factor, Operand, Rule
+from meshwright.ir.rule import ONE_AXIS, Dim, Factor, Operand, Rule
 
 LINEAR = "^"
 
@@ -166,7 +166,7 @@ def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) ->
     can. Parts may differ by one unit where the rule bears it, but no part may be empty; micro-batches are equal. What
     goes round a ring of ranks, or from each to each, is cut over one axis only."""
     for choice in strategy.values():
-        if choice in rule.decompositions and rule.of_one_axis(choice):
+        if choice in rule.decompositions and rule.decomposition(choice) in ONE_AXIS:
             axes = [axis for axis, other in strategy.items() if other == choice]
             if len(axes) > 1:
                 return choice, prod(sizes[axis] for axis in axes)

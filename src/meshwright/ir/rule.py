@@ -141,10 +141,6 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """Whether outputs without factor ``name`` are terms of a sum where it is split."""
         return self.decomposition(name) in ("", OWN, HALO, PARTS)
 
-    def of_one_axis(self, name: str) -> bool:
-        """Whether what factor ``name`` exchanges goes over one mesh axis: round its ring, or from each rank to each."""
-        return self.decomposition(name) in ONE_AXIS
-
     def owns(self, name: str, output: int) -> bool:
         """Whether splitting ``name`` leaves on each rank an output number ``output`` of its own."""
         return self.decomposition(name) == OWN and str(output) in self.decompositions[name].split()[1:]

@@ -304,8 +304,7 @@ class Run(Section, frozen=True, kw_only=True):
             return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.train.ranks != "auto":
             return self.train.ranks
-        sizes = (self.layout.dp, self.layout.cp, self.layout.tp, self.layout.pp, *self.layout.spatial,
-                 *self.layout.mixed)  # fmt: skip
+        sizes = self.layout.axis_sizes
         fixed = math.prod(size for size in sizes if size > 0)
         if min(sizes) > 0:
             return fixed
