@@ -134,7 +134,7 @@ def fingerprint(graph: Graph) -> str:
     for operator in graph.operators:
         digest.update(f"{operator.name} {operator.target}\n".encode())
         if operator.rule is not None:
-            of, sizes = operator.classes, operator.rule.sizes.items()
-            sizes = [(letter, size) for letter, size in sizes if letter in of and of[letter] not in batch]
+            of, letters = operator.classes, operator.rule.sizes.items()
+            sizes = [(letter, size) for letter, size in letters if letter in of and of[letter] not in batch]
             digest.update(f"{operator.rule.pattern} {sizes}\n".encode())
     return digest.hexdigest()[:16]

@@ -284,6 +284,7 @@ def series_of(finding: Finding, key: str) -> Iterator[tuple[str, Series]]:
     if isinstance(finding, Comparison):
         yield from ((f"{key}.series.{name}", one) for name, one in finding.series.items())
     elif isinstance(finding, Scaling | BatchSizes):
-        yield from ((f"{key}.points[{k}].series", point.series) for k, point in enumerate(finding.points))
+        points: tuple[Point | BatchPoint, ...] = finding.points
+        yield from ((f"{key}.points[{k}].series", point.series) for k, point in enumerate(points))
     elif isinstance(finding, Utilization | Duration | Prediction):
         yield f"{key}.series", finding.series
