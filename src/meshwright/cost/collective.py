@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from meshwright.cost.alpha_beta import Hop, gamma_s_per_byte, steps_s
-from meshwright.cost.work import Collective
 from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.program import CollectiveKind
 from meshwright.ir.resharding import Link
 from meshwright.schedules.collectives.choice import CHOSEN, NATIVE, runs, written
 
@@ -50,7 +50,7 @@ class Network:
             tables.setdefault(row.algorithm, []).append((row.bytes, row.time_s))
         self._sizes = tuple(accumulate((level.fan_out for level in cluster.levels), operator.mul))
 
-    def collective_s(self, operation: Collective, num_bytes: float, group: Group, algorithm: str = NATIVE) -> float:
+    def collective_s(self, operation: CollectiveKind, num_bytes: float, group: Group, algorithm: str = NATIVE) -> float:
         """Seconds of a collective of a group, while all groups of its axis have theirs: the one model that planning,
         estimates and the simulator ask.
 

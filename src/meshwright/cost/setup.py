@@ -74,8 +74,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         for key, kind in SPELLED:
             value, known = getattr(self, key), get_args(kind)
             if value not in known:
-                hint = did_you_mean(str(value), known)
-                yield key, f"unknown {key} {value!r}", f"{hint} one of {', '.join(known)}".strip()
+                remedy = did_you_mean(str(value), known, f"one of {', '.join(known)}")
+                yield key, f"unknown {key} {value!r}", remedy
         for divisor, by, name, size in self._divisions():
             if not size or size % by:
                 yield name, f"{name} = {size} is not divisible by {divisor} = {by}", f"change {divisor} or {name}"

@@ -145,7 +145,7 @@ def device_problems(device: Device, where: str) -> Iterator[Problem]:
     yield from quantity_problems({name: value for name, value in quantities.items() if value is not None}, where)
     for dtype, peak in device.peak_flops_per_s.items():
         if dtype not in PEAK_DTYPES:
-            remedy = f"{did_you_mean(dtype, PEAK_DTYPES)} known dtypes: {', '.join(PEAK_DTYPES)}".strip()
+            remedy = did_you_mean(dtype, PEAK_DTYPES, f"known dtypes: {', '.join(PEAK_DTYPES)}")
             yield f"{where}.peak_flops_per_s", f"unknown dtype {dtype!r}", remedy
         for place, problem, remedy in quantity_problems({"peak_flops_per_s": peak}, where):
             yield f"{place}.{dtype}", problem, remedy
@@ -160,7 +160,7 @@ def device_problems(device: Device, where: str) -> Iterator[Problem]:
 def _curve_problems(efficiency: dict[str, Curve], where: str) -> Iterator[Problem]:
     for kind, curve in efficiency.items():
         if kind not in KINDS:
-            remedy = f"{did_you_mean(kind, KINDS)} known kinds: {', '.join(KINDS)}".strip()
+            remedy = did_you_mean(kind, KINDS, f"known kinds: {', '.join(KINDS)}")
             yield f"{where}.efficiency", f"unknown kind of operator {kind!r}", remedy
         rising = all(low < high for low, high in pairwise([0.0, *(size for size, _ in curve)]))
         if not curve or not rising or not all(0 < fraction <= 1 for _, fraction in curve):
