@@ -1,6 +1,7 @@
 """Every error a user can cause: it names the value, the place and the remedy."""
 
 from collections.abc import Iterable
+from typing import Self
 
 Problem = tuple[str, str, str]
 """Where something is wrong, what is wrong (with the value), and what to do about it."""
@@ -22,6 +23,11 @@ class MeshwrightError(Exception):
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
         return f"{text}\n  -> {self.remedy}" if self.remedy else text
+
+    def within(self, place: str, separator: str = ": ") -> Self:
+        """The same error, where what it names lies inside of another place."""
+        where = f"{place}{separator}{self.where}" if self.where else place
+        return type(self)(self.problem, where=where, remedy=self.remedy)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.problem, self.where, self.remedy))

@@ -59,7 +59,7 @@ def decode(data: bytes, kind: type[T], *, where: str, toml: bool = False) -> T:
     except msgspec.ValidationError as error:
         raise _explained(error, kind, where) from None
     except MeshwrightError as error:
-        raise _moved(error, where, ": ") from None
+        raise error.within(where) from None
 
 
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:
@@ -160,7 +160,7 @@ def _explained(error: msgspec.ValidationError, kind: type[msgspec.Struct], where
     problem, key = (match["problem"], match["key"] or "") if match else (str(error), "")
     place = f"{where}: {key}" if key else where
     if isinstance(error.__cause__, _RefusedError):
-        return _moved(error.__cause__.error, place, ", ")
+        return error.__cause__.error.within(place, ", ")
     remedy = "correct that key"
     if unknown := _UNKNOWN.search(problem):
         known = _keys_at(kind, key)
@@ -168,11 +168,6 @@ def _explained(error: msgspec.ValidationError, kind: type[msgspec.Struct], where
     elif missing := _MISSING.search(problem):
         remedy = f"add `{missing[1]}`"
     return FileFormatError(problem, where=place, remedy=remedy)
-
-
-def _moved(error: MeshwrightError, place: str, separator: str) -> MeshwrightError:
-    where = f"{place}{separator}{error.where}" if error.where else place
-    return type(error)(error.problem, where=where, remedy=error.remedy)
 
 
 def _keys_at(kind: type[msgspec.Struct], key: str) -> list[str]:
