@@ -1,13 +1,14 @@
 """Reads RUN.toml: tables become a ``Run``, with errors that name file and key."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import inspect
 
-from meshwright.errors import FileFormatError
+from meshwright.errors import FileFormatError, Problem, refuse
 from meshwright.ir import files
 from meshwright.ir.run import LearningRate, Run, TextData
 from meshwright.ir.run_model import FactoryModel, GPTModel
@@ -62,7 +63,7 @@ def make(raw: dict[str, Any], *, where: str) -> Run:
     raw = completed(raw)
     _check_keys(inspect.type_info(Run), raw, where, "")
     run = files.decode(msgspec.toml.encode(raw), Run, where=where, toml=True)
-    _check(run, raw, where)
+    refuse(FileFormatError, _problems(run, raw), where)
     return run
 
 
@@ -91,15 +92,10 @@ def completed(raw: dict[str, Any]) -> dict[str, Any]:
 
 def structs(node: inspect.Type, raw: dict[str, Any] | None = None) -> list[inspect.StructType]:
     """The tables that a value of the type may be; with ``raw``, those that its tag leaves."""
-    found = [one for one in alternatives(node) if isinstance(one, inspect.StructType)]
+    found = [one for one in files.alternatives(node) if isinstance(one, inspect.StructType)]
     if raw is None:
         return found
     return [one for one in found if one.tag_field is None or raw.get(one.tag_field) == one.tag]
-
-
-def alternatives(node: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The members of a union type; of another type itself."""
-    return tuple(node.types) if isinstance(node, inspect.UnionType) else (node,)
 
 
 def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
@@ -125,70 +121,50 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
                 _check_keys(fields[key], value, where, f"{at}.{key}" if at else key)
 
 
-def _check(run: Run, raw: dict[str, Any], where: str) -> None:
+def _problems(run: Run, raw: dict[str, Any]) -> Iterator[Problem]:
     """What the types cannot say."""
+    model, data = run.model, run.data
     given = [key for key in raw.get("layout", {}) if key not in ("plan", "cluster")]
     if run.layout.file and given:
-        raise FileFormatError(
-            f"both a plan and {given[0]} are given",
-            where=f"{where}: layout",
-            remedy="give the plan, which says everything, or sizes",
-        )
-    if run.sample is not None and not isinstance(run.data, TextData):
-        raise FileFormatError("only a model of text can write", where=f"{where}: sample", remedy="leave [sample] out")
-    _check_schedule(run.schedule, f"{where}: schedule")
-    if isinstance(run.model, FactoryModel):
-        for key, text in (("factory", run.model.factory), ("loss", run.model.loss)):
+        remedy = "give the plan, which says everything, or sizes"
+        yield "layout", f"both a plan and {given[0]} are given", remedy
+    if run.sample is not None and not isinstance(data, TextData):
+        yield "sample", "only a model of text can write", "leave [sample] out"
+    yield from _schedule_problems(run.schedule)
+    if isinstance(model, FactoryModel):
+        for key, text in (("factory", model.factory), ("loss", model.loss)):
             known = key == "loss" and text in ("language_model", "classification")
             if not known and (text.count(":") != 1 or not all(text.split(":"))):
-                raise FileFormatError(
-                    f"{text!r} does not name a function" if text else "is missing",
-                    where=f"{where}: model.{key}",
-                    remedy="write package.module:function" + (", or classification" if key == "loss" else ""),
-                )
-    if isinstance(run.model, GPTModel) and run.model.width % run.model.heads:
-        raise FileFormatError(
-            f"{run.model.width} is not divisible by heads = {run.model.heads}",
-            where=f"{where}: model.width",
-            remedy="choose a width that is a multiple of the heads",
-        )
-    if isinstance(run.model, GPTModel) and isinstance(run.data, TextData):
-        positions = run.model.sequence_length
-        if positions and positions < run.data.sequence_length:
-            raise FileFormatError(
-                f"the model has {positions} positions, but data.sequence_length is {run.data.sequence_length}",
-                where=f"{where}: model.sequence_length",
-                remedy="leave it out, or give at least as many",
-            )
-        if run.model.vocabulary < 256:
-            raise FileFormatError(
-                f"text has 256 different bytes, the model's vocabulary is {run.model.vocabulary}",
-                where=f"{where}: model.vocabulary",
-                remedy="give at least 256",
-            )
+                problem = f"{text!r} does not name a function" if text else "is missing"
+                remedy = "write package.module:function" + (", or classification" if key == "loss" else "")
+                yield f"model.{key}", problem, remedy
+    if isinstance(model, GPTModel) and model.width % model.heads:
+        problem = f"{model.width} is not divisible by heads = {model.heads}"
+        yield "model.width", problem, "choose a width that is a multiple of the heads"
+    if isinstance(model, GPTModel) and isinstance(data, TextData):
+        positions, length = model.sequence_length, data.sequence_length
+        if positions and positions < length:
+            problem = f"the model has {positions} positions, but data.sequence_length is {length}"
+            yield "model.sequence_length", problem, "leave it out, or give at least as many"
+        if model.vocabulary < 256:
+            problem = f"text has 256 different bytes, the model's vocabulary is {model.vocabulary}"
+            yield "model.vocabulary", problem, "give at least 256"
 
 
-def _check_schedule(schedule: LearningRate, where: str) -> None:
-    scaled = schedule.scaling != "none"
-    if scaled != bool(schedule.base_batch_size):
-        raise FileFormatError(
-            "is missing" if scaled else f"is {schedule.base_batch_size}, but nothing is scaled",
-            where=f"{where}.base_batch_size",
-            remedy="give the batch that optimizer.lr was found for" if scaled else 'give scaling = "linear", or "sqrt"',
-        )
+def _schedule_problems(schedule: LearningRate) -> Iterator[Problem]:
+    scaled, base = schedule.scaling != "none", schedule.base_batch_size
+    if scaled and not base:
+        yield "schedule.base_batch_size", "is missing", "give the batch that optimizer.lr was found for"
+    if base and not scaled:
+        problem = f"is {base}, but nothing is scaled"
+        yield "schedule.base_batch_size", problem, 'give scaling = "linear", or "sqrt"'
     if schedule.warmup_from == "base" and not (scaled and schedule.warmup_steps):
-        raise FileFormatError(
-            "'base' means nothing without warmup_steps and scaling",
-            where=f"{where}.warmup_from",
-            remedy="give both, or leave it out",
-        )
+        problem = "'base' means nothing without warmup_steps and scaling"
+        yield "schedule.warmup_from", problem, "give both, or leave it out"
     begins = [begin for begin, _ in schedule.batch_sizes]
     if begins != sorted(set(begins)):
-        raise FileFormatError(
-            f"the steps {begins} do not rise",
-            where=f"{where}.batch_sizes",
-            remedy="write [[step, batch], ...] in order",
-        )
+        problem = f"the steps {begins} do not rise"
+        yield "schedule.batch_sizes", problem, "write [[step, batch], ...] in order"
 
 
 def changes(path: Path, run: Run) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from meshwright.errors import FileFormatError, MeshwrightError
 
@@ -172,22 +173,22 @@ def _explained(error: msgspec.ValidationError, kind: type[msgspec.Struct], where
 
 def _keys_at(kind: type[msgspec.Struct], key: str) -> list[str]:
     """The keys that may stand at the path ``key`` (such as ``levels[0].members[1]``) of a noun."""
-    here: list[msgspec.inspect.Type] = [msgspec.inspect.type_info(kind)]
+    here = list(alternatives(inspect.type_info(kind)))
     for index, name in _STEP.findall(key):
-        there: list[msgspec.inspect.Type] = []
-        for node in _alternatives(here):
-            if isinstance(node, msgspec.inspect.StructType) and name:
+        there: list[inspect.Type] = []
+        for node in here:
+            if isinstance(node, inspect.StructType) and name:
                 there += [field.type for field in node.fields if field.encode_name == name]
-            elif isinstance(node, msgspec.inspect.DictType):
+            elif isinstance(node, inspect.DictType):
                 there.append(node.value_type)
-            elif isinstance(node, msgspec.inspect.TupleType) and index.isdigit():
+            elif isinstance(node, inspect.TupleType) and index.isdigit():
                 there += node.item_types[int(index) : int(index) + 1]
-            elif isinstance(node, msgspec.inspect.ListType | msgspec.inspect.VarTupleType):
+            elif isinstance(node, inspect.ListType | inspect.VarTupleType):
                 there.append(node.item_type)
-        here = there
-    structs = [node for node in _alternatives(here) if isinstance(node, msgspec.inspect.StructType)]
-    return [field.encode_name for node in structs for field in node.fields]
+        here = [one for node in there for one in alternatives(node)]
+    return [field.encode_name for node in here if isinstance(node, inspect.StructType) for field in node.fields]
 
 
-def _alternatives(nodes: list[msgspec.inspect.Type]) -> list[msgspec.inspect.Type]:
-    return [one for node in nodes for one in (node.types if isinstance(node, msgspec.inspect.UnionType) else (node,))]
+def alternatives(node: inspect.Type) -> tuple[inspect.Type, ...]:
+    """The members of a union type; of another type itself."""
+    return tuple(node.types) if isinstance(node, inspect.UnionType) else (node,)
