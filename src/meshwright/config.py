@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from meshwright.errors import FileFormatError
+from meshwright.errors import FileFormatError, Problem, refuse
 from meshwright.ir import files
 from meshwright.ir.run import LearningRate, Run, TextData
 from meshwright.ir.run_model import FactoryModel, GPTModel
@@ -61,7 +61,7 @@ def make(raw: dict[str, Any], *, where: str) -> Run:
     raw = completed(raw)
     _check_keys(inspect.type_info(Run), raw, where, "")
     run = files.decode(msgspec.toml.encode(raw), Run, where=where, toml=True)
-    _check(run, raw, where)
+    refuse(FileFormatError, _problems(run, raw), where)
     return run
 
 
@@ -94,8 +94,7 @@ def completed(raw: dict[str, Any]) -> dict[str, Any]:
 
 def structs(node: inspect.Type, raw: dict[str, Any] | None = None) -> list[inspect.StructType]:
     """The tables that a value of the type may be; with ``raw``, those that its tag leaves."""
-    members = node.types if isinstance(node, inspect.UnionType) else (node,)
-    found = [one for one in members if isinstance(one, inspect.StructType)]
+    found = [one for one in files.alternatives(node) if isinstance(one, inspect.StructType)]
     if raw is None:
         return found
     return [one for one in found if one.tag_field is None or raw.get(one.tag_field) == one.tag]
@@ -124,35 +123,27 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
                 _check_keys(fields[key], value, where, f"{at}.{key}" if at else key)
 
 
-def _check(run: Run, raw: dict[str, Any], where: str) -> None:
+def _problems(run: Run, raw: dict[str, Any]) -> Iterator[Problem]:
     """What the types cannot say."""
-    for key, problem, remedy in _faults(run, raw):
-        raise FileFormatError(problem, where=f"{where}: {key}", remedy=remedy)
-
-
-def _faults(run: Run, raw: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The key, the problem and the remedy of each fault."""
     model, data = run.model, run.data
     given = [key for key in raw.get("layout", {}) if key not in ("plan", "cluster")]
     if run.layout.file and given:
-        yield "layout", f"both a plan and {given[0]} are given", "give the plan, which says everything, or sizes"
+        remedy = "give the plan, which says everything, or sizes"
+        yield "layout", f"both a plan and {given[0]} are given", remedy
     if run.sample is not None and not isinstance(data, TextData):
         yield "sample", "only a model of text can write", "leave [sample] out"
-    for key, problem, remedy in _schedule_faults(run.schedule):
-        yield f"schedule.{key}", problem, remedy
+    yield from _schedule_problems(run.schedule)
     if isinstance(model, FactoryModel):
         for key, text in (("factory", model.factory), ("loss", model.loss)):
             known = key == "loss" and text in ("language_model", "classification")
             if not known and (text.count(":") != 1 or not all(text.split(":"))):
                 problem = f"{text!r} does not name a function" if text else "is missing"
-                more = ", or classification" if key == "loss" else ""
-                yield f"model.{key}", problem, f"write package.module:function{more}"
-    if not isinstance(model, GPTModel):
-        return
-    if model.width % model.heads:
+                remedy = "write package.module:function" + (", or classification" if key == "loss" else "")
+                yield f"model.{key}", problem, remedy
+    if isinstance(model, GPTModel) and model.width % model.heads:
         problem = f"{model.width} is not divisible by heads = {model.heads}"
         yield "model.width", problem, "choose a width that is a multiple of the heads"
-    if isinstance(data, TextData):
+    if isinstance(model, GPTModel) and isinstance(data, TextData):
         positions, length = model.sequence_length, data.sequence_length
         if positions and positions < length:
             problem = f"the model has {positions} positions, but data.sequence_length is {length}"
@@ -162,18 +153,20 @@ def _faults(run: Run, raw: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield "model.vocabulary", problem, "give at least 256"
 
 
-def _schedule_faults(schedule: LearningRate) -> Iterator[tuple[str, str, str]]:
+def _schedule_problems(schedule: LearningRate) -> Iterator[Problem]:
     scaled, base = schedule.scaling != "none", schedule.base_batch_size
     if scaled and not base:
-        yield "base_batch_size", "is missing", "give the batch that optimizer.lr was found for"
+        yield "schedule.base_batch_size", "is missing", "give the batch that optimizer.lr was found for"
     if base and not scaled:
-        yield "base_batch_size", f"is {base}, but nothing is scaled", 'give scaling = "linear", or "sqrt"'
+        problem = f"is {base}, but nothing is scaled"
+        yield "schedule.base_batch_size", problem, 'give scaling = "linear", or "sqrt"'
     if schedule.warmup_from == "base" and not (scaled and schedule.warmup_steps):
         problem = "'base' means nothing without warmup_steps and scaling"
-        yield "warmup_from", problem, "give both, or leave it out"
+        yield "schedule.warmup_from", problem, "give both, or leave it out"
     begins = [begin for begin, _ in schedule.batch_sizes]
     if begins != sorted(set(begins)):
-        yield "batch_sizes", f"the steps {begins} do not rise", "write [[step, batch], ...] in order"
+        problem = f"the steps {begins} do not rise"
+        yield "schedule.batch_sizes", problem, "write [[step, batch], ...] in order"
 
 
 def changes(path: Path, run: Run) -> list[str]:

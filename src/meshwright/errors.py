@@ -1,5 +1,11 @@
 """Every error a user can cause: it names the value, the place and the remedy."""
 
+from collections.abc import Iterable
+from typing import Self
+
+Problem = tuple[str, str, str]
+"""Where something is wrong, what is wrong (with the value), and what to do about it."""
+
 
 class MeshwrightError(Exception):
     """Base of all errors a user can cause.
@@ -17,6 +23,17 @@ class MeshwrightError(Exception):
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
         return f"{text}\n  -> {self.remedy}" if self.remedy else text
+
+    def within(self, place: str, separator: str = ": ") -> Self:
+        """The same error, where what it names lies inside of another place."""
+        where = f"{place}{separator}{self.where}" if self.where else place
+        return type(self)(self.problem, where=where, remedy=self.remedy)
+
+
+def refuse(kind: type[MeshwrightError], problems: Iterable[Problem], within: str = "") -> None:
+    """Raise the first of the problems as an error of this kind, if there is any. Places are ``within`` another."""
+    for where, problem, remedy in problems:
+        raise kind(problem, where=": ".join(filter(None, (within, where))), remedy=remedy)
 
 
 class FileFormatError(MeshwrightError):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.errors import ClusterError
-from meshwright.ir.device import Device, check_device
+from meshwright.errors import ClusterError, refuse
+from meshwright.ir.device import Device, device_problems
 
 
 def device(**changes: object) -> Device:
@@ -93,11 +93,11 @@ def test_a_rising_curve_rises_everywhere(one: float, other: float) -> None:
 )
 def test_an_impossible_device_is_refused_by_key(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ClusterError) as caught:
-        check_device(device(**changes), "d")
+        refuse(ClusterError, device_problems(device(**changes), "d"))
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("curve", [(), ((0.0, 0.5),), ((1e6, 0.0),), ((1e6, 1.01),), ((1e6, 0.5), (1e6, 0.5))])
 def test_what_is_no_curve_is_refused(curve: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ClusterError, match="is not an efficiency curve"):
-        check_device(device(efficiency={"matmul": curve}), "d")
+        refuse(ClusterError, device_problems(device(efficiency={"matmul": curve}), "d"))

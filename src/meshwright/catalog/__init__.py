@@ -9,10 +9,10 @@ from typing import TypeVar
 
 import msgspec
 
-from meshwright.errors import ClusterError
+from meshwright.errors import ClusterError, refuse
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, Level
-from meshwright.ir.device import Device, check_device, check_quantity
+from meshwright.ir.device import Device, device_problems, quantity_problems
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _VENDORS = {"nvidia", "tesla", "geforce", "amd", "instinct"}
@@ -41,10 +41,10 @@ class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     clusters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_device(self.device, "device")
+        refuse(ClusterError, device_problems(self.device, "device"))
         for name, link in self.links.items():
-            check_quantity(link.alpha_s, "alpha_s", f"links.{name}.alpha_s")
-            check_quantity(link.beta_s_per_byte, "beta_s_per_byte", f"links.{name}.beta_s_per_byte")
+            quantities = {"alpha_s": link.alpha_s, "beta_s_per_byte": link.beta_s_per_byte}
+            refuse(ClusterError, quantity_problems(quantities, f"links.{name}"))
 
 
 class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

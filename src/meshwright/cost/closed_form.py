@@ -33,17 +33,13 @@ def predict_step(work: Work, schedule: Schedule, mesh: Mesh, cluster: Cluster) -
     count = len(schedule.ranks)
     stride = mesh.world_size // count
 
-    def hops(one: int, other: int) -> int:
-        return abs(one % count - other % count) * stride
-
     def seconds(action: Action) -> float:
         stage = work.stages[action.stage]
-        if action.kind is ActionKind.SEND_F:
-            far = hops(action.stage, action.stage + 1)
-            return network.send_s(stage.sent_up_bytes, far) if stage.sent_up_bytes else 0.0
-        if action.kind is ActionKind.SEND_B:
-            far = hops(action.stage, action.stage - 1)
-            return network.send_s(stage.sent_down_bytes, far) if stage.sent_down_bytes else 0.0
+        sent = {ActionKind.SEND_F: (1, stage.sent_up_bytes), ActionKind.SEND_B: (-1, stage.sent_down_bytes)}
+        if action.kind in sent:
+            step, num_bytes = sent[action.kind]
+            far = abs(action.stage % count - (action.stage + step) % count) * stride
+            return network.send_s(num_bytes, far) if num_bytes else 0.0
         return pieces_s(stage.pieces.get(action.kind.value, ()), mesh, network)
 
     times = run(schedule, seconds)
@@ -65,13 +61,8 @@ def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:
     """Pieces one after the other; a ``Wait`` costs nothing, for its collective has been counted."""
     total = 0.0
     for piece in pieces:
-        match piece:
-            case Compute():
-                total += piece.seconds
-            case Communicate():
-                total += collective_s(piece, mesh, network)
-            case Wait():
-                pass
+        if not isinstance(piece, Wait):
+            total += piece.seconds if isinstance(piece, Compute) else collective_s(piece, mesh, network)
     return total
 
 

@@ -1,14 +1,15 @@
 """Communication: the seconds of collectives and messages between ranks, by level, group size and bytes."""
 
 import math
+import operator
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import msgspec
 
 from meshwright.cost.alpha_beta import Hop, gamma_s_per_byte, steps_s
-from meshwright.cost.work import Collective
 from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.program import CollectiveKind
 from meshwright.ir.resharding import Link
 from meshwright.schedules.collectives.choice import CHOSEN, NATIVE, runs, written
 
@@ -47,13 +48,9 @@ class Network:
         for row in cluster.collectives:
             tables = self._measured.setdefault((row.operation, row.level, row.fan_outs or (row.ranks,)), {})
             tables.setdefault(row.algorithm, []).append((row.bytes, row.time_s))
-        self._sizes = tuple(math.prod(level.fan_out for level in cluster.levels[: i + 1]) for i in range(self._depth))
+        self._sizes = tuple(accumulate((level.fan_out for level in cluster.levels), operator.mul))
 
-    @property
-    def _depth(self) -> int:
-        return len(self._levels)
-
-    def collective_s(self, operation: Collective, num_bytes: float, group: Group, algorithm: str = NATIVE) -> float:
+    def collective_s(self, operation: CollectiveKind, num_bytes: float, group: Group, algorithm: str = NATIVE) -> float:
         """Seconds of a collective of a group, while all groups of its axis have theirs: the one model that planning,
         estimates and the simulator ask.
 
@@ -87,33 +84,32 @@ class Network:
     def _steps_s(self, operation: str, num_bytes: float, group: Group, algorithm: str) -> float | None:
         hops = [
             Hop(inside, level.alpha_s, level.shared_beta_s_per_byte(unit) / level.ring_fraction(2))
-            for level, inside, unit in self._members(group)
+            for level, _, inside, unit in self._members(group)
         ]
         seconds = steps_s(operation, algorithm, hops, num_bytes, self._gamma)
         return None if seconds is None else self.start_s + seconds
 
     def _pairwise_s(self, num_bytes: float, group: Group) -> float:
         """Each rank sends its part to every other, over the level that joins the two."""
-        seconds, before = 0.0, 1
-        for level, inside, unit in self._members(group):
+        seconds = 0.0
+        for level, before, inside, unit in self._members(group):
             sent = num_bytes * (inside - before) / group.size
             seconds += (inside - before) * level.alpha_s + sent * level.shared_beta_s_per_byte(unit)
-            before = inside
         return seconds
 
     def _halo_s(self, num_bytes: float, group: Group) -> float:
-        slowest, before = 0.0, 1
-        for level, inside, unit in self._members(group):
-            # Of a group, only the ranks at a unit's border send out of it.
-            beta = level.shared_beta_s_per_byte(max(1, unit // before))
-            slowest, before = max(slowest, level.alpha_s + num_bytes * beta), inside
-        return slowest
+        # Of a group, only the ranks at a unit's border send out of it.
+        times = (
+            level.alpha_s + num_bytes * level.shared_beta_s_per_byte(max(1, unit // before))
+            for level, before, _, unit in self._members(group)
+        )
+        return max(times, default=0.0)
 
     def send_s(self, num_bytes: float, stride: int) -> float:
         """A message to the rank ``stride`` further, while all ranks of a unit send theirs."""
         if (measured := self._table_s("send", num_bytes, Group(2, stride))) is not None:
             return measured
-        for level, _, unit in self._members(Group(2, stride)):
+        for level, _, _, unit in self._members(Group(2, stride)):
             return level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit) / level.ring_fraction(2)
         return 0.0
 
@@ -152,30 +148,29 @@ class Network:
     def _tables(self, operation: str, group: Group) -> dict[str, list[tuple[float, float]]]:
         """By algorithm, what was measured: (bytes, seconds)."""
         members = self._members(group) if self._measured else []
-        sizes = [1, *(inside for _, inside, _ in members)]
-        if not members or any(more % less for less, more in pairwise(sizes)):  # units have unlike parts of the group
+        if not members or any(inside % before for _, before, inside, _ in members):  # units have unlike parts of it
             return {}
-        fan_outs = tuple(more // less for less, more in pairwise(sizes))
+        fan_outs = tuple(inside // before for _, before, inside, _ in members)
         return self._measured.get((operation, members[-1][0].name, fan_outs), {})
 
-    def _members(self, group: Group) -> list[tuple[Level, int, int]]:
-        """By level that the group crosses: how many of its members are inside one unit made up by that level, and how
-        many devices a unit below the level has."""
+    def _members(self, group: Group) -> list[tuple[Level, int, int, int]]:
+        """By level that the group crosses: how many of its members are inside one unit below that level, how many
+        inside one unit made up by it, and how many devices a unit below the level has."""
         found, before, below = [], 1, 1
         for level, size in zip(self._levels, self._sizes, strict=True):
             inside = min(group.size, math.ceil(size / group.stride))
             if inside > before:
-                found.append((level, inside, below))
+                found.append((level, before, inside, below))
                 before = inside
             below = size
         if before < group.size and self._levels:  # more ranks than the cluster's levels hold: the outermost joins them
-            found.append((self._levels[-1], group.size, below))
+            found.append((self._levels[-1], before, group.size, below))
         return found
 
     def _path(self, group: Group) -> tuple[float, float, float]:
         """Latency once around the ring, latency down the tree, and seconds per byte of the slowest level."""
-        ring, tree, beta, before = 0.0, 0.0, 0.0, 1
-        for level, inside, unit in self._members(group):
+        ring, tree, beta = 0.0, 0.0, 0.0
+        for level, before, inside, unit in self._members(group):
             fan = inside / before
             ring += (inside - before) / inside * group.size * level.alpha_s if inside < group.size else 0.0
             if inside == group.size:
@@ -188,7 +183,6 @@ class Network:
             elif unit == 1:
                 shared /= 1 - SHORT_RING / inside**2
             beta = max(beta, shared)
-            before = inside
         return ring, tree, beta
 
 

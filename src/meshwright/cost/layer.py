@@ -1,8 +1,11 @@
 """One transformer layer, embedding and vocabulary head: the seconds and kernels of forward and backward on one rank."""
 
 import math
+from operator import add
+from typing import Self
 
 import msgspec
+from msgspec.structs import astuple
 
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Rates
@@ -19,7 +22,17 @@ EXPERT_SPREAD = 1.1
 """The busiest expert's tokens over the mean's."""
 
 
-class Span(msgspec.Struct, frozen=True):
+class Summed(msgspec.Struct, frozen=True):
+    """Quantities that are added and multiplied field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(add, astuple(self), astuple(other)))
+
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(*(one * factor for one in astuple(self)))
+
+
+class Span(Summed, frozen=True):
     """Seconds of the device, seconds of communication that the device waits for, kernels to be launched, and of the
     device's seconds those of the parameters' gradients."""
 
@@ -27,18 +40,6 @@ class Span(msgspec.Struct, frozen=True):
     comm_s: float = 0.0
     kernels: float = 0.0
     weight_s: float = 0.0
-
-    def __add__(self, other: "Span") -> "Span":
-        return Span(
-            self.device_s + other.device_s,
-            self.comm_s + other.comm_s,
-            self.kernels + other.kernels,
-            self.weight_s + other.weight_s,
-        )
-
-    def times(self, factor: float) -> "Span":
-        """So many of them."""
-        return Span(self.device_s * factor, self.comm_s * factor, self.kernels * factor, self.weight_s * factor)
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -128,22 +129,17 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
         return Pass(Span(), Span())
     columns = model.vocabulary / setup.tp
     logits = setup.tokens * columns
-    forward.stream(2 * _local_tokens(setup) * model.hidden * element, kind="norm")
+    forward.stream(2 * setup.local_tokens * model.hidden * element, kind="norm")
     forward.matmul(setup.tokens, columns, model.hidden)
     forward.stream(logits * LOSS_BYTES * 0.65, 12)
     backward.stream(logits * LOSS_BYTES * 0.35, 8)
     backward.backward_matmul(setup.tokens, columns, model.hidden)
-    backward.stream(4 * _local_tokens(setup) * model.hidden * element, 2)
+    backward.stream(4 * setup.local_tokens * model.hidden * element, 2)
     _tensor_collective(setup, network, backward)
     if setup.tp > 1:
         tensor = Group(setup.tp)
         forward.wait(3 * network.collective_s("all_reduce", 4.0 * setup.tokens, tensor), 3)
     return Pass(forward.span(), backward.span())
-
-
-def _local_tokens(setup: Setup) -> float:
-    """Tokens of a rank between the tensor-parallel parts."""
-    return setup.tokens / (setup.tp if setup.sequence_parallel else 1)
 
 
 def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None:
@@ -203,7 +199,7 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span,
 def _attention_rest(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
     """Norm, projections and residual around the attention core."""
     model, element, tp = setup.model, setup.element_bytes, setup.tp
-    tokens, local = setup.tokens, _local_tokens(setup) * model.hidden * element
+    tokens, local = setup.tokens, setup.local_tokens * model.hidden * element
     columns = model.query_width / tp + 2 * setup.key_width
     _norm(setup, forward, backward)
     forward.matmul(tokens, columns, model.hidden)
@@ -231,7 +227,7 @@ def _mlp(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> N
     if model.bias:
         backward.stream(setup.tokens * (inputs * width + model.hidden) * element, 2, weights=True)
     _accumulate(setup, backward, (inputs + 1) * model.hidden * width, 2)
-    _residual(setup, forward, backward, _local_tokens(setup) * model.hidden * element)
+    _residual(setup, forward, backward, setup.local_tokens * model.hidden * element)
     _tensor_collective(setup, network, forward, backward)
 
 
@@ -256,7 +252,7 @@ def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) 
         shared = model.shared_experts * width
         _feed_forward(setup, forward, backward, setup.tokens, shared, 1)
         _accumulate(setup, backward, model.mlp_matrices * model.hidden * shared, 2)
-    _residual(setup, forward, backward, _local_tokens(setup) * model.hidden * element)
+    _residual(setup, forward, backward, setup.local_tokens * model.hidden * element)
     _tensor_collective(setup, network, forward, backward)
 
 
@@ -274,7 +270,7 @@ def _feed_forward(setup: Setup, forward: _Tally, backward: _Tally, tokens: float
 
 
 def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
-    moved = _local_tokens(setup) * setup.model.hidden * setup.element_bytes
+    moved = setup.local_tokens * setup.model.hidden * setup.element_bytes
     if setup.unfused and setup.model.gated:  # to float32, its square, mean and product, and back, each on its own
         forward.stream(18 * moved, 6)
         backward.stream(35 * moved, 12)

@@ -1,9 +1,8 @@
 """Memory: what one rank of each stage holds at its peak, part by part, and whether the device can."""
 
-from typing import Literal
-
 import msgspec
 
+from meshwright.cost.occupancy import Verdict, memory_verdict
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import stage_parameters
 from meshwright.ir.cluster import Cluster
@@ -13,11 +12,6 @@ CONTEXT_BYTES = 1.5 * 2**30
 
 BUCKET_BYTES = 2**28
 """Gradients in flight to their reduction, where data parallelism shards or reduces them in buckets."""
-
-MARGIN = 0.06
-"""Of the device's memory: what allocators lose to fragmentation. Setups inside the margin are marginal."""
-
-Verdict = Literal["fits", "marginal", "does not fit"]
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,12 +67,10 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup)
     loss = _loss_bytes(setup) if stage == setup.pp - 1 else 0.0
     # The loss comes before the first layer's backward: the two workspaces do not meet.
-    in_loss = loss > workspace
+    in_loss, backward = loss > workspace, "the first backward with all micro-batches in flight"
     return Memory(
         stage=stage,
-        moment="the loss of the first micro-batch"
-        if in_loss
-        else "the first backward with all micro-batches in flight",
+        moment="the loss of the first micro-batch" if in_loss else backward,
         parameters_bytes=parameters_bytes,
         gradients_bytes=parameters * gradient / shards,
         optimizer_bytes=parameters * states / (data if setup.zero else 1),
@@ -91,27 +83,21 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
 
 def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None) -> Verdict:
     """Whether the device (or a limit of ``memory_bytes``) holds it."""
-    limit = memory_bytes or cluster.device.memory_bytes
-    if memory.peak_bytes > limit:
-        return "does not fit"
-    return "marginal" if memory.peak_bytes > (1 - MARGIN) * limit else "fits"
+    return memory_verdict(memory.peak_bytes, memory_bytes or cluster.device.memory_bytes)
 
 
 def in_flight(setup: Setup, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once (in whole stages, where it has several chunks)."""
     rest, chunks = setup.pp - stage, setup.chunks
-    held: float = rest
-    if setup.schedule == "gpipe":
-        held = setup.microbatches
-    elif setup.schedule == "interleaved":
-        held = (2 * (rest - 1) + (chunks - 1) * setup.pp + 1) / chunks
-    elif setup.schedule == "zb-h1":
-        held = setup.pp  # every rank keeps what its delayed gradients of parameters still need
-    elif setup.schedule == "zb-h2":
-        held = 2 * rest - 1
-    elif setup.schedule == "zb-v":
-        held = setup.pp
-    return min(float(setup.microbatches), held)
+    held: dict[str, float] = {
+        "gpipe": setup.microbatches,
+        "1f1b": rest,
+        "interleaved": (2 * (rest - 1) + (chunks - 1) * setup.pp + 1) / chunks,
+        "zb-h1": setup.pp,  # every rank keeps what its delayed gradients of parameters still need
+        "zb-h2": 2 * rest - 1,
+        "zb-v": setup.pp,
+    }
+    return min(float(setup.microbatches), held[setup.schedule])
 
 
 def layer_activation_bytes(setup: Setup) -> float:
@@ -121,7 +107,7 @@ def layer_activation_bytes(setup: Setup) -> float:
     term under selective recomputation or fused attention; sbh 2 (sbh 2/t) under full recomputation.
     """
     if setup.recompute == "full":
-        return setup.tokens * setup.model.hidden * setup.element_bytes / (setup.tp if setup.sequence_parallel else 1)
+        return setup.tokens * setup.model.hidden * setup.element_bytes / setup.sequence_parts
     if setup.alternate:
         return _alternate_bytes(setup)
     return _layer_bytes(setup, scores=setup.recompute == "none")
@@ -130,7 +116,7 @@ def layer_activation_bytes(setup: Setup) -> float:
 def _alternate_bytes(setup: Setup) -> float:
     """A layer's input and, of its products in order, the first, the third and so on (queries, values, the MLP's first
     and last); attention's output."""
-    model, shared = setup.model, setup.tp if setup.sequence_parallel else 1
+    model, shared = setup.model, setup.sequence_parts
     split = (2 * model.query_width + model.ffn) / setup.tp + setup.key_width
     return setup.tokens * setup.element_bytes * (2 * model.hidden / shared + split)
 
@@ -154,12 +140,12 @@ def _layer_bytes(setup: Setup, scores: bool) -> float:
     elif setup.flash:
         attention = 4 * model.heads / tp  # the softmax's log-sum-exp
     crossed = 1 + model.cross / model.layers / 2
-    return setup.tokens * crossed * (whole / (tp if setup.sequence_parallel else 1) + parallel + dense + attention)
+    return setup.tokens * crossed * (whole / setup.sequence_parts + parallel + dense + attention)
 
 
 def _ends_bytes(setup: Setup, stage: int) -> float:
     model = setup.model
-    local = setup.tokens * model.hidden / (setup.tp if setup.sequence_parallel else 1)
+    local = setup.tokens * model.hidden / setup.sequence_parts
     saved = 0.0
     if stage == 0:
         saved += local * (1 if model.dropout else 0) * in_flight(setup, 0)

@@ -35,19 +35,17 @@ def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
     for rank, actions in enumerate(schedule.ranks):
         held = sum(work.stages[stage].held_bytes for stage in sorted({action.stage for action in actions}))
         live = 0
-        peak = RankMemory(rank=rank, held_bytes=held, saved_bytes=0, workspace_bytes=0, action="")
+        highest, at = (0, 0), ""
         for action in actions:
             stage = work.stages[action.stage]
             saved, workspace = (round(work.heap_factor * size) for size in (stage.saved_bytes, stage.workspace_bytes))
             if action.kind is ActionKind.F:
                 live += saved
-            if action.kind.computes:
-                here = RankMemory(
-                    rank=rank, held_bytes=held, saved_bytes=live, workspace_bytes=workspace, action=str(action),
-                )  # fmt: skip
-                peak = max(peak, here, key=lambda one: one.peak_bytes)
+            if action.kind.computes and live + workspace > sum(highest):
+                highest, at = (live, workspace), str(action)
             if action.kind in (ActionKind.B, ActionKind.W):
                 live -= saved
+        peak = RankMemory(rank=rank, held_bytes=held, saved_bytes=highest[0], workspace_bytes=highest[1], action=at)
         found.append(peak)
     return tuple(found)
 

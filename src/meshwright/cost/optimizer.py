@@ -25,5 +25,3 @@ LARS = OptimizerCost(1, 13, 6)
 are not counted."""
 LAMB = OptimizerCost(2, 24, 11)
 """As Adam, with both norms and the scaling of the update; the sums over ranks are not counted."""
-
-OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adam": ADAM, "adamw": ADAMW}

@@ -30,13 +30,11 @@ def factors(ledger: Ledger) -> Factors:
         ClusterError: one is beyond ``MOST`` or its inverse.
     """
     found = Factors(compute=ledger.compute_factor, communication=ledger.communication_factor)
+    remedy = "calibrate the machine again while nothing else runs, or name the cluster that it really is"
     for what, factor in (("computing", found.compute), ("communication", found.communication)):
         if not 1 / MOST <= factor <= MOST:
-            raise ClusterError(
-                f"{what} took {factor:.3g} times as long as predicted, which no constant explains",
-                where=f"cluster {ledger.cluster}",
-                remedy="calibrate the machine again while nothing else runs, or name the cluster that it really is",
-            )
+            problem = f"{what} took {factor:.3g} times as long as predicted, which no constant explains"
+            raise ClusterError(problem, where=f"cluster {ledger.cluster}", remedy=remedy)
     return found
 
 
@@ -68,32 +66,28 @@ def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
         f"{_SAYS}{ledger.model} as {ledger.layout}: computing takes {found.compute:.3f} times as long, "
         f"communication {found.communication:.3f} times"
     )
-    changed: Cluster = _levels(_devices(cluster, found.compute), found.communication, ledger.levels)
+    changed: Cluster = _corrected(cluster, found, ledger.levels)
     return msgspec.structs.replace(changed, source=cluster.source.partition(_SAYS)[0] + said)
 
 
-def _devices(value: Any, factor: float, key: str = "") -> Any:
-    """The value, with every device inside (the cluster's, those of members, under any condition) slower."""
+def _corrected(value: Any, found: Factors, levels: tuple[str, ...], key: str = "") -> Any:
+    """The value, with every device inside (the cluster's, those of members, under any condition) as slow as computing
+    was found to be, and alpha, beta and collectives of the levels of these names as slow as communication was."""
+    replace = msgspec.structs.replace
     if key == "efficiency":
         return {
-            kind: tuple((size, min(1.0, fraction / factor)) for size, fraction in curve)
+            kind: tuple((size, min(1.0, fraction / found.compute)) for size, fraction in curve)
             for kind, curve in value.items()
         }
     if key in _FRACTIONS:
-        return min(1.0, value / factor)
+        return min(1.0, value / found.compute)
     if key in _TIMES:
-        return value * factor
-    return _inside(value, lambda one, name: _devices(one, factor, name))
-
-
-def _levels(value: Any, factor: float, names: tuple[str, ...]) -> Any:
-    """The value, with other alpha, beta and collectives of the levels of these names inside."""
-    replace = msgspec.structs.replace
+        return value * found.compute
     if isinstance(value, CollectiveTiming):
-        return replace(value, time_s=value.time_s * factor) if value.level in names else value
-    changed = _inside(value, lambda one, _: _levels(one, factor, names))
-    if isinstance(changed, Level) and changed.name in names and factor != 1:
-        alpha_s, beta_s_per_byte = changed.alpha_s * factor, changed.beta_s_per_byte * factor
+        return replace(value, time_s=value.time_s * found.communication) if value.level in levels else value
+    changed = _inside(value, lambda one, name: _corrected(one, found, levels, name))
+    if isinstance(changed, Level) and changed.name in levels and found.communication != 1:
+        alpha_s, beta_s_per_byte = (one * found.communication for one in (changed.alpha_s, changed.beta_s_per_byte))
         changed = replace(changed, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, origin="measured")
     return changed
 

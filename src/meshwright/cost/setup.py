@@ -1,12 +1,13 @@
 """The setup: a model, how it is laid out over devices, and how its step is run. What every estimate is about."""
 
 import math
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import msgspec
 
 from meshwright.cost.kernels import element_bytes
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, Problem, refuse
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.transformer import Transformer
 
@@ -62,42 +63,45 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     inner: Inner = "dp"
 
     def __post_init__(self) -> None:
-        model = self.model
+        refuse(LayoutError, self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
         for key in ("dp", "tp", "pp", "cp", "ep", "chunks", "micro_batch", "global_batch"):
             if getattr(self, key) < 1:
-                raise LayoutError(f"{key}={getattr(self, key)}", where=key, remedy="give 1 or more")
+                yield key, f"{key}={getattr(self, key)}", "give 1 or more"
         if not 0 <= self.zero <= 3:
-            raise LayoutError(f"zero={self.zero}", where="zero", remedy="give 0, 1, 2 or 3")
+            yield "zero", f"zero={self.zero}", "give 0, 1, 2 or 3"
         for key, kind in SPELLED:
             value, known = getattr(self, key), get_args(kind)
             if value not in known:
                 remedy = did_you_mean(str(value), known, f"one of {', '.join(known)}")
-                raise LayoutError(f"unknown {key} {value!r}", where=key, remedy=remedy)
-        _divides("tp", self.tp, "heads", model.heads)
-        _divides("tp", self.tp, "ffn", model.ffn)
-        _divides("dp x micro_batch", self.dp * self.micro_batch, "global_batch", self.global_batch)
-        _divides("cp", self.cp, "sequence", model.sequence)
-        if self.sequence_parallel:
-            _divides("tp x cp (sequence parallel)", self.tp * self.cp, "sequence", model.sequence)
+                yield key, f"unknown {key} {value!r}", remedy
+        for divisor, by, name, size in self._divisions():
+            if not size or size % by:
+                yield name, f"{name} = {size} is not divisible by {divisor} = {by}", f"change {divisor} or {name}"
+        layers, stages = self.model.layers, self.pp * self.chunks
         # Embedding and head may stand in for a layer each, on the first stage and the last.
-        if self.pp > model.layers or self.pp * self.chunks > model.layers + 2:
-            raise LayoutError(
-                f"{self.pp} stages of {self.chunks} chunks need {self.pp * self.chunks} layers, the model has "
-                f"{model.layers}",
-                where="pp",
-                remedy="take fewer stages or chunks",
-            )
+        if self.pp > layers or stages > layers + 2:
+            problem = f"{self.pp} stages of {self.chunks} chunks need {stages} layers, the model has {layers}"
+            yield "pp", problem, "take fewer stages or chunks"
         if self.chunks > 1 and self.schedule not in ("interleaved", "zb-v"):
-            raise LayoutError(
-                f"schedule {self.schedule} has one chunk a rank, not {self.chunks}",
-                where="chunks",
-                remedy="use schedule interleaved, or chunks 1",
-            )
-        if self.ep > 1:
-            _divides("ep", self.ep, "experts", model.experts)
-            _divides("ep", self.ep, "dp x cp", self.dp * self.cp)
+            problem = f"schedule {self.schedule} has one chunk a rank, not {self.chunks}"
+            yield "chunks", problem, "use schedule interleaved, or chunks 1"
         if self.inner == "pp" and self.cp > 1:
-            raise LayoutError("with cp above 1, dp lies beside it", where="inner", remedy='give "dp", or cp = 1')
+            yield "inner", "with cp above 1, dp lies beside it", 'give "dp", or cp = 1'
+
+    def _divisions(self) -> Iterator[tuple[str, int, str, int]]:
+        """What must divide what: the divisor's name and size, and those of what it divides."""
+        model = self.model
+        yield "tp", self.tp, "heads", model.heads
+        yield "tp", self.tp, "ffn", model.ffn
+        yield "dp x micro_batch", self.dp * self.micro_batch, "global_batch", self.global_batch
+        yield "cp", self.cp, "sequence", model.sequence
+        if self.sequence_parallel:
+            yield "tp x cp (sequence parallel)", self.tp * self.cp, "sequence", model.sequence
+        if self.ep > 1:
+            yield "ep", self.ep, "experts", model.experts
+            yield "ep", self.ep, "dp x cp", self.dp * self.cp
 
     @property
     def world_size(self) -> int:
@@ -123,6 +127,16 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank."""
         return self.micro_batch * self.model.sequence // self.cp
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts tp cuts the sequence between the tensor-parallel parts of a layer."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def local_tokens(self) -> float:
+        """Tokens of a rank between the tensor-parallel parts."""
+        return self.tokens / self.sequence_parts
 
     @property
     def resharded(self) -> bool:
@@ -170,10 +184,3 @@ SPELLED = (
     ("inner", Inner),
 )  # fmt: skip
 """The fields that are one of a few words."""
-
-
-def _divides(divisor: str, by: int, name: str, value: int) -> None:
-    if not value or value % by:
-        raise LayoutError(
-            f"{name} = {value} is not divisible by {divisor} = {by}", where=name, remedy=f"change {divisor} or {name}"
-        )

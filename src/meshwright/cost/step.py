@@ -4,7 +4,7 @@ import msgspec
 
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Rates
-from meshwright.cost.layer import Pass, Span, embedding_pass, head_pass, layer_pass
+from meshwright.cost.layer import Pass, Span, Summed, embedding_pass, head_pass, layer_pass
 from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 
@@ -51,6 +51,7 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
     send_s = _send_s(setup, network)
     slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
     pace = stages[slowest]
+    both = pace.forward + pace.backward
     others_s = sum(_bubble_s(setup, stage) for stage in stages) - _bubble_s(setup, pace)
     waits = 0 if setup.schedule in ("zb-h2", "zb-v") else setup.pp - 1
     bubble_s = (others_s + waits * send_s) / setup.chunks
@@ -60,9 +61,9 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
     step_s = busy_s + bubble_s + sends_s + sum(after)
     return Estimate(
         step_s=step_s,
-        compute_s=setup.microbatches * pace.device_s,
-        tensor_comm_s=setup.microbatches * pace.comm_s,
-        host_s=setup.microbatches * pace.host_s,
+        compute_s=setup.microbatches * both.device_s,
+        tensor_comm_s=setup.microbatches * both.comm_s,
+        host_s=setup.microbatches * both.host_s,
         bubble_s=bubble_s,
         pipeline_comm_s=sends_s,
         data_comm_s=after[0],
@@ -71,7 +72,7 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
     )
 
 
-class Busy(msgspec.Struct, frozen=True):
+class Busy(Summed, frozen=True):
     """What keeps a stage busy in one direction: kernels, collectives inside layers, waiting for the host; and the part
     of all that which computes the gradients of parameters."""
 
@@ -80,51 +81,17 @@ class Busy(msgspec.Struct, frozen=True):
     host_s: float = 0.0
     weight_s: float = 0.0
 
-    def __add__(self, other: "Busy") -> "Busy":
-        return Busy(
-            self.device_s + other.device_s,
-            self.comm_s + other.comm_s,
-            self.host_s + other.host_s,
-            self.weight_s + other.weight_s,
-        )
-
-    def times(self, factor: float) -> "Busy":
-        """So many of them."""
-        return Busy(self.device_s * factor, self.comm_s * factor, self.host_s * factor, self.weight_s * factor)
-
     @property
     def total_s(self) -> float:
         """All of it."""
         return self.device_s + self.comm_s + self.host_s
 
 
-class Stage(msgspec.Struct, frozen=True):
+class Stage(Summed, frozen=True):
     """One micro-batch on one stage."""
 
     forward: Busy = Busy()
     backward: Busy = Busy()
-
-    def __add__(self, other: "Stage") -> "Stage":
-        return Stage(self.forward + other.forward, self.backward + other.backward)
-
-    def times(self, factor: float) -> "Stage":
-        """So many of them."""
-        return Stage(self.forward.times(factor), self.backward.times(factor))
-
-    @property
-    def device_s(self) -> float:
-        """Kernels of both directions."""
-        return self.forward.device_s + self.backward.device_s
-
-    @property
-    def comm_s(self) -> float:
-        """Collectives of both directions."""
-        return self.forward.comm_s + self.backward.comm_s
-
-    @property
-    def host_s(self) -> float:
-        """Waiting for the host in both directions."""
-        return self.forward.host_s + self.backward.host_s
 
     @property
     def total_s(self) -> float:
@@ -179,8 +146,8 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
             one = layer_pass(setup, rates, network, experts=experts)
             back = one.backward + _recomputed(setup, one)
             both = Stage(_timed(one.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
-            layer += both.times(part * (1 + model.cross / model.layers / 2))  # an attention is about half a layer
-    stages = [layer.times(layers / chunks) for layers in setup.stage_layers] * chunks
+            layer += both * (part * (1 + model.cross / model.layers / 2))  # an attention is about half a layer
+    stages = [layer * (layers / chunks) for layers in setup.stage_layers] * chunks
     for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, rates, network))):
         stages[stage] += Stage(_timed(ends.forward, rates), _timed(ends.backward, rates))
     return stages
@@ -204,7 +171,7 @@ def _recomputed(setup: Setup, layer: Pass) -> Span:
     if setup.recompute == "full":
         return layer.forward
     if setup.alternate:
-        return layer.rest.times(0.5)
+        return layer.rest * 0.5
     return layer.core if setup.recompute == "selective" else Span()
 
 
@@ -238,10 +205,7 @@ def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s
     if data.size < 2:
         return 0.0
     moved = parameters * setup.element_bytes
-    scatter_s, gather_s = (
-        network.collective_s("reduce_scatter", moved, data),
-        network.collective_s("all_gather", moved, data),
-    )
+    scatter_s, gather_s = (network.collective_s(name, moved, data) for name in ("reduce_scatter", "all_gather"))
     if setup.resharded:
         # Gathered for the forward and again for the backward of every micro-batch, behind the compute of other layers.
         each_s = 2 * gather_s + scatter_s

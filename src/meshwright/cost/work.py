@@ -1,10 +1,8 @@
 """What a step consists of on every stage, with its costs: the simulator plays it, an emulated device waits it."""
 
-from typing import Literal
-
 import msgspec
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo"]
+from meshwright.ir.program import CollectiveKind
 
 
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="compute"):
@@ -22,7 +20,7 @@ class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     ``members``: the coordinates on ``pp`` that take part, rising; all of the axis where it is empty."""
 
     what: str
-    collective: Collective
+    collective: CollectiveKind
     axis: str
     bytes: int
     blocking: bool = True

@@ -2,13 +2,13 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
 import msgspec
 
-from meshwright.errors import ClusterError
-from meshwright.ir.device import Device, Origin, check_device, check_quantity
+from meshwright.errors import ClusterError, Problem, refuse
+from meshwright.ir.device import Device, Origin, device_problems, quantity_problems
 
 Operation = Literal[
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast",
@@ -108,25 +108,22 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        check_device(self.device, "device")
+        refuse(ClusterError, self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        yield from device_problems(self.device, "device")
         if self.num_devices > MOST_DEVICES:
-            raise ClusterError(
-                f"{self.num_devices} devices are more than {MOST_DEVICES:,}, the most that are planned for",
-                where=f"cluster {self.name}",
-                remedy="ask for fewer devices or ranks",
-            )
-        _check_levels(self.levels, "levels", outside=())
+            problem = f"{self.num_devices} devices are more than {MOST_DEVICES:,}, the most that are planned for"
+            yield f"cluster {self.name}", problem, "ask for fewer devices or ranks"
+        yield from _level_problems(self.levels, "levels", outside=())
         size = _size(self.levels)
         if self.num_devices != size:
             product = " x ".join(str(level.fan_out) for level in self.levels)
             held = f"{product} = {size}" if self.homogeneous and len(self.levels) > 1 else f"{size}"
-            raise ClusterError(
-                f"num_devices is {self.num_devices}, but the levels hold {held}",
-                where="num_devices",
-                remedy="correct num_devices or a fan_out",
-            )
+            problem = f"num_devices is {self.num_devices}, but the levels hold {held}"
+            yield "num_devices", problem, "correct num_devices or a fan_out"
         for index, row in enumerate(self.collectives):
-            _check_timing(row, f"collectives[{index}]", self.level_names)
+            yield from _timing_problems(row, f"collectives[{index}]", self.level_names)
 
     @staticmethod
     def load(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> "Cluster":
@@ -166,31 +163,22 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         for steps in zip(*paths, strict=False):
             if len({step.unit for step in steps}) > 1:
                 return steps[0].level
-        raise ClusterError(
-            f"no level joins {' and '.join(f'rank {rank}' for rank in ranks)}: they are one device",
-            where=f"cluster {self.name}",
-            remedy="ask for two or more different ranks",
-        )
+        same = " and ".join(f"rank {rank}" for rank in ranks)
+        raise self._refused(f"no level joins {same}: they are one device", "ask for two or more different ranks")
 
     def units(self, level: str) -> tuple[range, ...]:
         """The ranks of each unit that the level ``level`` makes up (the ranks of each box, for ``box``), in order."""
         if level not in self.level_names:
-            raise ClusterError(
-                f"there is no level {level!r}",
-                where=f"cluster {self.name}",
-                remedy=f"its levels are {', '.join(self.level_names) or 'none: it is one device'}",
-            )
+            known = ", ".join(self.level_names) or "none: it is one device"
+            raise self._refused(f"there is no level {level!r}", f"its levels are {known}")
         return tuple(_units(self.levels, level, 0))
 
     def ranks_per(self, level: str) -> int:
         """How many ranks one unit of the level holds (8 for ``box``, where boxes hold 8 devices)."""
         sizes = sorted({len(unit) for unit in self.units(level)})
         if len(sizes) > 1:
-            raise ClusterError(
-                f"units of level {level!r} hold {' or '.join(map(str, sizes))} ranks",
-                where=f"cluster {self.name}",
-                remedy="ask units() for the ranks of each",
-            )
+            held = " or ".join(map(str, sizes))
+            raise self._refused(f"units of level {level!r} hold {held} ranks", "ask units() for the ranks of each")
         return sizes[0]
 
     def resized(self, num_devices: int) -> "Cluster":
@@ -202,30 +190,20 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """
         if num_devices == self.num_devices:
             return self
-        where = f"cluster {self.name}"
         if not self.homogeneous:
-            raise ClusterError(
-                f"its unlike members cannot be cut down to {num_devices} devices",
-                where=where,
-                remedy=f"use all {self.num_devices}, or describe the part in a file of its own",
-            )
+            remedy = f"use all {self.num_devices}, or describe the part in a file of its own"
+            raise self._refused(f"its unlike members cannot be cut down to {num_devices} devices", remedy)
         growing = self.open_ended and bool(self.levels)
         if num_devices < 1 or (num_devices > self.num_devices and not growing):
-            raise ClusterError(
-                f"it cannot have {num_devices} devices",
-                where=where,
-                remedy="ask for 1 or more" if growing else f"ask for 1 to {self.num_devices}",
-            )
+            remedy = "ask for 1 or more" if growing else f"ask for 1 to {self.num_devices}"
+            raise self._refused(f"it cannot have {num_devices} devices", remedy)
         levels, left = [], num_devices
         for level in self.levels[:-1]:
             take = min(left, level.fan_out)
             if left % take:
                 whole = num_devices // left * level.fan_out
-                raise ClusterError(
-                    f"{num_devices} devices do not fill whole units of level {level.name!r}, which hold {whole}",
-                    where=where,
-                    remedy=f"ask for a multiple of {whole}, or for a part of one",
-                )
+                problem = f"{num_devices} devices do not fill whole units of level {level.name!r}, which hold {whole}"
+                raise self._refused(problem, f"ask for a multiple of {whole}, or for a part of one")
             levels.append(msgspec.structs.replace(level, fan_out=take))
             left //= take
         levels.append(msgspec.structs.replace(self.levels[-1], fan_out=left))
@@ -233,12 +211,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def _path(self, rank: int) -> list["_Step"]:
         if not 0 <= rank < self.num_devices:
-            raise ClusterError(
-                f"there is no rank {rank}",
-                where=f"cluster {self.name}",
-                remedy=f"its ranks are 0 to {self.num_devices - 1}",
-            )
+            raise self._refused(f"there is no rank {rank}", f"its ranks are 0 to {self.num_devices - 1}")
         return list(_descend(self.levels, rank))
+
+    def _refused(self, problem: str, remedy: str) -> ClusterError:
+        return ClusterError(problem, where=f"cluster {self.name}", remedy=remedy)
 
 
 class _Step(msgspec.Struct, frozen=True):
@@ -250,26 +227,25 @@ class _Step(msgspec.Struct, frozen=True):
 def _descend(levels: tuple[Level, ...], rank: int) -> Iterator[_Step]:
     # From the outermost level inwards: in which of its units the rank is.
     while levels:
-        level, inner, first = levels[-1], levels[:-1], 0
-        if not level.members:
+        level, first = levels[-1], 0
+        for count, inner, device in _parts(levels):
             size = _size(inner)
-            yield _Step(level, rank // size)
-            levels, rank = inner, rank % size
-            continue
-        for member in level.members:
-            size = _size(member.levels)
-            if rank < member.count * size:
-                yield _Step(level, first + rank // size, member.device)
-                levels, rank = member.levels, rank % size
+            if rank < count * size:
+                yield _Step(level, first + rank // size, device)
+                levels, rank = inner, rank % size
                 break
-            first, rank = first + member.count, rank - member.count * size
+            first, rank = first + count, rank - count * size
+
+
+def _parts(levels: tuple[Level, ...]) -> list[tuple[int, tuple[Level, ...], Device | None]]:
+    """What the outermost level joins: so many equal units, their levels and, where it is their own, their device."""
+    level = levels[-1]
+    unlike = [(member.count, member.levels, member.device) for member in level.members]
+    return unlike or [(level.fan_out, levels[:-1], None)]
 
 
 def _size(levels: tuple[Level, ...]) -> int:
-    size = 1
-    for level in levels:
-        size *= sum(member.count * _size(member.levels) for member in level.members) or level.fan_out
-    return size
+    return sum(count * _size(inner) for count, inner, _ in _parts(levels)) if levels else 1
 
 
 def _walk(levels: tuple[Level, ...]) -> Iterator[Level]:
@@ -282,70 +258,57 @@ def _walk(levels: tuple[Level, ...]) -> Iterator[Level]:
 def _units(levels: tuple[Level, ...], name: str, first: int) -> Iterator[range]:
     if not levels:
         return
-    level, inner = levels[-1], levels[:-1]
-    if level.name == name:
+    if levels[-1].name == name:
         yield range(first, first + _size(levels))
         return
-    for part in [member.levels for member in level.members for _ in range(member.count)] or [inner] * level.fan_out:
-        yield from _units(part, name, first)
-        first += _size(part)
+    for inner in [inner for count, inner, _ in _parts(levels) for _ in range(count)]:
+        yield from _units(inner, name, first)
+        first += _size(inner)
 
 
-def _check_count(value: int, least: int, where: str) -> None:
-    if value < least:
-        raise ClusterError(f"{value} is less than {least}", where=where, remedy="give a whole number")
+def _count_problems(where: str, counts: Mapping[str, int], least: int = 1) -> Iterator[Problem]:
+    for name, count in counts.items():
+        if count < least:
+            yield f"{where}.{name}", f"{count} is less than {least}", "give a whole number"
 
 
-def _check_levels(levels: tuple[Level, ...], where: str, outside: tuple[str, ...]) -> None:
+def _level_problems(levels: tuple[Level, ...], where: str, outside: tuple[str, ...]) -> Iterator[Problem]:
     names = list(outside)
     for index, level in enumerate(levels):
         place = f"{where}[{index}]"
         if not level.name or level.name in names:
             problem = f"two levels around one device are called {level.name!r}" if level.name else "the name is empty"
-            raise ClusterError(problem, where=f"{place}.name", remedy="give every level its own name")
+            yield f"{place}.name", problem, "give every level its own name"
         names.append(level.name)
-        _check_count(level.fan_out, 1, f"{place}.fan_out")
-        _check_count(level.links, 1, f"{place}.links")
-        check_quantity(level.alpha_s, "alpha_s", f"{place}.alpha_s")
-        check_quantity(level.beta_s_per_byte, "beta_s_per_byte", f"{place}.beta_s_per_byte")
-        check_quantity(level.contention, "contention", f"{place}.contention")
+        yield from _count_problems(place, {"fan_out": level.fan_out, "links": level.links})
+        quantities = {name: getattr(level, name) for name in ("alpha_s", "beta_s_per_byte", "contention")}
+        yield from quantity_problems(quantities, place)
         if level.members:
-            _check_members(level, index, place, tuple(outside) + tuple(above.name for above in levels))
+            yield from _member_problems(level, index, place, outside + tuple(above.name for above in levels))
 
 
-def _check_members(level: Level, index: int, place: str, outside: tuple[str, ...]) -> None:
+def _member_problems(level: Level, index: int, place: str, outside: tuple[str, ...]) -> Iterator[Problem]:
     if index:
-        raise ClusterError(
-            "a level with members has levels below it",
-            where=f"{place}.members",
-            remedy="move the lower levels into each member's levels",
-        )
+        remedy = "move the lower levels into each member's levels"
+        yield f"{place}.members", "a level with members has levels below it", remedy
     for number, member in enumerate(level.members):
         inside = f"{place}.members[{number}]"
-        _check_count(member.count, 1, f"{inside}.count")
+        yield from _count_problems(inside, {"count": member.count})
         if member.device is not None:
-            check_device(member.device, f"{inside}.device")
-        _check_levels(member.levels, f"{inside}.levels", outside)
+            yield from device_problems(member.device, f"{inside}.device")
+        yield from _level_problems(member.levels, f"{inside}.levels", outside)
     count = sum(member.count for member in level.members)
     if level.fan_out != count:
-        raise ClusterError(
-            f"fan_out is {level.fan_out}, but the members count {count}",
-            where=f"{place}.fan_out",
-            remedy="correct fan_out or a count",
-        )
+        problem = f"fan_out is {level.fan_out}, but the members count {count}"
+        yield f"{place}.fan_out", problem, "correct fan_out or a count"
 
 
-def _check_timing(row: CollectiveTiming, where: str, levels: tuple[str, ...]) -> None:
+def _timing_problems(row: CollectiveTiming, where: str, levels: tuple[str, ...]) -> Iterator[Problem]:
     if row.level not in levels:
-        raise ClusterError(
-            f"there is no level {row.level!r}", where=f"{where}.level", remedy=f"the levels are {', '.join(levels)}"
-        )
-    _check_count(row.ranks, 1, f"{where}.ranks")
-    _check_count(row.bytes, 0, f"{where}.bytes")
-    check_quantity(row.time_s, "time_s", f"{where}.time_s")
+        yield f"{where}.level", f"there is no level {row.level!r}", f"the levels are {', '.join(levels)}"
+    yield from _count_problems(where, {"ranks": row.ranks})
+    yield from _count_problems(where, {"bytes": row.bytes}, least=0)
+    yield from quantity_problems({"time_s": row.time_s}, where)
     if row.fan_outs and math.prod(row.fan_outs) != row.ranks:
-        raise ClusterError(
-            f"{' x '.join(map(str, row.fan_outs))} is not {row.ranks} ranks",
-            where=f"{where}.fan_outs",
-            remedy="say how many of the ranks meet at each level, innermost first",
-        )
+        problem = f"{' x '.join(map(str, row.fan_outs))} is not {row.ranks} ranks"
+        yield f"{where}.fan_outs", problem, "say how many of the ranks meet at each level, innermost first"

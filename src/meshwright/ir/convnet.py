@@ -1,10 +1,11 @@
 """The convolutional network by its layers: what a prediction needs to know of it when nothing has been captured."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, Problem, refuse
 
 
 class NetLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -30,17 +31,15 @@ class NetLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     norm: bool = False
 
     def __post_init__(self) -> None:
+        refuse(LayoutError, self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
         for key in ("inputs", "outputs", "kernel", "groups", "pixels_in", "pixels_out"):
             if getattr(self, key) < 1:
-                raise LayoutError(
-                    f"{key} is {getattr(self, key)}, less than 1", where=self.name, remedy="give a whole number"
-                )
+                yield self.name, f"{key} is {getattr(self, key)}, less than 1", "give a whole number"
         if self.inputs % self.groups or self.outputs % self.groups:
-            raise LayoutError(
-                f"{self.inputs} and {self.outputs} channels do not divide into {self.groups} groups",
-                where=self.name,
-                remedy="correct one of them",
-            )
+            problem = f"{self.inputs} and {self.outputs} channels do not divide into {self.groups} groups"
+            yield self.name, problem, "correct one of them"
 
     @property
     def depth(self) -> int:

@@ -1,12 +1,13 @@
 """The device: what one rank computes on, its peaks, its memory, and how much of a peak operators reach."""
 
 import math
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
-from meshwright.errors import ClusterError
+from meshwright.errors import ClusterError, Problem
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.kind import KINDS
 
@@ -129,50 +130,40 @@ _RANGES = {
 }
 
 
-def check_quantity(value: float, quantity: str, where: str) -> None:
-    """A ClusterError at ``where``, with a hint at the unit, if no machine has this value of the quantity (a key)."""
-    low, high, hint = _RANGES[quantity]
-    if not low <= value <= high:
-        raise ClusterError(f"{value:g} is not between {low:g} and {high:g}", where=where, remedy=hint)
+def quantity_problems(quantities: Mapping[str, float], where: str = "") -> Iterator[Problem]:
+    """The values, by quantity, that no machine has, each at its key (after ``where``), with a hint at the unit."""
+    for quantity, value in quantities.items():
+        low, high, hint = _RANGES[quantity]
+        if not low <= value <= high:
+            yield f"{where}.{quantity}".lstrip("."), f"{value:g} is not between {low:g} and {high:g}", hint
 
 
-def check_device(device: Device, where: str) -> None:
-    """A ClusterError that names the key (after ``where``) if the device is impossible."""
-    for key in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
-        check_quantity(getattr(device, key), key, f"{where}.{key}")
-    if device.usd_per_hour is not None:
-        check_quantity(device.usd_per_hour, "usd_per_hour", f"{where}.usd_per_hour")
+def device_problems(device: Device, where: str) -> Iterator[Problem]:
+    """What is impossible about the device, each at its key (after ``where``)."""
+    names = ("memory_bytes", "memory_bandwidth_bytes_per_s", "usd_per_hour")
+    quantities = {name: getattr(device, name) for name in names}
+    yield from quantity_problems({name: value for name, value in quantities.items() if value is not None}, where)
     for dtype, peak in device.peak_flops_per_s.items():
         if dtype not in PEAK_DTYPES:
-            raise ClusterError(
-                f"unknown dtype {dtype!r}",
-                where=f"{where}.peak_flops_per_s",
-                remedy=did_you_mean(dtype, PEAK_DTYPES, f"known dtypes: {', '.join(PEAK_DTYPES)}"),
-            )
-        check_quantity(peak, "peak_flops_per_s", f"{where}.peak_flops_per_s.{dtype}")
+            remedy = did_you_mean(dtype, PEAK_DTYPES, f"known dtypes: {', '.join(PEAK_DTYPES)}")
+            yield f"{where}.peak_flops_per_s", f"unknown dtype {dtype!r}", remedy
+        for place, problem, remedy in quantity_problems({"peak_flops_per_s": peak}, where):
+            yield f"{place}.{dtype}", problem, remedy
     for index, one in enumerate(device.conditions):
+        place = f"{where}.conditions[{index}]"
         if one.threads < 1 or one.ranks < 1:
-            raise ClusterError(
-                f"{one.threads} threads on {one.ranks} ranks",
-                where=f"{where}.conditions[{index}]",
-                remedy="give 1 or more of both",
-            )
-        _check_curves(one.efficiency, f"{where}.conditions[{index}]")
-    _check_curves(device.efficiency, where)
+            yield place, f"{one.threads} threads on {one.ranks} ranks", "give 1 or more of both"
+        yield from _curve_problems(one.efficiency, place)
+    yield from _curve_problems(device.efficiency, where)
 
 
-def _check_curves(efficiency: dict[str, Curve], where: str) -> None:
+def _curve_problems(efficiency: dict[str, Curve], where: str) -> Iterator[Problem]:
     for kind, curve in efficiency.items():
         if kind not in KINDS:
-            raise ClusterError(
-                f"unknown kind of operator {kind!r}",
-                where=f"{where}.efficiency",
-                remedy=did_you_mean(kind, KINDS, f"known kinds: {', '.join(KINDS)}"),
-            )
+            remedy = did_you_mean(kind, KINDS, f"known kinds: {', '.join(KINDS)}")
+            yield f"{where}.efficiency", f"unknown kind of operator {kind!r}", remedy
         rising = all(low < high for low, high in pairwise([0.0, *(size for size, _ in curve)]))
         if not curve or not rising or not all(0 < fraction <= 1 for _, fraction in curve):
-            raise ClusterError(
-                f"{[list(point) for point in curve]} is not an efficiency curve",
-                where=f"{where}.efficiency.{kind}",
-                remedy="give [size, fraction] points: rising sizes above 0, fractions above 0 and up to 1",
-            )
+            remedy = "give [size, fraction] points: rising sizes above 0, fractions above 0 and up to 1"
+            points = [list(point) for point in curve]
+            yield f"{where}.efficiency.{kind}", f"{points} is not an efficiency curve", remedy

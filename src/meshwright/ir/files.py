@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from meshwright.errors import FileFormatError, MeshwrightError
 
@@ -59,7 +60,7 @@ def decode(data: bytes, kind: type[T], *, where: str, toml: bool = False) -> T:
     except msgspec.ValidationError as error:
         raise _explained(error, kind, where) from None
     except MeshwrightError as error:
-        raise _moved(error, where, ": ") from None
+        raise error.within(where) from None
 
 
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:
@@ -160,7 +161,7 @@ def _explained(error: msgspec.ValidationError, kind: type[msgspec.Struct], where
     problem, key = (match["problem"], match["key"] or "") if match else (str(error), "")
     place = f"{where}: {key}" if key else where
     if isinstance(error.__cause__, _RefusedError):
-        return _moved(error.__cause__.error, place, ", ")
+        return error.__cause__.error.within(place, ", ")
     remedy = "correct that key"
     if unknown := _UNKNOWN.search(problem):
         known = _keys_at(kind, key)
@@ -170,29 +171,24 @@ def _explained(error: msgspec.ValidationError, kind: type[msgspec.Struct], where
     return FileFormatError(problem, where=place, remedy=remedy)
 
 
-def _moved(error: MeshwrightError, place: str, separator: str) -> MeshwrightError:
-    where = f"{place}{separator}{error.where}" if error.where else place
-    return type(error)(error.problem, where=where, remedy=error.remedy)
-
-
 def _keys_at(kind: type[msgspec.Struct], key: str) -> list[str]:
     """The keys that may stand at the path ``key`` (such as ``levels[0].members[1]``) of a noun."""
-    here: list[msgspec.inspect.Type] = [msgspec.inspect.type_info(kind)]
+    here = list(alternatives(inspect.type_info(kind)))
     for index, name in _STEP.findall(key):
-        there: list[msgspec.inspect.Type] = []
-        for node in _alternatives(here):
-            if isinstance(node, msgspec.inspect.StructType) and name:
+        there: list[inspect.Type] = []
+        for node in here:
+            if isinstance(node, inspect.StructType) and name:
                 there += [field.type for field in node.fields if field.encode_name == name]
-            elif isinstance(node, msgspec.inspect.DictType):
+            elif isinstance(node, inspect.DictType):
                 there.append(node.value_type)
-            elif isinstance(node, msgspec.inspect.TupleType) and index.isdigit():
+            elif isinstance(node, inspect.TupleType) and index.isdigit():
                 there += node.item_types[int(index) : int(index) + 1]
-            elif isinstance(node, msgspec.inspect.ListType | msgspec.inspect.VarTupleType):
+            elif isinstance(node, inspect.ListType | inspect.VarTupleType):
                 there.append(node.item_type)
-        here = there
-    structs = [node for node in _alternatives(here) if isinstance(node, msgspec.inspect.StructType)]
-    return [field.encode_name for node in structs for field in node.fields]
+        here = [one for node in there for one in alternatives(node)]
+    return [field.encode_name for node in here if isinstance(node, inspect.StructType) for field in node.fields]
 
 
-def _alternatives(nodes: list[msgspec.inspect.Type]) -> list[msgspec.inspect.Type]:
-    return [one for node in nodes for one in (node.types if isinstance(node, msgspec.inspect.UnionType) else (node,))]
+def alternatives(node: inspect.Type) -> tuple[inspect.Type, ...]:
+    """The members of a union type; of another type itself."""
+    return tuple(node.types) if isinstance(node, inspect.UnionType) else (node,)

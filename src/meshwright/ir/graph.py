@@ -1,6 +1,7 @@
 """The training step as data: tensors, operators with their rules, and factor classes."""
 
 import hashlib
+from math import prod
 from typing import ClassVar, Literal
 
 import msgspec
@@ -28,10 +29,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def num_elements(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -136,10 +134,7 @@ def fingerprint(graph: Graph) -> str:
     for operator in graph.operators:
         digest.update(f"{operator.name} {operator.target}\n".encode())
         if operator.rule is not None:
-            sizes = [
-                (letter, size)
-                for letter, size in operator.rule.sizes.items()
-                if letter in operator.classes and operator.classes[letter] not in batch
-            ]
+            of, letters = operator.classes, operator.rule.sizes.items()
+            sizes = [(letter, size) for letter, size in letters if letter in of and of[letter] not in batch]
             digest.update(f"{operator.rule.pattern} {sizes}\n".encode())
     return digest.hexdigest()[:16]

@@ -1,11 +1,12 @@
 """What a user asks for by hand; the rest is planned."""
 
 import math
+from collections.abc import Iterator
 from typing import Literal, get_args, get_origin
 
 import msgspec
 
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, Problem, refuse
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.precision import Precision
 
@@ -81,9 +82,14 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise LayoutError(f"{field.name} is {value!r}", where="layout", remedy=remedy) from None
 
     @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        """The sizes whose product is the number of ranks; at most one is open, -1."""
+        return (self.dp, self.cp, self.tp, self.pp, *self.spatial, *self.mixed)
+
+    @property
     def num_ranks(self) -> int:
         """The ranks that it needs; negative where a size is open."""
-        return math.prod((self.dp, self.cp, self.tp, self.pp, *self.spatial, *self.mixed))
+        return math.prod(self.axis_sizes)
 
     @property
     def spatial_axes(self) -> dict[str, int]:
@@ -102,109 +108,85 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Raises:
             LayoutError: the sizes do not multiply to ``world_size``, or do not go together.
         """
-        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
-        for name, size in sizes.items():
-            if size < 1 and size != -1:
-                raise LayoutError(f"{name}={size}", where="layout", remedy="give 1 or more, or -1 for what is left")
-        free = [name for name, size in sizes.items() if size == -1]
-        if len(free) > 1:
-            given = " and ".join(f"{name}=-1" for name in free)
-            raise LayoutError(given, where="layout", remedy="leave only one of them open")
-        if len(self.spatial) > 3 or min(self.spatial, default=1) < 1:
-            raise LayoutError(
-                f"spatial={list(self.spatial)}", where="layout", remedy="give up to three sizes of 1 or more: [2, 2]"
-            )
-        if len(self.mixed) > 3 or min(self.mixed, default=1) < 1:
-            raise LayoutError(
-                f"mixed={list(self.mixed)}", where="layout", remedy="give up to three sizes of 1 or more: [4] or [2, 2]"
-            )
-        self._check_mixed(sizes)
-        space = math.prod((*self.spatial, *self.mixed))
-        product = math.prod(size for size in sizes.values() if size != -1) * space
-        if free and world_size % product == 0:
-            sizes[free[0]] = world_size // product
-            product = world_size
-        if product != world_size:
-            named = [name for name in sizes if name in ("dp", "tp") or sizes[name] != 1]
-            asked = " x ".join(f"{name}={getattr(self, name)}" for name in named)
-            for name, parts in (("spatial", self.spatial), ("mixed", self.mixed)):
-                asked += f" x {name}={list(parts)}" if max(parts, default=1) > 1 else ""
-            raise LayoutError(
-                f"{asked} needs {product} ranks, there are {world_size}",
-                where="layout",
-                remedy=f"choose sizes whose product is {world_size}, or start {product} ranks",
-            )
-        if self.ep < 1 or sizes["dp"] % self.ep:
-            raise LayoutError(
-                f"ep={self.ep} does not divide dp={sizes['dp']}",
-                where="layout",
-                remedy="experts lie over ranks that divide the batch: give a divisor of dp",
-            )
-        self._check_zero(sizes["dp"])
-        if self.context == "ring" and sizes["cp"] == 1:
-            raise LayoutError("context='ring' with cp=1", where="layout", remedy="give cp of 2 or more: it is the ring")
-        if self.sequence_parallel and sizes["tp"] == 1:
-            raise LayoutError(
-                "sequence_parallel with tp=1",
-                where="layout",
-                remedy="give tp of 2 or more: it divides the sequence too",
-            )
-        for name in ("microbatches", "chunks"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"{name}={getattr(self, name)}", where="layout", remedy="give 1 or more")
-        if self.chunks > 1 and (self.schedule != "interleaved" or sizes["pp"] == 1):
-            raise LayoutError(
-                f"chunks={self.chunks} with schedule {self.schedule!r} and pp={sizes['pp']}",
-                where="layout",
-                remedy="several chunks need pp of 2 or more and schedule='interleaved'",
-            )
-        self._check_stage_sizes(sizes)
+        sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp")}
+        refuse(LayoutError, self._impossible(sizes))
+        product = math.prod(size for size in self.axis_sizes if size != -1)
+        for name in [name for name, size in sizes.items() if size == -1 and world_size % product == 0]:
+            sizes[name], product = world_size // product, world_size
+        refuse(LayoutError, self._unfit(sizes, product, world_size))
         return msgspec.structs.replace(self, **sizes)
 
-    def _check_zero(self, dp: int) -> None:
-        if self.zero_ranks and not self.zero:
-            raise LayoutError(f"zero_ranks={self.zero_ranks} with zero=0", where="layout", remedy="give zero 1, 2 or 3")
-        if not self.zero:
-            return
-        share = self.zero_ranks or dp
-        if dp == 1 or self.zero_ranks == 1:
-            what = "dp=1" if dp == 1 else "zero_ranks=1"
-            remedy = "give dp of 2 or more: its ranks share the state; or zero=0"
-            raise LayoutError(f"zero={self.zero} with {what}: there is no rank to share with", where="layout",
-                              remedy=remedy if dp == 1 else "give 2 or more, or 0 for all dp ranks")  # fmt: skip
-        if share < 1 or dp % share:
-            raise LayoutError(
-                f"zero_ranks={share} does not divide dp={dp}", where="layout", remedy="give a divisor of dp"
-            )
-        for name, other in (("stage_sizes", bool(self.stage_sizes)), ("ep", self.ep > 1 and bool(self.zero_ranks))):
-            if other:
-                what = "zero" if name == "stage_sizes" else "zero_ranks"
-                raise LayoutError(f"{what} with {name}", where="layout", remedy="leave one of them out")
-
-    def _check_mixed(self, sizes: dict[str, int]) -> None:
-        """That only axes are beside it which the integer program knows."""
+    def _impossible(self, sizes: dict[str, int]) -> Iterator[Problem]:
+        """What is wrong for any number of ranks."""
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                yield "layout", f"{name}={size}", "give 1 or more, or -1 for what is left"
+        free = [f"{name}=-1" for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            yield "layout", " and ".join(free), "leave only one of them open"
+        for name, parts, example in (("spatial", self.spatial, "[2, 2]"), ("mixed", self.mixed, "[4] or [2, 2]")):
+            if len(parts) > 3 or min(parts, default=1) < 1:
+                yield "layout", f"{name}={list(parts)}", f"give up to three sizes of 1 or more: {example}"
+        # The integer program that divides ``mixed`` does not know these.
         others = {"cp": sizes["cp"] != 1, "ep": self.ep != 1, "sequence_parallel": self.sequence_parallel}
         for name in [name for name, used in others.items() if used and max(self.mixed, default=1) > 1]:
-            raise LayoutError(f"mixed with {name}", where="layout: mixed", remedy="leave one of them out")
+            yield "layout: mixed", f"mixed with {name}", "leave one of them out"
 
-    def _check_stage_sizes(self, sizes: dict[str, int]) -> None:
-        each = sizes["dp"] * sizes["tp"]
-        if self.stage_sizes and max(sizes["cp"], self.ep, *self.spatial, *self.mixed) > 1:
-            raise LayoutError(
-                "stage_sizes with cp, ep, spatial or mixed", where="layout: stage_sizes", remedy="leave one of them out"
-            )
-        if self.stage_sizes and len(self.stage_sizes) != sizes["pp"]:
-            raise LayoutError(
-                f"{len(self.stage_sizes)} stage_sizes for pp={sizes['pp']}", where="layout: stage_sizes",
-                remedy="give the sizes of every pipeline rank, or none",
-            )  # fmt: skip
-        for index, one in enumerate(self.stage_sizes):
-            if set(one) - {"dp", "tp"} or min(one.values(), default=1) < 1 or math.prod(one.values()) != each:
-                raise LayoutError(
-                    f"{one} does not make up the {each} ranks of a stage (dp x tp)",
-                    where=f"layout: stage_sizes[{index}]",
-                    remedy=f"give sizes of dp and tp whose product is {each}",
-                )
+    def _unfit(self, sizes: dict[str, int], product: int, world_size: int) -> Iterator[Problem]:
+        """Which sizes do not go together, or need another number of ranks than ``world_size``."""
+        dp, pp = sizes["dp"], sizes["pp"]
+        if product != world_size:
+            named = [name for name in sizes if name in ("dp", "tp") or sizes[name] != 1]
+            asked = " x ".join(f"{name}={sizes[name]}" for name in named)
+            for name, parts in (("spatial", self.spatial), ("mixed", self.mixed)):
+                asked += f" x {name}={list(parts)}" if max(parts, default=1) > 1 else ""
+            remedy = f"choose sizes whose product is {world_size}, or start {product} ranks"
+            yield "layout", f"{asked} needs {product} ranks, there are {world_size}", remedy
+        if self.ep < 1 or dp % self.ep:
+            remedy = "experts lie over ranks that divide the batch: give a divisor of dp"
+            yield "layout", f"ep={self.ep} does not divide dp={dp}", remedy
+        yield from self._unfit_zero(dp)
+        if self.context == "ring" and sizes["cp"] == 1:
+            yield "layout", "context='ring' with cp=1", "give cp of 2 or more: it is the ring"
+        if self.sequence_parallel and sizes["tp"] == 1:
+            yield "layout", "sequence_parallel with tp=1", "give tp of 2 or more: it divides the sequence too"
+        for name in ("microbatches", "chunks"):
+            if getattr(self, name) < 1:
+                yield "layout", f"{name}={getattr(self, name)}", "give 1 or more"
+        if self.chunks > 1 and (self.schedule != "interleaved" or pp == 1):
+            found = f"chunks={self.chunks} with schedule {self.schedule!r} and pp={pp}"
+            yield "layout", found, "several chunks need pp of 2 or more and schedule='interleaved'"
+        yield from self._unfit_stages(sizes)
+
+    def _unfit_zero(self, dp: int) -> Iterator[Problem]:
+        if self.zero_ranks and not self.zero:
+            yield "layout", f"zero_ranks={self.zero_ranks} with zero=0", "give zero 1, 2 or 3"
+        if not self.zero:
+            return
+        share, nobody = self.zero_ranks or dp, "there is no rank to share with"
+        if dp == 1:
+            remedy = "give dp of 2 or more: its ranks share the state; or zero=0"
+            yield "layout", f"zero={self.zero} with dp=1: {nobody}", remedy
+        if self.zero_ranks == 1:
+            yield "layout", f"zero={self.zero} with zero_ranks=1: {nobody}", "give 2 or more, or 0 for all dp ranks"
+        if share < 1 or dp % share:
+            yield "layout", f"zero_ranks={share} does not divide dp={dp}", "give a divisor of dp"
+        if self.stage_sizes:
+            yield "layout", "zero with stage_sizes", "leave one of them out"
+        if self.ep > 1 and self.zero_ranks:
+            yield "layout", "zero_ranks with ep", "leave one of them out"
+
+    def _unfit_stages(self, sizes: dict[str, int]) -> Iterator[Problem]:
+        each, place, given = sizes["dp"] * sizes["tp"], "layout: stage_sizes", len(self.stage_sizes)
+        if given and max(sizes["cp"], self.ep, *self.spatial, *self.mixed) > 1:
+            yield place, "stage_sizes with cp, ep, spatial or mixed", "leave one of them out"
+        if given and given != sizes["pp"]:
+            remedy = "give the sizes of every pipeline rank, or none"
+            yield place, f"{given} stage_sizes for pp={sizes['pp']}", remedy
+        for index, own in enumerate(self.stage_sizes):
+            if set(own) - {"dp", "tp"} or min(own.values(), default=1) < 1 or math.prod(own.values()) != each:
+                problem = f"{own} does not make up the {each} ranks of a stage (dp x tp)"
+                yield f"{place}[{index}]", problem, f"give sizes of dp and tp whose product is {each}"
 
     def of_stage(self, index: int) -> "Layout":
         """The layout with the sizes of pipeline rank ``index`` everywhere."""
@@ -234,29 +216,20 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 def layout_text(layout: Layout) -> str:
     """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
     axes = " x ".join(f"{name}{size}" for name in ("dp", "ep", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
-    if max(layout.spatial, default=1) > 1:
-        axes += " x " * bool(axes) + "spatial " + "x".join(map(str, layout.spatial))
-    if max(layout.mixed, default=1) > 1:
-        axes += " x " * bool(axes) + "mixed " + "x".join(map(str, layout.mixed))
-    words = [axes or "one rank"]
-    if layout.zero:
-        words.append(f"zero{layout.zero}" + (f" in groups of {layout.zero_ranks}" if layout.zero_ranks else ""))
-    if layout.offload != "none":
-        words.append(f"{layout.offload} on the host")
-    if layout.precision is not None:
-        words.append(layout.precision)
-    if layout.microbatches > 1:
-        words.append(f"{layout.microbatches} micro-batches")
-    if layout.pp > 1:
-        words.append(layout.schedule)
-    if layout.chunks > 1:
-        words.append(f"{layout.chunks} chunks")
-    if layout.context != "gather":
-        words.append(f"{layout.context} attention")
-    if layout.sequence_parallel:
-        words.append("sequence parallel")
-    if layout.recompute != "none":
-        words.append(f"recompute {layout.recompute}")
-    if layout.batch_statistics == "rank":
-        words.append("statistics of each rank")
-    return ", ".join(words)
+    for name, parts in (("spatial", layout.spatial), ("mixed", layout.mixed)):
+        if max(parts, default=1) > 1:
+            axes += " x " * bool(axes) + f"{name} " + "x".join(map(str, parts))
+    groups = f" in groups of {layout.zero_ranks}" if layout.zero_ranks else ""
+    words = (
+        (layout.zero, f"zero{layout.zero}{groups}"),
+        (layout.offload != "none", f"{layout.offload} on the host"),
+        (layout.precision, layout.precision),
+        (layout.microbatches > 1, f"{layout.microbatches} micro-batches"),
+        (layout.pp > 1, layout.schedule),
+        (layout.chunks > 1, f"{layout.chunks} chunks"),
+        (layout.context != "gather", f"{layout.context} attention"),
+        (layout.sequence_parallel, "sequence parallel"),
+        (layout.recompute != "none", f"recompute {layout.recompute}"),
+        (layout.batch_statistics == "rank", "statistics of each rank"),
+    )
+    return ", ".join([axes or "one rank", *(str(word) for shown, word in words if shown)])

@@ -1,12 +1,12 @@
 """The ledger of a run: what was predicted beside what was measured, what was off most, and what would explain it."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
-from meshwright.errors import TraceError
+from meshwright.errors import Problem, TraceError, refuse
 from meshwright.ir.layout import layout_text
 from meshwright.ir.plan import Plan
 from meshwright.ir.summary import RankTimes, summarize
@@ -219,7 +219,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def _about_computing(self, worst: Deviation) -> str:
         own, factor = worst.measured_s / worst.predicted_s if worst.predicted_s else 0.0, self.compute_factor
         peers = [one for one in self.ranks if one.rank != worst.rank]
-        others = _ratio((one.measured.compute_s, one.predicted.compute_s) for one in peers)
+        others = _computing(peers)
         if others and own and abs(own / others - 1) > 2 * AGREE:
             return (
                 f"Rank {worst.rank} computes for {own:.2f} times as long as predicted, the others for {others:.2f}: no "
@@ -238,7 +238,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if late_s > 0.5 * abs(mine.difference_s(worst.part)):
             return (
                 f"Of this, {seconds(late_s)} are waiting for rank {last.rank}, which came later to collectives and "
-                f"computed for {_times(last)} as long as predicted: no constant of the network explains that."
+                f"computed for {_computing([last]):.2f} times as long as predicted: no constant of the network "
+                "explains that."
             )
         factor = self.communication_factor
         if factor == 1.0:
@@ -263,7 +264,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         }
         slow = max(means, key=lambda stage: abs(means[stage]))
         if abs(means[slow]) >= 0.5 * abs(off_s):
-            factor = _ratio((one.measured.compute_s, one.predicted.compute_s) for one in stages[slow])
+            factor = _computing(stages[slow])
             return (
                 f"It follows from the computing of stage {slow}, which takes {factor:.2f} times as long as predicted: "
                 "the device's efficiency would explain it, if other stages are off alike; else where the model is cut."
@@ -306,7 +307,8 @@ def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster
         raise TraceError("no step was measured", where="ledger", remedy="let the run make one step with a recorder")
     traces = [("predicted", predicted), *((f"measured step {index}", one) for index, one in enumerate(measured))]
     for name, trace in traces:
-        _check(trace, name, plan)
+        check_belongs(trace, plan.digest, name)
+        refuse(TraceError, _problems(trace, name, plan.mesh.world_size))
     every = [{one.rank: one for one in summarize(trace)} for trace in measured]
     stages = {rank: plan.mesh.coordinates(rank).get("pp", 0) for rank in range(plan.mesh.world_size)}
     return Ledger(
@@ -344,23 +346,17 @@ def check_belongs(trace: Trace, digest: str, where: str) -> None:
         )
 
 
-def _check(trace: Trace, name: str, plan: Plan) -> None:
-    check_belongs(trace, plan.digest, name)
+def _problems(trace: Trace, name: str, world_size: int) -> Iterator[Problem]:
     sources = ("simulated", "emulated") if name == "predicted" else ("measured", "emulated")
     if trace.source not in sources:
-        raise TraceError(
-            f"the trace is {trace.source}", where=name, remedy=f"one that is {' or '.join(sources)} belongs there"
-        )
-    ranks = tuple(range(plan.mesh.world_size))
-    seen = tuple(sorted({span.rank for span in trace.spans}))
-    if seen != ranks:
-        raise TraceError(
-            f"the trace has {len(seen)} ranks ({', '.join(map(str, seen[:8])) or 'none'}), the plan {len(ranks)}",
-            where=name,
-            remedy="take a trace of all ranks",
-        )
+        yield name, f"the trace is {trace.source}", f"one that is {' or '.join(sources)} belongs there"
+    seen = sorted({span.rank for span in trace.spans})
+    if seen != list(range(world_size)):
+        shown = ", ".join(map(str, seen[:8])) or "none"
+        problem = f"the trace has {len(seen)} ranks ({shown}), the plan {world_size}"
+        yield name, problem, "take a trace of all ranks"
     if not trace.duration_s:
-        raise TraceError("the step takes no time", where=name, remedy="take the trace of a step that was made")
+        yield name, "the step takes no time", "take the trace of a step that was made"
 
 
 def _levels(cluster: "Cluster", world_size: int) -> tuple[str, ...]:
@@ -380,12 +376,7 @@ def _median(steps: Sequence[RankTimes]) -> RankTimes:
     return RankTimes(rank=steps[0].rank, peak_bytes=peak_bytes, **medians)
 
 
-def _times(one: RankEntry) -> str:
-    return f"{_ratio([(one.measured.compute_s, one.predicted.compute_s)]):.2f} times"
-
-
-def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
-    """The sum of the first over the sum of the second; 0 where that is 0."""
-    both = list(pairs)
-    below = sum(second for _, second in both)
-    return sum(first for first, _ in both) / below if below else 0.0
+def _computing(entries: Collection[RankEntry]) -> float:
+    """How many times as long as predicted these ranks computed; 0 where nothing was predicted."""
+    predicted_s = sum(one.predicted.compute_s for one in entries)
+    return sum(one.measured.compute_s for one in entries) / predicted_s if predicted_s else 0.0

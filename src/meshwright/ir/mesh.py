@@ -1,11 +1,11 @@
 """The mesh: named axes over ranks, from which every group of ranks that communicates is read."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, Problem, refuse
 
 JOIN = "+"
 """Between the names of neighbouring axes that communicate as one: ``dp+tp``."""
@@ -57,21 +57,16 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     axes: tuple[Axis, ...] = ()
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
+        refuse(LayoutError, self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
         for index, axis in enumerate(self.axes):
             if not axis.name.isidentifier():
-                raise LayoutError(
-                    f"{axis.name!r} is not a name", where=f"axes[{index}].name", remedy="use a word such as dp or tp"
-                )
-            if axis.name in seen:
-                raise LayoutError(
-                    f"two axes are called {axis.name!r}", where=f"axes[{index}].name", remedy="name each axis once"
-                )
+                yield f"axes[{index}].name", f"{axis.name!r} is not a name", "use a word such as dp or tp"
+            if axis.name in self.names[:index]:
+                yield f"axes[{index}].name", f"two axes are called {axis.name!r}", "name each axis once"
             if axis.size < 1:
-                raise LayoutError(
-                    f"axis {axis.name!r} has size {axis.size}", where=f"axes[{index}].size", remedy="give 1 or more"
-                )
-            seen.add(axis.name)
+                yield f"axes[{index}].size", f"axis {axis.name!r} has size {axis.size}", "give 1 or more"
 
     @classmethod
     def of(cls, **sizes: int) -> "Mesh":
@@ -106,9 +101,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's coordinate on every axis."""
         if not 0 <= rank < self.world_size:
-            raise LayoutError(
-                f"there is no rank {rank}", where=f"mesh {self}", remedy=f"its ranks are 0 to {self.world_size - 1}"
-            )
+            raise self._refused(f"there is no rank {rank}", f"its ranks are 0 to {self.world_size - 1}")
         found = {}
         for axis in reversed(self.axes):
             rank, found[axis.name] = divmod(rank, axis.size)
@@ -120,16 +113,11 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rank = 0
         for axis in self.axes:
             if axis.name not in coordinates:
-                raise LayoutError(
-                    f"no coordinate on axis {axis.name!r}", where=f"mesh {self}", remedy="give one for every axis"
-                )
+                raise self._refused(f"no coordinate on axis {axis.name!r}", "give one for every axis")
             coordinate = coordinates[axis.name]
             if not 0 <= coordinate < axis.size:
-                raise LayoutError(
-                    f"axis {axis.name!r} has no coordinate {coordinate}",
-                    where=f"mesh {self}",
-                    remedy=f"its coordinates are 0 to {axis.size - 1}",
-                )
+                problem = f"axis {axis.name!r} has no coordinate {coordinate}"
+                raise self._refused(problem, f"its coordinates are 0 to {axis.size - 1}")
             rank = rank * axis.size + coordinate
         return rank
 
@@ -163,8 +151,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _known(self, names: Sequence[str] | Mapping[str, int]) -> None:
         for name in names:
             if name not in self.names:
-                raise LayoutError(
-                    f"there is no axis {name!r}",
-                    where=f"mesh {self}",
-                    remedy=f"its axes are {', '.join(self.names) or 'none'}",
-                )
+                raise self._refused(f"there is no axis {name!r}", f"its axes are {', '.join(self.names) or 'none'}")
+
+    def _refused(self, problem: str, remedy: str) -> LayoutError:
+        return LayoutError(problem, where=f"mesh {self}", remedy=remedy)

@@ -1,9 +1,9 @@
 """Batch norm with statistics of each rank's samples: where it splits samples, it splits them as its ``own``."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 
-from meshwright.errors import PlanError
+from meshwright.errors import Problem
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME
 from meshwright.ir.placement import parts_of
@@ -20,33 +20,23 @@ def owned(operator: Operator, strategy: Chosen) -> dict[str, str]:
     return {axis: OWN if axis != TIME and choice in own else choice for axis, choice in strategy.items()}
 
 
-def check_owned(
-    graph: Graph, operator: Operator, strategies: Mapping[str, Chosen], sizes: Mapping[str, int], where: str
-) -> None:
-    """That each rank has values to take statistics of, and that backward splits its own samples as forward did, with
-    whose statistics it goes on.
-
-    Raises:
-        PlanError: names the operator of which that is not so.
-    """
+def owned_problems(
+    graph: Graph, operator: Operator, strategies: Mapping[str, Chosen], sizes: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Whether a rank has too few values to take statistics of, or backward, which goes on with forward's statistics,
+    splits its own samples otherwise than forward did."""
     if operator.backward or operator.rule is None or OWN not in operator.rule.joint:
         return
     axes = _axes(strategies[operator.name])
-    place = f"{where}: strategies[{operator.name!r}]"
+    place = f"strategies[{operator.name!r}]"
     for reader in [one.name for one in graph.operators if not {*operator.outputs[1:3]}.isdisjoint(one.inputs)]:
         if _axes(strategies[reader]) != axes:
-            raise PlanError(
-                f"its own samples are split over {_said(axes)}, those of its gradient over "
-                f"{_said(_axes(strategies[reader]))}",
-                where=place,
-                remedy=f"split both alike, {operator.name!r} and {reader!r}",
-            )
+            problem = f"its own samples are split over {_said(axes)}, those of its gradient over "
+            problem += _said(_axes(strategies[reader]))
+            yield place, problem, f"split both alike, {operator.name!r} and {reader!r}"
     if axes and (least := _least(graph, operator, strategies[operator.name], sizes)) < 2:
-        raise PlanError(
-            f"a rank would have {least} value of a channel, and statistics need 2",
-            where=place,
-            remedy="use a larger batch, fewer ranks, or batch_statistics='global'",
-        )
+        problem = f"a rank would have {least} value of a channel, and statistics need 2"
+        yield place, problem, "use a larger batch, fewer ranks, or batch_statistics='global'"
 
 
 def _least(graph: Graph, operator: Operator, strategy: Chosen, sizes: Mapping[str, int]) -> int:

@@ -1,6 +1,6 @@
 """Where the parts of a tensor live: Shard, Flat, Replicate or Partial on each mesh axis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple, TypeGuard
@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import members
-from meshwright.ir.rule import Dim, Factor, Operand, Rule
+from meshwright.ir.rule import ONE_AXIS, Dim, Factor, Operand, Rule
 
 LINEAR = "^"
 
@@ -166,7 +166,7 @@ def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) ->
     can. Parts may differ by one unit where the rule bears it, but no part may be empty; micro-batches are equal. What
     goes round a ring of ranks, or from each to each, is cut over one axis only."""
     for choice in strategy.values():
-        if choice in rule.decompositions and rule.of_one_axis(choice):
+        if choice in rule.decompositions and rule.decomposition(choice) in ONE_AXIS:
             axes = [axis for axis, other in strategy.items() if other == choice]
             if len(axes) > 1:
                 return choice, prod(sizes[axis] for axis in axes)
@@ -227,21 +227,14 @@ def axis_cut(
 ) -> AxisCut:  # fmt: skip
     """How ``axis`` (or axes, joined) cuts a tensor of the global ``shape`` for the rank at these coordinates, given how
     others cut it: those that cut the same factor are outside of it."""
-    dim, blocks, units = shard.dim, shard.outer, shape[shard.dim] // shard.outer // shard.unit
-    local = shape[dim]
-    for other, size in axis_sizes.items():
-        one = others.get(other)
-        if other in members(axis) or not isinstance(one, Shard) or one.dim != dim:
-            continue
+    blocks, units = shard.outer, shape[shard.dim] // shard.outer // shard.unit
+    beside = {name: one for name, one in others.items() if name not in members(axis)}
+    local = _local_length(shape, shard.dim, beside, axis_sizes, at)
+    for one, before, left in _cuts(shape, shard.dim, beside, axis_sizes, at):
         if one.outer == shard.outer:
-            left = _part(units, size, at.get(other, 0))
-            local, units = local * left // units if units else 0, left
-        else:
-            count = _units(shape, other, others, one, axis_sizes, at)
-            left = _part(count, size, at.get(other, 0))
-            local = local * left // count if count else 0
-            if one.outer < shard.outer:
-                blocks = blocks * left // count if count else 0
+            units = left
+        elif one.outer < shard.outer:
+            blocks = blocks * left // before if before else 0
     parts = [axis_sizes[one] for one in members(axis)]
     size = prod(parts)
     if units % size == 0:
@@ -250,23 +243,18 @@ def axis_cut(
     return AxisCut(blocks, tuple(end - begin for begin, end in pairwise(bounds(units, parts))), unit)
 
 
-def _units(
-    shape: Sequence[int], axis: str, placements: Placements, shard: Shard, axis_sizes: Mapping[str, int],
-    at: Mapping[str, int],
-) -> int:  # fmt: skip
-    """What the axes outside of ``axis`` that cut the same factor leave of its units."""
-    units = shape[shard.dim] // shard.outer // shard.unit
-    for other, size in axis_sizes.items():
-        if other == axis:
-            break
-        one = placements.get(other)
-        if isinstance(one, Shard) and (one.dim, one.outer) == (shard.dim, shard.outer):
-            units = _part(units, size, at.get(other, 0))
-    return units
-
-
-def _part(units: int, parts: int, index: int) -> int:
-    return units // parts + (index < units % parts)
+def _cuts(
+    shape: Sequence[int], dim: int, placements: Placements, axis_sizes: Mapping[str, int], at: Mapping[str, int]
+) -> Iterator[tuple[Shard, int, int]]:
+    """The cuts of a dim, outer axes first: each with the units of its factor that outer axes leave this rank, and those
+    that are left when it is cut."""
+    units: dict[int, int] = {}
+    for axis, parts in axis_sizes.items():
+        shard = placements.get(axis)
+        if isinstance(shard, Shard) and shard.dim == dim:
+            before = units.get(shard.outer, shape[dim] // shard.outer // shard.unit)
+            units[shard.outer] = before // parts + (at.get(axis, 0) < before % parts)
+            yield shard, before, units[shard.outer]
 
 
 def local_shape(
@@ -282,24 +270,20 @@ def local_shape(
         if isinstance(placement, Shard):
             dim, parts = placement.dim, axis_sizes[axis]
             if result[dim] != shape[dim] or placement.unit > 1 or shape[dim] % (placement.outer * parts):
-                result = _uneven_shape(shape, placements, axis_sizes, at or {})
+                result = [_local_length(shape, dim, placements, axis_sizes, at or {}) for dim in range(len(shape))]
                 break
             result[dim] //= parts
     axis = flat_axis(placements)
     return flat_shape(tuple(result), axis_sizes[axis]) if axis else tuple(result)
 
 
-def _uneven_shape(
-    shape: tuple[int, ...], placements: Placements, axis_sizes: Mapping[str, int], at: Mapping[str, int]
-) -> list[int]:
-    result = list(shape)
-    for axis, parts in axis_sizes.items():
-        placement = placements.get(axis)
-        if isinstance(placement, Shard):
-            units = _units(shape, axis, placements, placement, axis_sizes, at)
-            mine = _part(units, parts, at.get(axis, 0))
-            result[placement.dim] = result[placement.dim] * mine // units if units else 0
-    return result
+def _local_length(
+    shape: Sequence[int], dim: int, placements: Placements, axis_sizes: Mapping[str, int], at: Mapping[str, int]
+) -> int:
+    length = shape[dim]
+    for _, before, left in _cuts(shape, dim, placements, axis_sizes, at):
+        length = length * left // before if before else 0
+    return length
 
 
 def nested(one: Shard, parts: int, two: Shard, length: int) -> bool:

@@ -2,16 +2,17 @@
 
 import hashlib
 import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import ClassVar, Literal
 
 import msgspec
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, Problem, refuse
 from meshwright.ir.amendment import NOT_RUN, Amendment
-from meshwright.ir.graph import Graph
+from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.own_samples import check_owned
+from meshwright.ir.own_samples import owned_problems
 from meshwright.ir.placement import (
     Flat,
     Partial,
@@ -25,7 +26,7 @@ from meshwright.ir.precision import Precision
 from meshwright.ir.resharding import Link
 from meshwright.ir.rule import Rule
 from meshwright.ir.stages import cut
-from meshwright.ir.stored import check_buckets, check_gathers, check_storage
+from meshwright.ir.stored import bucket_problems, gather_problems, storage_problems
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
 
@@ -144,13 +145,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def submesh(self, stage: int) -> Mesh:
         """The mesh of the ranks that hold a stage."""
-        axes = {axis.name: axis.size for axis in self.mesh.axes if axis.name != "pp"}
+        axes = {name: size for name, size in self.mesh.sizes.items() if name != "pp"}
         return Mesh.of(**(axes | self.stages[stage].axes))
 
     def sizes(self, stage: int) -> dict[str, int]:
         """Every axis that a stage's factors may lie on, with its size: those of its submesh, and time."""
-        sizes = {axis.name: axis.size for axis in self.submesh(stage).axes}
-        return sizes | ({TIME: self.microbatches} if self.microbatches > 1 else {})
+        return self.submesh(stage).sizes | ({TIME: self.microbatches} if self.microbatches > 1 else {})
 
     @property
     def uneven(self) -> bool:
@@ -233,108 +233,63 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             PlanError: it was made for another model, names an unknown axis or factor, splits what cannot be split,
                 or passes on or reduces a partial sum where there is none.
         """
-        self._check_precision(graph, where)
-        if self.graph_fingerprint != graph.fingerprint:
-            raise PlanError(
-                f"the plan was made for {self.model} (fingerprint {self.graph_fingerprint}), "
-                f"this is {graph.model} (fingerprint {graph.fingerprint})",
-                where=where,
-                remedy="plan this model again (meshwright plan), or pass the model that the plan belongs to",
-            )
-        self._check_supported(where)
-        check_storage(self, graph, where)
-        check_gathers(self, graph, where)
-        names = {operator.name for operator in graph.operators}
-        starred_names = {starred(name) for name in names}
-        for name in [name for stage in self.stages for name in stage.strategies]:
-            if name not in names and name not in starred_names:
-                raise PlanError(
-                    f"there is no operator {name!r}", where=f"{where}: strategies", remedy="remove the line"
-                )
-        strategies = self.strategies(graph)
-        held = cut(graph, self.firsts).stage_of
-        for operator in graph.operators:
-            strategy = strategies[operator.name]
-            sizes = self.sizes(held.get(operator.name, 0))
-            for axis, choice in strategy.items():
-                place = f"{where}: strategies[{operator.name!r}]"
-                if axis not in sizes:
-                    raise PlanError(f"unknown axis {axis!r}", where=place, remedy=f"axes are {', '.join(sizes)}")
-                if is_linear(choice):
-                    continue
-                if operator.rule is None or choice not in operator.rule.sizes:
-                    known = ", ".join(operator.rule.sizes) if operator.rule else "none"
-                    raise PlanError(f"unknown factor {choice!r}", where=place, remedy=f"its factors are: {known}")
-                if not operator.rule.splittable(choice):
-                    raise PlanError(
-                        f"factor {choice!r} of {operator.rule.pattern!r} cannot be split", where=place,
-                        remedy="choose another factor, or leave the axis out",
-                    )  # fmt: skip
-            if operator.rule is not None and (found := misfit(operator.rule, strategy, sizes)) is not None:
-                raise _uncut(operator.rule, strategy, *found, f"{where}: strategies[{operator.name!r}]")
-            check_owned(graph, operator, strategies, sizes, where)
-        check_buckets(self, graph, self._check_partials(graph, strategies, where), where)
+        refuse(PlanError, self._problems(graph), where)
 
-    def _check_precision(self, graph: Graph, where: str) -> None:
+    def _problems(self, graph: Graph) -> Iterator[Problem]:
         if self.precision != graph.precision:
             mine, theirs = (one or "the model's own dtypes" for one in (self.precision, graph.precision))
-            raise PlanError(
-                f"the plan computes in {mine}, the step was captured in {theirs}",
-                where=f"{where}: precision",
-                remedy="capture the step in the plan's precision, or plan again",
+            problem = f"the plan computes in {mine}, the step was captured in {theirs}"
+            yield "precision", problem, "capture the step in the plan's precision, or plan again"
+        if self.graph_fingerprint != graph.fingerprint:
+            problem = (
+                f"the plan was made for {self.model} (fingerprint {self.graph_fingerprint}), "
+                f"this is {graph.model} (fingerprint {graph.fingerprint})"
             )
-
-    def _check_supported(self, where: str) -> None:
-        """That nothing is asked for that this version would leave undone, and that the stages go with the mesh."""
-        held = self.mesh.size("pp") * self.chunks if "pp" in self.mesh.names else 1
+            yield "", problem, "plan this model again (meshwright plan), or pass the model that the plan belongs to"
+        held = self.mesh.size("pp") * self.chunks if self.mesh.has("pp") else 1
         if len(self.stages) != held:
-            raise PlanError(
-                f"there are {len(self.stages)} stages, but the mesh holds {held}",
-                where=f"{where}: stages",
-                remedy="there is one stage for every coordinate of pp, times chunks",
-            )
-        asked = {
-            "codec": (self.codec, None),
-            "consistency": (self.consistency, "sync"),
-        }
-        for key, (value, only) in asked.items():
+            problem = f"there are {len(self.stages)} stages, but the mesh holds {held}"
+            yield "stages", problem, "there is one stage for every coordinate of pp, times chunks"
+        for key, value, only in (("codec", self.codec, None), ("consistency", self.consistency, "sync")):
             if value != only:
-                raise PlanError(
-                    f"{value!r} cannot be run by this version", where=f"{where}: {key}", remedy=f"it must be {only!r}"
-                )
-
-    def _check_partials(self, graph: Graph, strategies: dict[str, Strategy], where: str) -> dict[str, Placements]:
-        """That carets stand where Partials arrive; returns the placements of all activations."""
+                yield key, f"{value!r} cannot be run by this version", f"it must be {only!r}"
+        yield from storage_problems(self, graph)
+        yield from gather_problems(self, graph)
+        names = {operator.name for operator in graph.operators}
+        names |= {starred(name) for name in names}
+        for name in [name for stage in self.stages for name in stage.strategies if name not in names]:
+            yield "strategies", f"there is no operator {name!r}", "remove the line"
+        strategies, divided = self.strategies(graph), cut(graph, self.firsts)
+        sizes = {one.name: self.sizes(divided.stage_of.get(one.name, 0)) for one in graph.operators}
+        for operator in graph.operators:
+            yield from self._strategy_problems(operator, strategies[operator.name], sizes[operator.name])
+            yield from owned_problems(graph, operator, strategies, sizes[operator.name])
         placements: dict[str, Placements] = {}
-        divided, producers = cut(graph, self.firsts), graph.producers()
+        producers = graph.producers()
         for operator in graph.operators:
             strategy, rule = strategies[operator.name], operator.rule
-            sizes = self.sizes(divided.stage_of.get(operator.name, 0))
             reduced = divided.reduced_inputs(operator, producers)
-            for axis, choice in strategy.items():
-                if not is_linear(choice):
-                    continue
-                place = f"{where}: strategies[{operator.name!r}]"
-                operands = rule.parsed.inputs if rule else ()
-                group = [
-                    name for one, name in zip(operands, operator.inputs, strict=False) if one.linear == len(choice)
-                ]
-                if not group:
-                    pattern = rule.pattern if rule else "(no rule)"
-                    raise PlanError(
-                        f"{choice!r} on {axis!r}, but no operand of {pattern!r} is marked so",
-                        where=place, remedy="leave the axis out",
-                    )  # fmt: skip
-                for name in group if axis != TIME else ():  # over time, what is whole is made Partial by dividing it
-                    if placements.get(name, {}).get(axis) != Partial("sum") or name in reduced:
-                        other = " here: it comes from another stage" if name in reduced else ""
-                        raise PlanError(
-                            f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none{other}",
-                            where=place, remedy=f"leave the axis out, or split what makes {name!r}",
-                        )  # fmt: skip
+            yield from _caret_problems(operator, strategy, placements, reduced)
             for index, output in enumerate(operator.outputs):
-                placements[output] = output_placements(rule, strategy, index, sizes) if rule else {}
-        return placements
+                placements[output] = output_placements(rule, strategy, index, sizes[operator.name]) if rule else {}
+        yield from bucket_problems(self, graph, placements)
+
+    def _strategy_problems(self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """Whether an operator's axes or factors are unknown, or cannot be split so."""
+        place, rule = f"strategies[{operator.name!r}]", operator.rule
+        for axis, choice in strategy.items():
+            if axis not in sizes:
+                yield place, f"unknown axis {axis!r}", f"axes are {', '.join(sizes)}"
+            if is_linear(choice):
+                continue
+            if rule is None or choice not in rule.sizes:
+                known = ", ".join(rule.sizes) if rule else "none"
+                yield place, f"unknown factor {choice!r}", f"its factors are: {known}"
+            elif not rule.splittable(choice):
+                problem = f"factor {choice!r} of {rule.pattern!r} cannot be split"
+                yield place, problem, "choose another factor, or leave the axis out"
+        if rule is not None and (found := misfit(rule, strategy, sizes)) is not None:
+            yield place, *_uncut(rule, strategy, *found)
 
 
 def starred(name: str) -> str:
@@ -342,23 +297,38 @@ def starred(name: str) -> str:
     return _INDEX.sub("*", name)
 
 
-def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int, place: str) -> PlanError:
-    """That a factor cannot be cut so often."""
+def _caret_problems(
+    operator: Operator, strategy: Strategy, placements: Mapping[str, Placements], reduced: Collection[str]
+) -> Iterator[Problem]:
+    """Whether carets stand where no Partial arrives. ``placements`` are of what was made before; what comes from
+    another stage is ``reduced``."""
+    place, rule = f"strategies[{operator.name!r}]", operator.rule
+    for axis, choice in strategy.items():
+        if not is_linear(choice):
+            continue
+        operands = zip(rule.parsed.inputs if rule else (), operator.inputs, strict=False)
+        group = [name for operand, name in operands if operand.linear == len(choice)]
+        if not group:
+            pattern = rule.pattern if rule else "(no rule)"
+            yield place, f"{choice!r} on {axis!r}, but no operand of {pattern!r} is marked so", "leave the axis out"
+        for name in group if axis != TIME else ():  # over time, what is whole is made Partial by dividing it
+            if placements.get(name, {}).get(axis) != Partial("sum") or name in reduced:
+                other = " here: it comes from another stage" if name in reduced else ""
+                problem = f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none{other}"
+                yield place, problem, f"leave the axis out, or split what makes {name!r}"
+
+
+def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int) -> tuple[str, str]:
+    """That a factor cannot be cut so often, and what to do about it."""
     if letter in rule.joint:
-        return PlanError(
-            f"factor {letter!r} goes round, or from each rank to each, along one axis, and is cut over several",
-            where=place,
-            remedy="leave it out on all axes but one",
-        )
+        problem = f"factor {letter!r} goes round, or from each rank to each, along one axis, and is cut over several"
+        return problem, "leave it out on all axes but one"
     alike = [axis for axis, one in strategy.items() if not is_linear(one) and letter in rule.members(one)]
     axes = f"axis {alike[0]!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"
-    few = rule.sizes[letter] < parts
-    return PlanError(
-        f"factor {letter!r} has size {rule.sizes[letter]}, {axes} {parts}",
-        where=place,
-        remedy="no rank can have nothing of it: split another factor" if few else
-        "here it must divide evenly: split another factor, or choose sizes that divide",
-    )  # fmt: skip
+    few = "no rank can have nothing of it: split another factor"
+    uneven = "here it must divide evenly: split another factor, or choose sizes that divide"
+    size = rule.sizes[letter]
+    return f"factor {letter!r} has size {size}, {axes} {parts}", few if size < parts else uneven
 
 
 def _communicated(plan: Plan) -> list[str]:

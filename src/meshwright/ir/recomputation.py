@@ -23,11 +23,8 @@ class Recomputation(msgspec.Struct, frozen=True):
     def holds(self, operator: str) -> bool:
         """Whether the operator's results are computed again."""
         block = self.block(operator)
-        return (
-            starred(operator) in self.names
-            or operator in self.names
-            or (bool(block) and starred(block + ".").rstrip(".") in self.names)
-        )
+        in_block = bool(block) and starred(block + ".").rstrip(".") in self.names
+        return in_block or not self.whole_block(operator)
 
     def whole_block(self, operator: str) -> bool:
         """Whether it is computed again as a part of its block, so that only what enters the block is kept."""

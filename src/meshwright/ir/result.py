@@ -283,9 +283,8 @@ def series_of(finding: Finding, key: str) -> Iterator[tuple[str, Series]]:
     """The series of a finding, with their keys below ``key``."""
     if isinstance(finding, Comparison):
         yield from ((f"{key}.series.{name}", one) for name, one in finding.series.items())
-    elif isinstance(finding, Scaling):
-        yield from ((f"{key}.points[{k}].series", point.series) for k, point in enumerate(finding.points))
-    elif isinstance(finding, BatchSizes):
-        yield from ((f"{key}.points[{k}].series", one.series) for k, one in enumerate(finding.points))
+    elif isinstance(finding, Scaling | BatchSizes):
+        points: tuple[Point | BatchPoint, ...] = finding.points
+        yield from ((f"{key}.points[{k}].series", point.series) for k, point in enumerate(points))
     elif isinstance(finding, Utilization | Duration | Prediction):
         yield f"{key}.series", finding.series

@@ -20,7 +20,8 @@ PARTS = "parts"
 DECOMPOSITIONS = ("sum", "gather", *ONE_AXIS, HALO, PARTS)
 """How the parts of a factor come together."""
 
-_TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+")
+_TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+|(\S.*)")
+"""A bracket, a letter with its mark, a size, or the rest, which cannot be read."""
 
 
 class Factor(msgspec.Struct, frozen=True):
@@ -77,13 +78,7 @@ class Pattern(msgspec.Struct, frozen=True):
 
     def factor_names(self) -> tuple[str, ...]:
         """Every letter, in order of appearance."""
-        seen: dict[str, None] = {}
-        for operand in (*self.inputs, *self.outputs):
-            for dim in operand.dims:
-                for factor in dim:
-                    if factor.name:
-                        seen.setdefault(factor.name)
-        return tuple(seen)
+        return tuple(dict.fromkeys(factor.name for factor in self._factors() if factor.name))
 
     def fixed_names(self) -> frozenset[str]:
         """The letters that carry ``!`` anywhere: they cannot be split."""
@@ -146,10 +141,6 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """Whether outputs without factor ``name`` are terms of a sum where it is split."""
         return self.decomposition(name) in ("", OWN, HALO, PARTS)
 
-    def of_one_axis(self, name: str) -> bool:
-        """Whether what factor ``name`` exchanges goes over one mesh axis: round its ring, or from each rank to each."""
-        return self.decomposition(name) in ONE_AXIS
-
     def owns(self, name: str, output: int) -> bool:
         """Whether splitting ``name`` leaves on each rank an output number ``output`` of its own."""
         return self.decomposition(name) == OWN and str(output) in self.decompositions[name].split()[1:]
@@ -199,12 +190,10 @@ def _operand(part: str, text: str) -> Operand:
     dims: list[Dim] = []
     group: list[Factor] | None = None
     seen: set[str] = set()
-    end = 0
     for match in _TOKEN.finditer(part):
-        if part[end : match.start()].strip():
-            break
-        end = match.end()
         token = match[0]
+        if match[1]:
+            raise RuleError(f"cannot read {token!r} in pattern {text!r}", remedy="use letters, numbers, ! ~ ^ ( )")
         if token == "(":
             if group is not None:
                 raise RuleError(f"nested '(' in pattern {text!r}", remedy="a dim is one flat group of factors")
@@ -227,10 +216,6 @@ def _operand(part: str, text: str) -> Operand:
                 dims.append((factor,))
             else:
                 group.append(factor)
-    if part[end:].strip():
-        raise RuleError(
-            f"cannot read {part[end:].strip()!r} in pattern {text!r}", remedy="use letters, numbers, ! ~ ^ ( )"
-        )
     if group is not None:
         raise RuleError(f"unbalanced '(' in pattern {text!r}", remedy="balance the brackets")
     return Operand(tuple(dims), linear)

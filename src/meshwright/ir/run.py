@@ -130,17 +130,11 @@ class Adam(_Optimizer, frozen=True, kw_only=True, tag="adam"):
     """The AMSGrad variant."""
 
 
-class AdamW(_Optimizer, frozen=True, kw_only=True, tag="adamw"):
+class AdamW(Adam, frozen=True, kw_only=True, tag="adamw"):
     """``torch.optim.AdamW``."""
 
     weight_decay: Rate = 0.01
     """Weight decay, apart from the gradient."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the running means of the gradient and of its square."""
-    eps: Rate = 1e-8
-    """Added to the denominator."""
-    amsgrad: bool = False
-    """The AMSGrad variant."""
 
 
 class RMSprop(_Optimizer, frozen=True, kw_only=True, tag="rmsprop"):
@@ -182,15 +176,11 @@ class LARS(_LayerWise, frozen=True, kw_only=True, tag="lars"):
     """A tensor's step relative to its norm, at a learning rate of 1."""
 
 
-class LARC(_LayerWise, frozen=True, kw_only=True, tag="larc"):
+class LARC(LARS, frozen=True, kw_only=True, tag="larc"):
     """``meshwright.optim.LARC``: momentum SGD, where each tensor's learning rate is at most the one of LARS."""
 
     lr: Rate = 0.1
     """Learning rate: the most that any tensor learns by."""
-    momentum: Rate = 0.9
-    """Momentum."""
-    nesterov: bool = False
-    """Nesterov's momentum."""
     trust_coefficient: Rate = 0.02
     """The most that a tensor's step is, relative to its norm."""
 
@@ -314,8 +304,7 @@ class Run(Section, frozen=True, kw_only=True):
             return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.train.ranks != "auto":
             return self.train.ranks
-        sizes = (self.layout.dp, self.layout.cp, self.layout.tp, self.layout.pp, *self.layout.spatial,
-                 *self.layout.mixed)  # fmt: skip
+        sizes = self.layout.axis_sizes
         fixed = math.prod(size for size in sizes if size > 0)
         if min(sizes) > 0:
             return fixed

@@ -50,15 +50,27 @@ class MLPModel(_Model, frozen=True, kw_only=True, tag="mlp"):
     """Whether the layers have a bias."""
 
 
-class LeNetModel(_Model, frozen=True, kw_only=True, tag="lenet"):
+class _ImageModel(_Model, frozen=True, kw_only=True):
+    image_channels: Positive = 3
+    """Colours: 1 or 3."""
+    classes: Positive = 1000
+    """Number of classes."""
+
+
+class _DenseImageModel(_ImageModel, frozen=True, kw_only=True):
+    dense: tuple[Positive, ...] = (4096, 4096)
+    """Sizes of the hidden dense layers."""
+    dropout: Fraction = 0.0
+    """Probability of dropping an input of the hidden dense layers."""
+
+
+class LeNetModel(_ImageModel, frozen=True, kw_only=True, tag="lenet"):
     """``meshwright.models.LeNet``: convolutions with pooling, then dense layers."""
 
     image_size: Positive = 28
     """Height and width of the images, in pixels."""
     image_channels: Positive = 1
-    """Colours: 1 or 3."""
     classes: Positive = 10
-    """Number of classes."""
     channels: tuple[Positive, ...] = (6, 16)
     """Output channels of each convolution."""
     dense: tuple[Positive, ...] = (120, 84)
@@ -67,37 +79,26 @@ class LeNetModel(_Model, frozen=True, kw_only=True, tag="lenet"):
     """Height and width of the convolutions, in pixels."""
 
 
-class ResNetModel(_Model, frozen=True, kw_only=True, tag="resnet"):
+class ResNetModel(_ImageModel, frozen=True, kw_only=True, tag="resnet"):
     """``meshwright.models.ResNet``: a small residual network with batch normalization."""
 
     depth: Layers = 8
     """Layers with weights on the main path: 8, 14, 20, ..."""
     width: Positive = 16
     """Channels of the first stage."""
-    image_channels: Positive = 3
-    """Colours: 1 or 3."""
     classes: Positive = 10
-    """Number of classes."""
 
 
-class AlexNetModel(_Model, frozen=True, kw_only=True, tag="alexnet"):
+class AlexNetModel(_DenseImageModel, frozen=True, kw_only=True, tag="alexnet"):
     """``meshwright.models.AlexNet``: five convolutions, then large dense layers."""
 
     image_size: Positive = 224
     """Height and width of the images, in pixels; at least 63."""
-    image_channels: Positive = 3
-    """Colours: 1 or 3."""
-    classes: Positive = 1000
-    """Number of classes."""
     channels: tuple[Positive, ...] = (64, 192, 384, 256, 256)
     """Output channels of the five convolutions."""
-    dense: tuple[Positive, ...] = (4096, 4096)
-    """Sizes of the hidden dense layers."""
-    dropout: Fraction = 0.0
-    """Probability of dropping an input of the hidden dense layers."""
 
 
-class VGGModel(_Model, frozen=True, kw_only=True, tag="vgg"):
+class VGGModel(_DenseImageModel, frozen=True, kw_only=True, tag="vgg"):
     """``meshwright.models.VGG``: groups of 3x3 convolutions with pooling, then large dense layers."""
 
     convolutions: tuple[Positive, ...] = (2, 2, 3, 3, 3)
@@ -106,28 +107,16 @@ class VGGModel(_Model, frozen=True, kw_only=True, tag="vgg"):
     """Channels of the first group."""
     image_size: Positive = 224
     """Height and width of the images, in pixels: a multiple of 2 for each group."""
-    image_channels: Positive = 3
-    """Colours: 1 or 3."""
-    classes: Positive = 1000
-    """Number of classes."""
-    dense: tuple[Positive, ...] = (4096, 4096)
-    """Sizes of the hidden dense layers."""
-    dropout: Fraction = 0.0
-    """Probability of dropping an input of the hidden dense layers."""
 
 
-class GoogLeNetModel(_Model, frozen=True, kw_only=True, tag="googlenet"):
+class GoogLeNetModel(_ImageModel, frozen=True, kw_only=True, tag="googlenet"):
     """``meshwright.models.GoogLeNet``: modules of four branches beside each other."""
 
     width: Positive = 64
     """Channels of the stem, a multiple of 8; all others in proportion."""
-    image_channels: Positive = 3
-    """Colours: 1 or 3."""
-    classes: Positive = 1000
-    """Number of classes."""
 
 
-class WideResNetModel(_Model, frozen=True, kw_only=True, tag="wide-resnet"):
+class WideResNetModel(_ImageModel, frozen=True, kw_only=True, tag="wide-resnet"):
     """``meshwright.models.WideResNet``: residual bottleneck blocks for large images."""
 
     blocks: tuple[Positive, ...] = (3, 4, 6, 3)
@@ -136,13 +125,9 @@ class WideResNetModel(_Model, frozen=True, kw_only=True, tag="wide-resnet"):
     """Channels of the stem; a block of group i has ``4 * width * 2**i`` outside."""
     widened: Positive = 2
     """How many times ``width * 2**i`` channels a block of group i has inside."""
-    image_channels: Positive = 3
-    """Colours: 1 or 3."""
-    classes: Positive = 1000
-    """Number of classes."""
 
 
-class UNetModel(_Model, frozen=True, kw_only=True, tag="unet"):
+class UNetModel(_ImageModel, frozen=True, kw_only=True, tag="unet"):
     """``meshwright.models.UNet``: levels of half the size and back, a class for each pixel. Its ``loss`` is
     ``segmentation``, of ``image`` and ``label`` [n, y, x]."""
 
@@ -150,8 +135,6 @@ class UNetModel(_Model, frozen=True, kw_only=True, tag="unet"):
     """How often the image is halved."""
     width: Positive = 8
     """Channels of the outermost level, a multiple of 2."""
-    image_channels: Positive = 3
-    """Colours: 1 or 3."""
     classes: Positive = 4
     """Number of classes of a pixel."""
     norm: Literal["group", "batch"] = "group"

@@ -125,8 +125,7 @@ class ActionList:
                 if word:
                     actions.append(Action.from_text(word))
             except ScheduleError as error:
-                where = f"position {len(actions)}"
-                raise ScheduleError(error.problem, where=where, remedy=error.remedy) from None
+                raise error.within(f"position {len(actions)}") from None
         return cls(actions)
 
 
@@ -207,6 +206,5 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             try:
                 ranks.append(ActionList.from_text(line))
             except ScheduleError as error:
-                where = f"rank {rank}, {error.where}"
-                raise ScheduleError(error.problem, where=where, remedy=error.remedy) from None
+                raise error.within(f"rank {rank}", ", ") from None
         return cls.of(name, ranks)

@@ -2,10 +2,12 @@
 
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
+T = TypeVar("T")
 RESAMPLES = 2000
 
 
@@ -36,9 +38,7 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def median(values: Sequence[float], seed: int = 0) -> Estimate:
     """The median of ``values``."""
-    draw = random.Random(seed)
-    medians = (statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return _with_interval(statistics.median(values), medians)
+    return _resampled(values, statistics.median, seed)
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
@@ -48,15 +48,13 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Esti
     Raises:
         ValueError: the numbers of rounds differ.
     """
+    return _resampled(list(zip(ours, theirs, strict=True)), _of_medians, seed)
+
+
+def _resampled(rounds: Sequence[T], statistic: Callable[[Sequence[T]], float], seed: int) -> Estimate:
     draw = random.Random(seed)
-    pairs = list(zip(ours, theirs, strict=True))
-    ratios = (_of_medians(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
-    return _with_interval(_of_medians(pairs), ratios)
-
-
-def _with_interval(value: float, resampled: Iterable[float]) -> Estimate:
-    rising = sorted(resampled)
-    return Estimate(value, rising[RESAMPLES // 40], rising[-RESAMPLES // 40])
+    rising = sorted(statistic(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
+    return Estimate(statistic(rounds), rising[RESAMPLES // 40], rising[-RESAMPLES // 40])
 
 
 def _of_medians(pairs: Sequence[tuple[float, float]]) -> float:

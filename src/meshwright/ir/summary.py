@@ -2,9 +2,7 @@
 
 import msgspec
 
-from meshwright.ir.trace import Trace
-
-_Intervals = list[tuple[float, float]]
+from meshwright.ir.trace import Interval, Trace, length, union
 
 
 class RankTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,7 +25,7 @@ class RankTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 def summarize(trace: Trace) -> tuple[RankTimes, ...]:
     """The times of every rank of a trace, by rank, from the streams ``compute``, ``communication`` and ``wait``."""
-    streams: dict[int, dict[str, _Intervals]] = {rank: {} for rank in trace.ranks}
+    streams: dict[int, dict[str, list[Interval]]] = {rank: {} for rank in trace.ranks}
     for span in trace.spans:
         stream = "receive" if span.stream == "wait" and _RECEIVE in span.what else span.stream
         streams[span.rank].setdefault(stream, []).append((span.start_s, span.end_s))
@@ -37,17 +35,17 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
     step_s = trace.duration_s
     result = []
     for rank, found in streams.items():
-        waits, receives = _union(found.get("wait", [])), _union(found.get("receive", []))
-        still = _union([*waits, *receives])
-        compute_s = _without(_union(found.get("compute", [])), still)
-        exposed_s = _length(waits)
+        waits, receives = union(found.get("wait", [])), union(found.get("receive", []))
+        still = union([*waits, *receives])
+        compute_s = _without(union(found.get("compute", [])), still)
+        exposed_s = length(waits)
         result.append(
             RankTimes(
                 rank=rank,
                 step_s=step_s,
                 compute_s=compute_s,
                 exposed_s=exposed_s,
-                hidden_s=_without(_union(found.get("communication", [])), still),
+                hidden_s=_without(union(found.get("communication", [])), still),
                 bubble_s=max(0.0, step_s - compute_s - exposed_s),
                 peak_bytes=peaks[rank],
             )
@@ -58,24 +56,9 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
 _RECEIVE = "RECV_"
 
 
-def _union(intervals: _Intervals) -> _Intervals:
-    """The same times, as intervals that do not touch, rising."""
-    result: _Intervals = []
-    for start, end in sorted(intervals):
-        if result and start <= result[-1][1]:
-            result[-1] = result[-1][0], max(result[-1][1], end)
-        else:
-            result.append((start, end))
-    return result
-
-
-def _length(intervals: _Intervals) -> float:
-    return sum(end - start for start, end in intervals)
-
-
-def _without(intervals: _Intervals, others: _Intervals) -> float:
+def _without(intervals: list[Interval], others: list[Interval]) -> float:
     """How long is inside of the first and outside of the second; both are unions."""
-    left, place = _length(intervals), 0
+    left, place = length(intervals), 0
     for start, end in intervals:
         while place < len(others) and others[place][1] <= start:
             place += 1

@@ -1,13 +1,33 @@
 """The trace: what every rank did and when, measured by a run or foretold by the simulator."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 TraceSource = Literal["measured", "simulated", "emulated"]
+
+
+Interval = tuple[float, float]
+"""A time from its start to its end, in seconds."""
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times, as intervals that do not touch, rising."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(result[-1][1], end)
+        else:
+            result.append((start, end))
+    return result
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """The seconds of all together."""
+    return sum(end - start for start, end in intervals)
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,13 +126,8 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def busy_s(self, rank: int, stream: str) -> float:
         """How long the rank's stream was busy; spans that overlap count once."""
-        spans = [span for span in self.spans if span.rank == rank and span.stream == stream]
-        busy, until = 0.0, -math.inf
-        for span in sorted(spans, key=lambda span: span.start_s):
-            if span.end_s > until:
-                busy += span.end_s - max(span.start_s, until)
-                until = span.end_s
-        return busy
+        spans = (span for span in self.spans if span.rank == rank and span.stream == stream)
+        return length(union((span.start_s, span.end_s) for span in spans))
 
     def peak_bytes(self, rank: int) -> int:
         """The most memory that a sample of this rank shows; 0 without samples."""

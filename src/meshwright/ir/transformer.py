@@ -1,8 +1,10 @@
 """The transformer by its sizes: what a prediction needs to know of a model when nothing has been captured."""
 
+from collections.abc import Iterator
+
 import msgspec
 
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, Problem, refuse
 
 
 class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -41,29 +43,21 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     source: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "heads", "ffn", "sequence"):
-            if getattr(self, key) < 1:
-                raise LayoutError(f"{getattr(self, key)} is less than 1", where=key, remedy="give a whole number")
-        if self.vocabulary < 0:
-            raise LayoutError(f"{self.vocabulary} is less than 0", where="vocabulary", remedy="give a whole number")
+        refuse(LayoutError, self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        for key, least in {"layers": 1, "hidden": 1, "heads": 1, "ffn": 1, "sequence": 1, "vocabulary": 0}.items():
+            if getattr(self, key) < least:
+                yield key, f"{getattr(self, key)} is less than {least}", "give a whole number"
         if not self.head_size and self.hidden % self.heads:
-            raise LayoutError(
-                f"hidden size {self.hidden} is not divisible by {self.heads} heads",
-                where="heads",
-                remedy="correct one of them, or give head_size",
-            )
+            problem = f"hidden size {self.hidden} is not divisible by {self.heads} heads"
+            yield "heads", problem, "correct one of them, or give head_size"
         if self.kv_heads and self.heads % self.kv_heads:
-            raise LayoutError(
-                f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly",
-                where="kv_heads",
-                remedy="give a divisor of the heads",
-            )
+            problem = f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly"
+            yield "kv_heads", problem, "give a divisor of the heads"
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise LayoutError(
-                f"a token cannot visit {self.experts_per_token} of {self.experts} experts",
-                where="experts_per_token",
-                remedy=f"give 1 to {self.experts}",
-            )
+            problem = f"a token cannot visit {self.experts_per_token} of {self.experts} experts"
+            yield "experts_per_token", problem, f"give 1 to {self.experts}"
 
     @property
     def query_width(self) -> int:
@@ -93,9 +87,8 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     @property
     def attention_parameters(self) -> int:
         """Parameters of one attention with its norm."""
-        weights = self.hidden * (self.query_width + 2 * self.key_width) + self.query_width * self.hidden
         biases = self.query_width + 2 * self.key_width + self.hidden if self.bias else 0
-        return weights + biases + self._norm
+        return self._attention_weights + biases + self._norm
 
     @property
     def mlp_parameters(self) -> int:
@@ -138,7 +131,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Model FLOPs of a training step: three times the forward pass, attention in full, nothing recomputed
         (Korthikanti et al. 2022, appendix A)."""
         tokens = sequences * self.sequence
-        attention = 2 * self.hidden * (self.query_width + 2 * self.key_width) + 2 * self.query_width * self.hidden
+        attention = 2 * self._attention_weights
         scores = 4 * self.sequence * self.query_width
         dense = 2 * self.mlp_matrices * self.hidden * self.ffn
         routed = 2 * self.mlp_matrices * self.hidden * (self.expert_ffn or self.ffn)
@@ -147,6 +140,10 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         layers = (self.layers + self.cross) * (attention + scores)
         layers += (self.layers - self.expert_layers) * dense + self.expert_layers * routed
         return 3.0 * tokens * (layers + head)
+
+    @property
+    def _attention_weights(self) -> int:
+        return 2 * self.hidden * (self.query_width + self.key_width)
 
     @property
     def _norm(self) -> int:

@@ -2,16 +2,18 @@
 
 
 def seconds(value: float) -> str:
-    """A duration as one reads it: ``1.23 s``, ``45.6 ms``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(value) * factor >= 1 or unit == "us":
-            return f"{value * factor:.3g} {unit}" if abs(value) * factor < 1000 else f"{value * factor:,.0f} {unit}"
-    return ""
+    """A duration as people read it: ``1.23 s``, ``45.6 ms``."""
+    return _text(value, {"s": 1.0, "ms": 1e3, "us": 1e6})
 
 
 def size(value: float) -> str:
-    """Bytes as one reads them: ``12.3 GiB``."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if value >= factor or unit == "MiB":
-            return f"{value / factor:.3g} {unit}" if value < 1000 * factor else f"{value / factor:,.0f} {unit}"
-    return ""
+    """Bytes as people read them: ``12.3 GiB``."""
+    return _text(value, {"TiB": 2.0**-40, "GiB": 2.0**-30, "MiB": 2.0**-20})
+
+
+def _text(value: float, units: dict[str, float]) -> str:
+    """The value in the first unit that makes it 1 or more, else in the last."""
+    numbers = {unit: value * factor for unit, factor in units.items()}
+    unit = next((unit for unit, number in numbers.items() if abs(number) >= 1), [*units][-1])
+    number = numbers[unit]
+    return f"{number:.3g} {unit}" if abs(number) < 1000 else f"{number:,.0f} {unit}"

@@ -9,11 +9,11 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Network
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, PlanError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
-from meshwright.ir.own_samples import check_owned, owned
+from meshwright.ir.own_samples import owned, owned_problems
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower
@@ -157,7 +157,7 @@ class _Planner:
             for operator in graph.operators:
                 self.strategies[operator.name] = owned(operator, self.strategies[operator.name])
             for operator in graph.operators:
-                check_owned(graph, operator, self.strategies, self.sizes, "layout")
+                refuse(PlanError, owned_problems(graph, operator, self.strategies, self.sizes), "layout")
         if base is None:
             firsts = choose_cut(graph, layout.pp * layout.chunks, self.cluster)
         divided = cut(graph, firsts)

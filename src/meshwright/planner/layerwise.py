@@ -10,7 +10,8 @@ from meshwright.catalog.models import load_network
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.convnet import layer_cost
 from meshwright.cost.kernels import Rates, element_bytes
-from meshwright.cost.memory import BUCKET_BYTES, CONTEXT_BYTES, MARGIN, Verdict
+from meshwright.cost.memory import BUCKET_BYTES, CONTEXT_BYTES
+from meshwright.cost.occupancy import Verdict, memory_verdict
 from meshwright.cost.setup import DTYPES, Precision
 from meshwright.cost.step import OPTIMIZER_BYTES
 from meshwright.errors import LayoutError
@@ -89,10 +90,8 @@ def divide_layers(
             remedy="take a batch that they divide, or another number of devices",
         )
     alone = _best(net, cluster, images, precision, only="data")
-    limit = cluster.device.memory_bytes
     peak = sum(choice.held_bytes for choice in found) + BUCKET_BYTES * (cluster.num_devices > 1)
     peak += CONTEXT_BYTES if cluster.device.kind != "cpu" else 0.0
-    told: Verdict = "does not fit" if peak > limit else "marginal" if peak > (1 - MARGIN) * limit else "fits"
     return Layerwise(
         network=net.name,
         ranks=cluster.num_devices,
@@ -100,7 +99,7 @@ def divide_layers(
         choices=found,
         step_s=sum(choice.total_s for choice in found),
         peak_bytes=peak,
-        verdict=told,
+        verdict=memory_verdict(peak, cluster.device.memory_bytes),
         all_data_s=sum(choice.total_s for choice in alone) if alone is not None else None,
     )
 

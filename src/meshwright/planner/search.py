@@ -8,7 +8,8 @@ import msgspec
 
 from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
-from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
+from meshwright.cost.memory import Memory, estimate_memory, verdict
+from meshwright.cost.occupancy import Verdict
 from meshwright.cost.setup import Inner, Precision, Recompute, ScheduleName, Setup
 from meshwright.cost.step import Estimate, estimate_step
 from meshwright.errors import LayoutError

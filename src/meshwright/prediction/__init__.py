@@ -6,12 +6,13 @@ import msgspec
 
 from meshwright.catalog import load_cluster
 from meshwright.catalog.models import family_names, load_model, load_network, model_names, network_names
-from meshwright.cost.memory import Memory, Verdict, estimate_memory, verdict
+from meshwright.cost.memory import Memory, estimate_memory, verdict
+from meshwright.cost.occupancy import Verdict
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import Estimate, estimate_step
-from meshwright.errors import ClusterError
+from meshwright.errors import ClusterError, refuse
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.device import check_quantity
+from meshwright.ir.device import quantity_problems
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.cases import COLUMNS, OPTIONAL
 from meshwright.planner.layerwise import divide_layers
@@ -63,7 +64,7 @@ def predict(
         ClusterError: the cluster is unknown or too small.
     """
     if memory_bytes is not None:
-        check_quantity(memory_bytes, "memory_bytes", "memory_bytes")
+        refuse(ClusterError, quantity_problems({"memory_bytes": memory_bytes}))
     known = load_model(model, sequence=sequence) if isinstance(model, str) else model
     inner = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
     if "dp" not in layout and devices:

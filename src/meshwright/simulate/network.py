@@ -9,10 +9,11 @@ import msgspec
 
 from meshwright.cost.closed_form import axis_group, collective_s
 from meshwright.cost.collective import SHORT_RING, Group, Network
-from meshwright.cost.work import Collective, Communicate
+from meshwright.cost.work import Communicate
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.program import CollectiveKind
 
 Resource = tuple[str, int, int]
 """``out`` or ``in`` (a unit's links into a level) or ``core`` (what joins the units): the level and the unit."""
@@ -38,7 +39,7 @@ class Fabric:
             )
         self.cluster, self.mesh = cluster, mesh
         self._network, self._stage_stride = Network(cluster), axis_group(mesh, "pp").stride
-        self._known: dict[tuple[Collective, str, int, tuple[int, ...]], float] = {}
+        self._known: dict[tuple[CollectiveKind, str, int, tuple[int, ...]], float] = {}
 
     def size(self, axis: str) -> int:
         """The ranks along an axis; 1 where the mesh has no such axis."""
@@ -181,7 +182,7 @@ class Links:
                 return (Flow(level.alpha_s, float(num_bytes), uses, 1 / _beta(level)),)
         raise AssertionError("a rank sends to itself")
 
-    def collective(self, collective: Collective, num_bytes: float, ranks: Sequence[int]) -> tuple[Flow, ...]:
+    def collective(self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> tuple[Flow, ...]:
         """A collective of these ranks, which are equally far apart."""
         size, (latency_s, slower) = len(ranks), self._measured(collective, num_bytes, ranks)
         num_bytes *= slower
@@ -200,7 +201,7 @@ class Links:
             limit, weight = min(limit, members / _beta(level) * slow), members
         return (Flow(latency_s, wire, uses, limit, weight),)
 
-    def _measured(self, collective: Collective, num_bytes: float, ranks: Sequence[int]) -> tuple[float, float]:
+    def _measured(self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> tuple[float, float]:
         """The latency of a collective, and by which factor it was measured to be slower than its levels' β say."""
         group = Group(len(ranks), ranks[1] - ranks[0])
         (latency_s, whole_s), (least_s, most_s) = (
