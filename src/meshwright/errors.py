@@ -1,7 +1,8 @@
 """Every error a user can cause: it names the value, the place and the remedy."""
 
 from collections.abc import Iterable
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 Problem = tuple[str, str, str]
 """Where something is wrong, what is wrong (with the value), and what to do about it."""
@@ -19,6 +20,10 @@ class MeshwrightError(Exception):
         self.where = where
         self.remedy = remedy
         super().__init__(problem)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its words alone are sent to other ranks: what else it holds may be nothing that can be."""
+        return partial(type(self), where=self.where, remedy=self.remedy), (self.problem,)
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem

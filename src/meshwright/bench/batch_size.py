@@ -112,7 +112,8 @@ def batch_size(
         machine=this_machine(accelerators=True),
         versions=versions(),
         timed=TIMED.format(
-            model=name_of_model(run), optimizer=type(run.optimizer).__name__, dtype=run.train.dtype,
+            model=name_of_model(run), optimizer=type(run.optimizer).__name__,
+            dtype=run.layout.precision or run.train.dtype,
             ranks="one rank" if ranks == 1 else f"{ranks} ranks", every=evaluate_every * sizes[0],
             seeds="one seed" if seeds == 1 else f"{seeds} seeds", most=run.train.steps, repetitions=repetitions,
             steps=steps, warmup=WARMUP_STEPS,

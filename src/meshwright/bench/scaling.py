@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright import api, build
 from meshwright.bench.machine import this_machine, versions
@@ -89,7 +89,8 @@ def scaling(
         machine=this_machine(accelerators=True),
         versions=versions(),
         timed=TIMED.format(
-            model=name_of_model(run), optimizer=type(run.optimizer).__name__, dtype=run.train.dtype,
+            model=name_of_model(run), optimizer=type(run.optimizer).__name__,
+            dtype=run.layout.precision or run.train.dtype,
             turns="once" if turns == 1 else f"{turns} times, by turns",
             threads="one thread" if threads == 1 else f"{threads} threads", warmup=WARMUP_STEPS,
             repetitions=repetitions, steps=steps,
@@ -191,9 +192,14 @@ def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
 
 
 def _eager(run: Run, device: torch.device) -> Callable[[Any], Tensor]:
-    """The same step in plain eager PyTorch."""
-    model, loss_fn = build.model(run).to(device).train(), build.loss_function(run)
-    step = eager_step(model, loss_fn, build.optimizer(run)(list(model.named_parameters())), run.train.max_grad_norm)
+    """The same step in plain eager PyTorch, in a low precision by autocast; it is not compiled."""
+    model, loss_fn, precision = build.model(run).to(device).train(), build.loss_function(run), run.layout.precision
+
+    def loss_of(model: nn.Module, batch: Any) -> Any:
+        with torch.autocast(device.type, getattr(torch, precision or "bfloat16"), enabled=bool(precision)):
+            return loss_fn(model, batch)
+
+    step = eager_step(model, loss_of, build.optimizer(run)(list(model.named_parameters())), run.train.max_grad_norm)
     return lambda batch: step(
         {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
     )
@@ -276,7 +282,8 @@ def settings_of(run: Run, count: int, threads: int) -> Settings:
         for key, value in msgspec.to_builtins(section).items()
     }
     sizes["layout"] = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp"))
-    return Settings(dtype=run.train.dtype, ranks=count, threads=threads, sizes=sizes)
+    sizes |= {"compile": run.train.compile, "offload": run.layout.offload}
+    return Settings(dtype=run.layout.precision or run.train.dtype, ranks=count, threads=threads, sizes=sizes)
 
 
 def name_of_model(run: Run) -> str:

@@ -303,9 +303,10 @@ def from_rank_0(make: Callable[[], T]) -> T:
         try:
             box[0] = make()
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
-            words, remedy = f"it failed: {type(error).__name__}: {error}", "look at the error that rank 0 raised"
-            own, known = error, isinstance(error, MeshwrightError)
-            box[1] = error if known else RankError(words, where="rank 0", remedy=remedy)
+            own = error
+            text = f"it failed: {type(error).__name__}: {error}"  # words can be sent whatever the error holds
+            words = RankError(text, where="rank 0", remedy="look at the error that rank 0 raised")
+            box[1] = error if isinstance(error, MeshwrightError) else words
     dist.broadcast_object_list(box, src=0)
     if own is not None or box[1] is not None:
         raise own or box[1]

@@ -65,8 +65,10 @@ class Recorder:
 
 _CURRENT: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
-current = _CURRENT.get
-"""Whoever records what this thread does, if anybody."""
+
+def current() -> Recorder | None:
+    """Whoever records what this thread does, if anybody."""
+    return _CURRENT.get()
 
 
 @contextmanager
@@ -81,10 +83,15 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
 
 _PLACE: ContextVar[object] = ContextVar("place", default=None)
 
-place = _PLACE.get
-"""Where in a schedule this thread is, if anywhere; it becomes text only where it is read."""
-be_at = _PLACE.set
-"""Say where in a schedule this thread is: collectives are named by it in errors."""
+
+def place() -> object:
+    """Where in a schedule this thread is, if anywhere; it becomes text only where it is read."""
+    return _PLACE.get()
+
+
+def be_at(where: object) -> None:
+    """Say where in a schedule this thread is: collectives are named by it in errors."""
+    _PLACE.set(where)
 
 
 @contextmanager

@@ -23,9 +23,11 @@ class Recomputation(msgspec.Struct, frozen=True):
     def holds(self, operator: str) -> bool:
         """Whether the operator's results are computed again."""
         block = self.block(operator)
-        in_block = bool(block) and starred(block + ".").rstrip(".") in self.names
-        return in_block or not self.whole_block(operator)
+        return self._is_named(operator) or (bool(block) and starred(block + ".").rstrip(".") in self.names)
 
     def whole_block(self, operator: str) -> bool:
         """Whether it is computed again as a part of its block, so that only what enters the block is kept."""
-        return starred(operator) not in self.names and operator not in self.names
+        return not self._is_named(operator)
+
+    def _is_named(self, operator: str) -> bool:
+        return starred(operator) in self.names or operator in self.names

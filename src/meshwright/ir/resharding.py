@@ -206,8 +206,8 @@ class _Tensor:
             for number, (name, own) in enumerate(zip(names, axes, strict=True))
         ]
         self._starts: dict[_State, list[_Start]] = {}
-        self._cut = lru_cache(maxsize=None)(self._cut_of)
-        self._size = lru_cache(maxsize=None)(self._size_of)
+        self._cuts: dict[tuple[_State, int, Shard | Flat], _Step | None] = {}
+        self._bytes: dict[_State, int] = {}
 
     def steps(
         self, state: _State, end: _State, flat: int | None, cuts: list[list[Shard]], moved: int
@@ -266,8 +266,14 @@ class _Tensor:
             elif flat is None and placement not in state[group.axes[-1] + 1 :]:
                 yield _Start(group, self._step("all_gather", group, state, None), True)
 
-    def _cut_of(self, state: _State, group: _Group, cut: Shard | Flat) -> _Step | None:
+    def _cut(self, state: _State, group: _Group, cut: Shard | Flat) -> _Step | None:
         """The step after which a group is cut so; None where there is none."""
+        key = (state, group.number, cut)
+        if key not in self._cuts:
+            self._cuts[key] = self._cut_of(state, group, cut)
+        return self._cuts[key]
+
+    def _cut_of(self, state: _State, group: _Group, cut: Shard | Flat) -> _Step | None:
         placement = state[group.axes[0]]
         kind: Kind
         if placement is None and len(group.axes) == 1:
@@ -346,5 +352,7 @@ class _Tensor:
         rounds = parts - 1 if kind == "all_to_all" else passes * ceil(log2(parts))
         return rounds * link.latency_s + passes * (parts - 1) / parts * largest * link.byte_s
 
-    def _size_of(self, state: _State) -> int:
-        return prod(local_shape(self.shape, self._named(state), self.sizes)) * self.item_bytes
+    def _size(self, state: _State) -> int:
+        if state not in self._bytes:
+            self._bytes[state] = prod(local_shape(self.shape, self._named(state), self.sizes)) * self.item_bytes
+        return self._bytes[state]

@@ -119,9 +119,7 @@ class SGD(_Optimizer, frozen=True, kw_only=True, tag="sgd"):
     """Nesterov's momentum."""
 
 
-class Adam(_Optimizer, frozen=True, kw_only=True, tag="adam"):
-    """``torch.optim.Adam``."""
-
+class _AdamLike(_Optimizer, frozen=True, kw_only=True):
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the running means of the gradient and of its square."""
     eps: Rate = 1e-8
@@ -130,7 +128,11 @@ class Adam(_Optimizer, frozen=True, kw_only=True, tag="adam"):
     """The AMSGrad variant."""
 
 
-class AdamW(Adam, frozen=True, kw_only=True, tag="adamw"):
+class Adam(_AdamLike, frozen=True, kw_only=True, tag="adam"):
+    """``torch.optim.Adam``."""
+
+
+class AdamW(_AdamLike, frozen=True, kw_only=True, tag="adamw"):
     """``torch.optim.AdamW``."""
 
     weight_decay: Rate = 0.01

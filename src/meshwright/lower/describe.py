@@ -148,7 +148,7 @@ def nodes_of(calls: fx.Graph, counter: Counter, axes: Mapping[str, int]) -> tupl
 
 
 def describe(lowered: LoweredStage, axes: Mapping[str, int], counter: Counter) -> ir.Program:
-    """The program of a lowered stage, with phases. ``axes`` are the sizes of the mesh; ``counter`` may serve many."""
+    """The program of a lowered stage, with phases. ``axes`` are sizes of groups by name; ``counter`` may serve many."""
     if lowered.program.together:
         phases = _of_one_function(_Function(lowered.functions[PROLOGUE].graph, counter, axes, {}))
     else:

@@ -48,4 +48,6 @@ def segmentation_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Te
     Returns:
         The loss (a scalar), and ``correct``: how many pixels have their largest logit at the label (int64 scalar).
     """
-    return classification_loss(model, batch)
+    logits, label = model(batch["image"]), batch["label"]
+    loss = F.cross_entropy(logits, label, ignore_index=IGNORED)
+    return loss, {"correct": (logits.argmax(dim=1) == label).sum()}

@@ -13,8 +13,15 @@ class Residual(nn.Module):
 
     Args:
         inputs: channels c of the input.
-        convolutions: output channels, kernel and stride of each; the image's size is divided by the strides.
+        convolutions: output channels, kernel and stride of two or three; the image's size is divided by the strides.
     """
+
+    conv1: nn.Module
+    norm1: nn.Module
+    conv2: nn.Module
+    norm2: nn.Module
+    conv3: nn.Module
+    norm3: nn.Module
 
     def __init__(self, inputs: int, *convolutions: tuple[int, int, int]) -> None:
         super().__init__()
@@ -33,11 +40,9 @@ class Residual(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x
-        for number in range(1, self.depth + 1):
-            y = self.get_submodule(f"norm{number}")(self.get_submodule(f"conv{number}")(y))
-            if number < self.depth:
-                y = F.relu(y)
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        if self.depth == 3:
+            y = self.norm3(self.conv3(F.relu(y)))
         return F.relu(y + self.shortcut(x))
 
 

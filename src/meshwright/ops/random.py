@@ -7,7 +7,7 @@ import torch
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, make_rule, narrowed
+from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, make_rule, narrowed
 from meshwright.ops.patterns import letters, operand
 
 aten = torch.ops.aten
@@ -72,8 +72,9 @@ def exponential_local(local: Local) -> Any:
 
 
 def integers_local(local: Local) -> Any:
-    """Integers from the first argument, or 0, up to the last: among others a tensor, or a size."""
-    low, high = (0, *(value for value in local.args if isinstance(value, int)))[-2:]
+    """Integers from ``low``, or 0, up to ``high``."""
+    given = arguments(local)
+    low, high = given.get("low", 0), given["high"]
     empty = _empty(local, dtype=torch.float64)
     draws = local.call(ours.uniform.default, empty, float(low), float(high), *local.key())
     return local.call(aten._to_copy.default, local.call(aten.floor.default, draws), dtype=local.dtype())

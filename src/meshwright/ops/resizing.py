@@ -218,9 +218,8 @@ def _near(local: Local) -> list[_Needed]:
 
 def _with_rest(size: list[int], needed: Sequence[_Needed]) -> list[int]:
     """The size of all that is made of the rows that are needed, given that of the part's own."""
-    for one in needed:
-        size[one.side.index] += sum(one.rest)
-    return size
+    rest = {one.side.index: sum(one.rest) for one in needed}
+    return [rows + rest.get(index, 0) for index, rows in enumerate(size)]
 
 
 def _settings(given: dict[str, Any]) -> list[Any]:

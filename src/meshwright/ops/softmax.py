@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, emit_unchanged, make_rule, narrowed, widened
+from meshwright.ops.base import Call, Local, OperatorRule, arguments, emit_unchanged, make_rule, narrowed, widened
 from meshwright.ops.patterns import letters, operand
 
 aten = torch.ops.aten
@@ -20,11 +20,11 @@ def safe_softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
 
 def softmax_rule(call: Call) -> Rule:
     """``b !v -> b !v``; split over ``v`` a maximum and a sum are gathered, or for a gradient one sum is reduced."""
-    dims = letters(call.outputs[0].dim())
+    given, dims = arguments(call), letters(call.outputs[0].dim())
     if dims:
-        dims[call.args[len(call.tensors)]] = "!v"
+        dims[given["dim"]] = "!v"
     names = operand(dims)
-    if len(call.tensors) > 1:
+    if "grad_output" in given:
         return make_rule(call, f"^{names}, {names} -> {names}", decompositions={"v": "sum"})
     return make_rule(call, f"{names} -> {names}", decompositions={"v": "gather"})
 

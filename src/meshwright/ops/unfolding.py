@@ -4,13 +4,14 @@ Parts make their own windows from their rows and the halo around them, as convol
 the halo's rows too, which are added up at their owners.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, arguments
-from meshwright.ops.halo import Window, each, fetch, give_back, split_sides, windows, without
+from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
 from meshwright.ops.space import Space, largest_flops
 
 aten = torch.ops.aten
@@ -40,18 +41,27 @@ def unfold_rule(call: Call) -> Rule:
     return Space.of(image, counts, [True, True]).rule(call, pattern, **sizes)
 
 
+def _settings(given: dict[str, Any], sides: Sequence[Side]) -> tuple[Any, ...]:
+    """What follows the tensor and the size in a call; where halos are there, no padding is left."""
+    return given["kernel_size"], given["dilation"], without(each(given["padding"], 2), sides), given["stride"]
+
+
 def unfold_local(local: Local) -> Any:
-    given, (_, every), sides = arguments(local), _windows(arguments(local)), split_sides(local, 2)
-    rest = given["kernel_size"], given["dilation"], without(each(given["padding"], 2), sides), given["stride"]
-    if local.target is aten.im2col.default:
-        return local.call(local.target, fetch(local, given["self"], sides, every), *rest)
-    size = local.shape()[-2:]
+    given, sides = arguments(local), split_sides(local, 2)
+    rows = fetch(local, given["self"], sides, _windows(given)[1])
+    return local.call(local.target, rows, *_settings(given, sides))
+
+
+def fold_local(local: Local) -> Any:
+    given, sides, size = arguments(local), split_sides(local, 2), local.shape()[-2:]
+    every = _windows(given)[1]
     for side in sides:
         part, _ = local.coordinate(side.factor)
         size[side.index] = every[side.index].rows(side.made[part + 1] - side.made[part])
-    return give_back(local, local.call(local.target, given["self"], size, *rest), sides, every)
+    return give_back(local, local.call(local.target, given["self"], size, *_settings(given, sides)), sides, every)
 
 
-_UNFOLD = OperatorRule(unfold_rule, unfold_local, largest_flops)
-
-RULES = {aten.im2col.default: _UNFOLD, aten.col2im.default: _UNFOLD}
+RULES = {
+    aten.im2col.default: OperatorRule(unfold_rule, unfold_local, largest_flops),
+    aten.col2im.default: OperatorRule(unfold_rule, fold_local, largest_flops),
+}

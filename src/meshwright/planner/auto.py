@@ -97,6 +97,7 @@ def plan_auto(
     limit = memory_bytes or cluster.device.memory_bytes
     options: list[_Option] = []
     refused: list[str] = []
+    offload = offload and cluster.device.kind != "cpu"  # whose memory is the host's
     weigh = _Scales(graph, world_size, cluster, lower, optimizer, clips, offload, clock)
     layouts = [one for one in candidates(graph.batch_size, world_size, axes_of(graph)) if pipelines or one.pp == 1]
     weighed = len(layouts)
@@ -169,7 +170,6 @@ class _Scales:
     works: dict[tuple[object, ...], Work] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.offload = self.offload and self.cluster.device.kind != "cpu"  # whose memory is the host's
         self._plain = Ask(explains=False, optimizer=self.optimizer, lower=self.lower, fits_buckets=False)
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:

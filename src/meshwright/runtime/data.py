@@ -41,8 +41,8 @@ class Loader(ABC):
         DataError: no samples, fewer than one batch, or a batch that the shards do not divide.
     """
 
-    _where: str
-    """What to call the data in errors; a loader sets it before all else."""
+    _where = "data"
+    """What to call the data in errors."""
 
     def __init__(
         self,

@@ -80,7 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 def begin(path: Path, num_bytes: int) -> str:
     """Begin a save of ``num_bytes`` in ``path``: returns the name of a directory that does not exist there yet. A
-    CheckpointError if ``path`` is a file, or a directory of something else; a DiskError if it has no room."""
+    CheckpointError if ``path`` is a file, or a directory of something else; a DiskError if it cannot be
+    written to, or has no room."""
     remedy = "choose another path: a checkpoint is a directory of its own"
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file", where=f"{path}", remedy=remedy)

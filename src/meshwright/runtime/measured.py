@@ -16,7 +16,7 @@ BUSY_SPREAD = 0.15
 """More than this, and somebody else is using the machine."""
 BOX = "box"
 DEFAULT_LINE = (30e-6, 3.65e-10)
-"""α and β of a level over which no message was sent."""
+"""α and β of a level over which no message was sent: gloo (torch 2.13) on another machine."""
 
 Seconds = dict[str, list[tuple[float, float]]]
 """By kind, (size, seconds of a call)."""

@@ -121,7 +121,9 @@ class Resumable:
             tensors=checkpoint.saved_tensors(self.parameters),
             plan=self._plan_as_data(),
         )
-        self.saver.start(Save(path, made, share, packed, num_bytes, keep, self.saver.board), blocking=blocking)
+        self.saver.start(
+            Save(path, made, share, packed, num_bytes, keep=keep, board=self.saver.board), blocking=blocking
+        )
 
     def _contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, Part], dict[str, Any]]:
         """This rank's tensors by their names in the checkpoint, and what is in ``trainer.pt``."""

@@ -111,7 +111,14 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
         whole = [(0, 0, size)] if size else []
         ranges.append(_runs(local_part(torch.arange(size), here, groups).tolist()) if here else whole)
     boxes = itertools.product(*ranges)
-    return [Chunk(*zip(*box, strict=True)) if box else Chunk((), (), ()) for box in boxes]
+    return [
+        Chunk(
+            offsets=tuple(offset for offset, _, _ in box),
+            starts=tuple(start for _, start, _ in box),
+            sizes=tuple(size for _, _, size in box),
+        )
+        for box in boxes
+    ]
 
 
 def part_of(parameters: LocalParameters, name: str, value: Tensor) -> Part:

@@ -1,5 +1,6 @@
 """What carries bytes between two ranks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -65,28 +66,28 @@ def late(rank: int, problem: str) -> LostRankError:
     return LostRankError(problem, where=f"rank {rank}", remedy=remedy)
 
 
-class Lane:
+class Lane(ABC):
     """Messages of up to ``MESSAGE_BYTES`` between two ranks, both ways, each way in the order in which they were put.
 
-    A message has a tag, and both sides must name the same one: so ranks that do different things find out. Every lane
-    has ``put``, ``put_at_once`` and ``take``; the rest does nothing where a lane has no need of it.
+    A message has a tag, and both sides must name the same one: so ranks that do different things find out.
     """
 
     expects = False
     """Whether messages must be expected before they are taken."""
 
+    @abstractmethod
     def put(self, part: Tensor, tag: int) -> None:
         """Lay a flat, contiguous tensor where the peer finds it; then it may be overwritten. Waits for room."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put_at_once(self, part: Tensor, tag: int) -> bool:
         """The same without waiting: false, and nothing done, where there is no room."""
-        raise NotImplementedError
 
     def expect(self, num: int, like: Tensor) -> None:
         """Say that a message of ``num`` elements, as those of ``like``, will be taken, after those that were expected
         before. Only where the lane ``expects``."""
 
+    @abstractmethod
     def take(self, num: int, dtype: Any, tag: int) -> Any:
         """Wait for the next message, if it must be, expected; it is valid until ``release``.
 
@@ -94,7 +95,6 @@ class Lane:
             LostRankError: the peer has ended, or has put nothing within the timeout.
             RankError: the message has another size or tag.
         """
-        raise NotImplementedError
 
     def release(self) -> None:
         """Give back the room of the message that was taken."""

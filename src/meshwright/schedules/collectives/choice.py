@@ -38,10 +38,11 @@ def chosen(text: str, operation: str, num_bytes: int) -> str:
     Raises:
         PlanError: the text names what there is not.
     """
-    found = NATIVE if " " in text else _known(operation, text, text)
-    for least, name in parsed(text).get(operation, ()) if " " in text else ():
-        if num_bytes >= least:
-            found = name
+    if " " in text:
+        steps = parsed(text).get(operation, ())
+        found = next((name for least, name in reversed(steps) if num_bytes >= least), NATIVE)
+    else:
+        found = _known(operation, text, text)
     return EXCHANGE[operation] if found == "exchange" else found
 
 
