@@ -31,7 +31,8 @@ def judged(
     losses: Mapping[str, Sequence[float]],
     loss_spread: float | None = None,
 ) -> Comparison:
-    """Our seconds over the fastest peer's, which must be at most ``limit``; more ranks than cores are only reported.
+    """Our seconds over the fastest peer's, which must be at most ``limit``, as must be its whole interval to pass, and
+    none of it to fail; more ranks than cores are only reported.
 
     Losses that differ by more than ``loss_spread`` (None: by anything) fail, whatever the ratio: the sides compute
     different things.
@@ -44,7 +45,10 @@ def judged(
     peers = [name for name in seconds if name != ours]
     fastest = min(peers, key=lambda name: series[name].value_s)
     found = ratio(seconds[ours], seconds[fastest])
-    verdict: Verdict = "reported" if num_ranks > num_cores() else "pass" if found.value <= limit else "fail"
+    least, most = found.interval
+    verdict: Verdict = "pass" if most <= limit else "fail" if least > limit else "undecided"
+    if num_ranks > num_cores():
+        verdict = "reported"
     measured = f"{found}: {ms(series[ours].value_s)} against {ms(series[fastest].value_s)} ({fastest})"
     if loss_spread is not None:
         spread = float(np.ptp(np.array(list(losses.values())), axis=0).max())

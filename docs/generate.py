@@ -334,7 +334,8 @@ def readme() -> str:
             judged = [row for row in rows[2:] if "| reported |" not in row]
             short = [row for row in judged if "| pass |" not in row or "median" in row]
             shown = rows[2:] if len(rows) < LONGEST else judged if len(judged) < LONGEST else short
-            count = f"{sum('| pass |' in row for row in judged)} of {len(judged)} targets pass."
+            passed, open_ = (sum(f"| {verdict} |" in row for row in judged) for verdict in ("pass", "undecided"))
+            count = f"{passed} of {len(judged)} targets pass" + (f", {open_} are undecided." if open_ else ".")
             tables.append("\n".join([f"{made} {count} All of it: {link}.", "", *rows[:2], *shown, ""]))
     measured = "\n".join(tables) or "No result has been written yet.\n"
     return f"{before}{start}\n{measured}\n{end}{after}"

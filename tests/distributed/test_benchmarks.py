@@ -108,6 +108,13 @@ def test_sides_that_compute_different_things_fail() -> None:
     assert lost.verdict == "fail"
 
 
+def test_what_an_interval_does_not_decide_is_undecided() -> None:
+    common: dict[str, Any] = {"settings": "s", "num_ranks": 1, "steps": 1, "losses": {"a": [1.0], "b": [1.0]}}
+    seconds = {"a": [0.9, 1.0, 1.1, 0.95, 1.05], "b": [1.0] * 5}
+    verdicts = [report.judged("t", seconds, "a", limit, **common).verdict for limit in (0.8, 1.0, 1.2)]
+    assert verdicts == ["fail", "undecided", "pass"]
+
+
 class Canned:
     """In place of the pool of ranks: what they would return."""
 
@@ -118,7 +125,7 @@ class Canned:
         pass
 
     def __call__(self, count: int, function: Any, case: Any, *_: Any, **__: Any) -> list[Any]:
-        seconds = [0.30, 0.31, 0.29, 0.32, 0.30]
+        seconds = [0.300, 0.301, 0.299, 0.302, 0.300]
         if function is pipelines.measure_alone:
             return [[2 * value for value in seconds]]
         if function is pipelines.measure:
@@ -148,7 +155,7 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
         written = files.load(tmp_path / f"{name}.json", Result)
         assert lint(written) == ()
         assert [finding.verdict for finding in written.findings][:2] == [first, "pass"]
-    assert "| meshwright | 300.0 ms | 290.0 ms | 320.0 ms |" in (tmp_path / "foundation.md").read_text()
+    assert "| meshwright | 300.0 ms | 299.0 ms | 302.0 ms |" in (tmp_path / "foundation.md").read_text()
     with pytest.raises(ValueError, match=r"timed: nothing says what is timed"):
         report.write("none", "None", "make none", "", pipelines.settings(), found, "text")
     assert not (tmp_path / "none.json").exists()

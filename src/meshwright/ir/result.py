@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-Verdict = Literal["pass", "fail", "reported"]
-"""``reported`` is not judged."""
+Verdict = Literal["pass", "fail", "undecided", "reported"]
 Interval = tuple[float, float]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -78,7 +77,7 @@ class _Finding(_Part, frozen=True, kw_only=True, tag_field="kind"):
     target: str
     """What is asked or shown, in words."""
     verdict: Verdict
-    """``pass``, ``fail``, or ``reported``: not judged."""
+    """``pass`` or ``fail``; ``undecided`` where the limit lies within the interval; or ``reported``: not judged."""
     measured: str
     """What was found, in words."""
     notes: dict[str, Any] = {}
