@@ -111,6 +111,7 @@ class _StageLowering:
         self.makers = graph.producers()
         self.gradients = Gradients(self.emission, divided, stage, device)
         self.nodes: dict[str, fx.Node] = {}
+        self.wanted: dict[tuple[str, int], Placements] = {}
         self.scalars: dict[str, fx.Node] = {}
         self.buffers: dict[str, fx.Node] = {}
 
@@ -190,8 +191,10 @@ class _StageLowering:
         }  # fmt: skip
 
     def _wanted(self, operator: Operator, position: int) -> Placements:
-        rule = operator.rule
-        return input_placements(rule, self.strategies[operator.name], position, self.sizes) if rule else {}
+        key, rule, strategy = (operator.name, position), operator.rule, self.strategies[operator.name]
+        if key not in self.wanted:
+            self.wanted[key] = input_placements(rule, strategy, position, self.sizes) if rule else {}
+        return self.wanted[key]
 
     def _receive(self) -> None:
         received = zip((ActionKind.RECV_F, ActionKind.RECV_B), self.divided.received(self.stage), strict=True)
