@@ -165,20 +165,23 @@ class _LayerWise(_Optimizer, frozen=True, kw_only=True):
     step."""
 
 
-class LARS(_LayerWise, frozen=True, kw_only=True, tag="lars"):
-    """``meshwright.optim.LARS`` (You, Gitman, Ginsburg 2017): momentum SGD, scaled by the norms of each tensor."""
-
-    lr: Rate = 1.0
-    """Learning rate, which a tensor's own ratio of about ``trust_coefficient`` multiplies."""
+class _LayerWiseMomentum(_LayerWise, frozen=True, kw_only=True):
     momentum: Rate = 0.9
     """Momentum."""
     nesterov: bool = False
     """Nesterov's momentum."""
+
+
+class LARS(_LayerWiseMomentum, frozen=True, kw_only=True, tag="lars"):
+    """``meshwright.optim.LARS`` (You, Gitman, Ginsburg 2017): momentum SGD, scaled by the norms of each tensor."""
+
+    lr: Rate = 1.0
+    """Learning rate, which a tensor's own ratio of about ``trust_coefficient`` multiplies."""
     trust_coefficient: Rate = 0.001
     """A tensor's step relative to its norm, at a learning rate of 1."""
 
 
-class LARC(LARS, frozen=True, kw_only=True, tag="larc"):
+class LARC(_LayerWiseMomentum, frozen=True, kw_only=True, tag="larc"):
     """``meshwright.optim.LARC``: momentum SGD, where each tensor's learning rate is at most the one of LARS."""
 
     lr: Rate = 0.1

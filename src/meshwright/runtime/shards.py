@@ -18,7 +18,6 @@ import pickle
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import add, sub
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +162,13 @@ def _within(chunk: Chunk, box: tuple[tuple[int, int], ...]) -> Chunk | None:
         min(start + size, begin + length)
         for start, size, (begin, length) in zip(chunk.starts, chunk.sizes, box, strict=True)
     )
-    sizes = tuple(map(sub, ends, starts))
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
     if any(size <= 0 for size in sizes):
         return None
-    return Chunk(tuple(map(add, chunk.offsets, map(sub, starts, chunk.starts))), starts, sizes)
+    offsets = tuple(
+        offset + start - first for offset, start, first in zip(chunk.offsets, starts, chunk.starts, strict=True)
+    )
+    return Chunk(offsets, starts, sizes)
 
 
 def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
