@@ -22,7 +22,7 @@ class MeshwrightError(Exception):
         super().__init__(problem)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its words alone are sent to other ranks: what else it holds may be nothing that can be."""
+        """Only the words are sent to other ranks: other attributes may be objects that cannot be sent."""
         return partial(type(self), where=self.where, remedy=self.remedy), (self.problem,)
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class MeshwrightError(Exception):
         return f"{text}\n  -> {self.remedy}" if self.remedy else text
 
     def within(self, place: str, separator: str = ": ") -> Self:
-        """The same error, where what it names lies inside of another place."""
+        """The same error with its place inside of another place."""
         where = f"{place}{separator}{self.where}" if self.where else place
         return type(self)(self.problem, where=where, remedy=self.remedy)
 

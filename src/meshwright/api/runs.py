@@ -102,7 +102,7 @@ def simulate_run(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Trace:
-    """One step of a RUN.toml, played; see ``simulate``."""
+    """One simulated step of a run file; see ``simulate``."""
     graph, made, optimizer = _planned(run, ranks, None)
     return simulate(
         graph,
@@ -170,7 +170,7 @@ def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ..
 
 
 def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Trainer:
-    """The trainer of what a RUN.toml names, for batches like ``batch``; ``plan`` in place of the one that it names.
+    """The trainer of a run file, for batches like ``batch``. ``plan`` takes the place of the plan that the file names.
     Every rank must call it."""
     return parallelize(
         build.model(run),

@@ -139,7 +139,7 @@ def dim_atoms(operand: BoundOperand) -> list[list[Atom]]:
 
 
 def unused(stem: str, taken: Container[str]) -> str:
-    """The name ``stem``, with the first number that makes it unlike those that are taken."""
+    """``stem`` if no name of ``taken`` is the same; else ``stem`` with the lowest number that makes it a new name."""
     numbered = (f"{stem}{number or ''}" for number in count())
     return next(name for name in numbered if name not in taken)
 

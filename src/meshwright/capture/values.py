@@ -75,7 +75,7 @@ def contents_of(value: Any, depth: int = _DEPTH) -> Contents:
 
 
 def put_contents(contents: Contents) -> bool:
-    """Give containers their contents back; whether any had others."""
+    """Restore the contents of containers. Returns whether any of them had changed."""
     changed = False
     for value, copied in contents:
         old, new = (

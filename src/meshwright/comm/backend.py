@@ -41,8 +41,8 @@ class _Ranks(NamedTuple):
     def carrier(
         self, text: str, operation: str, num_bytes: int, label: str
     ) -> tuple[Collectives | Native | Mpi, tuple[str, str]]:
-        """Who runs an operation over a vector of so many bytes, where a plan says ``text``; and by which algorithm, and
-        how errors call it."""
+        """The algorithm that a plan's ``text`` chooses for a vector of this size. Returns the object that runs it, then
+        the algorithm's name and the name of the collective in errors."""
         name, ours = self.mine.algorithm(text, operation, num_bytes), self.mine.collectives
         by = carrier(self.group, name) if ours is None or name in (NATIVE, MPI) else ours
         return by, (name, self.mine.told(label, place()))

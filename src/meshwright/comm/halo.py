@@ -25,7 +25,8 @@ class Part(NamedTuple):
 
 
 def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -> tuple[Tensor, UnderWay]:
-    """Start to get the rows that the part reads and others have: they and the filled ones, once waited for."""
+    """Start to fetch the rows that this part reads and other parts own. Returns the strips, complete after waiting, and
+    the work to wait for."""
     dim, ranges, edges, number = part
     own = owned(edges, number)
     before, after = outside(ranges[number], own)
@@ -41,7 +42,8 @@ def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -
 
 
 def reduce(value: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
-    """Start to add up, at their owners, the rows that all parts read, which ``value`` has of this part's."""
+    """Start to add up rows at their owners; ``value`` holds this part's terms for all rows that it reads. Returns as
+    :func:`exchange`."""
     dim, ranges, edges, number = part
     own, low = owned(edges, number), ranges[number][0]
     shape = list(value.shape)

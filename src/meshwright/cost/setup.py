@@ -91,7 +91,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             yield "inner", "with cp above 1, dp lies beside it", 'give "dp", or cp = 1'
 
     def _divisions(self) -> Iterator[tuple[str, int, str, int]]:
-        """What must divide what: the divisor's name and size, and those of what it divides."""
+        """Every division that must leave no rest: the divisor's name and size, then the dividend's."""
         model = self.model
         yield "tp", self.tp, "heads", model.heads
         yield "tp", self.tp, "ffn", model.ffn

@@ -238,7 +238,8 @@ def _descend(levels: tuple[Level, ...], rank: int) -> Iterator[_Step]:
 
 
 def _parts(levels: tuple[Level, ...]) -> list[tuple[int, tuple[Level, ...], Device | None]]:
-    """What the outermost level joins: so many equal units, their levels and, where it is their own, their device."""
+    """The units that the outermost level joins: how many are alike, their levels, and their device (None: the
+    cluster's)."""
     level = levels[-1]
     unlike = [(member.count, member.levels, member.device) for member in level.members]
     return unlike or [(level.fan_out, levels[:-1], None)]

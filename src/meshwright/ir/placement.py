@@ -246,8 +246,8 @@ def axis_cut(
 def _cuts(
     shape: Sequence[int], dim: int, placements: Placements, axis_sizes: Mapping[str, int], at: Mapping[str, int]
 ) -> Iterator[tuple[Shard, int, int]]:
-    """The cuts of a dim, outer axes first: each with the units of its factor that outer axes leave this rank, and those
-    that are left when it is cut."""
+    """The cuts of a dim, outer axes first. Each has the units of its factor before the cut on this rank, and those
+    after it."""
     units: dict[int, int] = {}
     for axis, parts in axis_sizes.items():
         shard = placements.get(axis)

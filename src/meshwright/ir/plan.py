@@ -275,7 +275,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         yield from bucket_problems(self, graph, placements)
 
     def _strategy_problems(self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """Whether an operator's axes or factors are unknown, or cannot be split so."""
+        """Problems of a strategy: axes or factors that do not exist, and factors that cannot be split."""
         place, rule = f"strategies[{operator.name!r}]", operator.rule
         for axis, choice in strategy.items():
             if axis not in sizes:
@@ -300,8 +300,8 @@ def starred(name: str) -> str:
 def _caret_problems(
     operator: Operator, strategy: Strategy, placements: Mapping[str, Placements], reduced: Collection[str]
 ) -> Iterator[Problem]:
-    """Whether carets stand where no Partial arrives. ``placements`` are of what was made before; what comes from
-    another stage is ``reduced``."""
+    """Problems of linear choices (``^``) whose operands are no partial sums. ``placements`` are those of tensors that
+    were made before; tensors of ``reduced`` come from another stage, which has reduced them."""
     place, rule = f"strategies[{operator.name!r}]", operator.rule
     for axis, choice in strategy.items():
         if not is_linear(choice):
@@ -319,7 +319,7 @@ def _caret_problems(
 
 
 def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int) -> tuple[str, str]:
-    """That a factor cannot be cut so often, and what to do about it."""
+    """The problem of a factor that cannot be cut into so many parts, and the remedy."""
     if letter in rule.joint:
         problem = f"factor {letter!r} goes round, or from each rank to each, along one axis, and is cut over several"
         return problem, "leave it out on all axes but one"

@@ -109,8 +109,8 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor of the graph that crosses a border to the stage beside, of each micro-batch: this rank's part of it, and
-    the shape of all parts together."""
+    """A tensor of the graph that crosses the border to the next or previous stage, in every micro-batch. ``value`` is
+    this rank's part; ``whole`` is the shape of all parts together."""
 
     tensor: str
     value: Value
@@ -118,8 +118,8 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where a parameter's gradient is summed up over micro-batches: in memory of its own, or in that of a bucket (the
-    storage of ``value``) from element ``offset`` on."""
+    """The memory in which a parameter's gradient is summed up over micro-batches. It is its own, or that of a bucket,
+    which is then the storage of ``value``, from element ``offset`` on."""
 
     parameter: str
     value: Value
@@ -127,8 +127,8 @@ class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A micro-batch's part of the value ``source`` of the whole step, cut along ``dim``, which is made of ``blocks``
-    equal blocks: each of them is cut."""
+    """A micro-batch's part of a value of the whole step (``source``). Dim ``dim`` is made of ``blocks`` equal blocks,
+    and every block is cut."""
 
     source: str
     dim: int
@@ -136,8 +136,8 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A value of each micro-batch, how those of all are joined (``sum``, ``max``, ``min`` or ``last``), and the value
-    of the step that results."""
+    """How a value of each micro-batch becomes a value of the step: ``join`` is ``sum``, ``max``, ``min`` or ``last``,
+    and ``joined`` names the result."""
 
     value: str
     join: str
@@ -175,7 +175,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     buffers_after: dict[str, str] = {}
 
     def crossing(self, action: ActionKind) -> tuple[Transfer, ...]:
-        """What a kind of action sends or receives."""
+        """The tensors that an action of this kind sends or receives."""
         return self.transfers.get(action, ())
 
     def phase(self, name: str) -> Phase:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def storage_problems(plan: "Plan", graph: Graph) -> Iterator[Problem]:
-    """Where parameters are not cut between factors, in whole units, over axes that exist."""
+    """Problems of stored parameters: cuts inside of a factor's unit, and axes that do not exist."""
     stored = [(index, *item) for index, stage in enumerate(plan.stages) for item in stage.storage.items()]
     for index, name, placements in stored:
         sizes = plan.submesh(index).sizes
@@ -56,7 +56,8 @@ def _factor(placement: Placement) -> tuple[int, int] | None:
 
 
 def gather_problems(plan: "Plan", graph: Graph) -> Iterator[Problem]:
-    """Where what is gathered together, or again, or summed up in parts, is not stored so."""
+    """Problems of buckets and of parameters gathered again, or of gradients summed up in parts, that are not stored
+    so."""
     seen: set[str] = set()
     for index, bucket in enumerate(plan.gathers):
         place = f"gathers[{index}]"
@@ -79,7 +80,8 @@ def gather_problems(plan: "Plan", graph: Graph) -> Iterator[Problem]:
 
 
 def bucket_problems(plan: "Plan", graph: Graph, placements: dict[str, Placements]) -> Iterator[Problem]:
-    """Where gradients in buckets do not lie as their parameters do, but for the sum over the bucket's axis."""
+    """Problems of gradients in buckets: apart from the sum over the bucket's axis they must be placed as their
+    parameters."""
     gradients = {entry.parameter: entry.gradient for entry in graph.gradients}
     terms = cut(graph, plan.firsts).terms
     seen: set[str] = set()

@@ -15,7 +15,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times, as intervals that do not touch, rising."""
+    """The union of intervals: sorted, and without two that touch."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -26,7 +26,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The seconds of all together."""
+    """The sum of the lengths, in seconds."""
     return sum(end - start for start, end in intervals)
 
 

@@ -112,7 +112,8 @@ class Emission:
 
     @staticmethod
     def memory(node: fx.Node, storage: str = "") -> program.Value:
-        """The memory of a value that the executor provides: of its own, or in that of another."""
+        """A value whose memory the executor provides. ``storage`` names the value in whose memory it lies, if not its
+        own."""
         dtype = str(node.meta["dtype"]).removeprefix("torch.")
         return program.Value(node.name, node.meta["local_shape"], dtype, storage or node.name)
 

@@ -352,8 +352,8 @@ class _StageLowering:
         return [*self.emission.roots, *map(self.emission.returned, dict.fromkeys(ends))]
 
     def _named_results(self, joined: Mapping[fx.Node, fx.Node]) -> dict[str, Any]:
-        """What a step gives, by the fields of a program. Gradients and buffers get memory of their own, which may be
-        written to."""
+        """The results of a step, by field of ``Program``. Gradients and buffers get memory of their own, for users
+        write to it."""
         gradients = self.gradients
         scalars = {label: joined.get(node, node) for label, node in self.scalars.items()}
         buffers = {name: joined.get(node, node) for name, node in self.buffers.items()}
@@ -394,7 +394,7 @@ class _StageLowering:
         return Held(name, memory.name, memory.num_bytes)
 
     def _held_whole(self, name: str) -> Held:
-        """A buffer or an input; without a value where the stage does not read it."""
+        """A buffer or an input. Its value is empty where the stage does not read it."""
         node = self.nodes[name]
         read = node.users or any(part.source == node.name for part in self.emission.slices.values())
         return Held(name, node.name if read else "", self.ir.tensors[name].num_bytes)

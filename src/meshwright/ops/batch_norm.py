@@ -73,7 +73,7 @@ def batch_norm_local(local: Local) -> Any:
 
 
 def _over_shards(local: Local, updates: bool) -> tuple[Value, ...]:
-    """By statistics of all shards; ``updates``: with the running ones that they become."""
+    """Normalization by the statistics of all shards. ``updates``: the new running statistics are returned too."""
     source, weight, bias = local.args[:3]
     momentum, eps = local.args[-2:]
     mean, variance = _merged_statistics(local, source)

@@ -54,7 +54,8 @@ class _Settings:
     output_padding: list[int]
     groups: int
     windows: list[Window]
-    """Which rows of the larger side, the input's or if transposed the output's, belong to one of the other."""
+    """The windows: which rows of the larger side (the input, or the output of a transposed convolution) belong to a row
+    of the smaller side."""
 
     @classmethod
     def of(cls, given: tuple[Any, ...], kernel: Sequence[int]) -> "_Settings":
@@ -145,7 +146,7 @@ def convolution_backward_local(local: Local) -> Any:
 
 
 def _on_rank(local: Local, first: int) -> tuple[_Settings, list[Side], tuple[Any, ...]]:
-    """(settings, which are the arguments from the ``first`` on; the split dims; the settings of this rank's part)."""
+    """Returns the settings (the arguments from ``first`` on), the split dims, and the settings of this rank's part."""
     kernel = local.input_shape(first - 2)[2:]
     settings = _Settings.of(local.args[first : first + 6], kernel)
     sides = split_sides(local, len(kernel), settings.windows)
@@ -154,7 +155,8 @@ def _on_rank(local: Local, first: int) -> tuple[_Settings, list[Side], tuple[Any
 
 
 def _borders(local: Local, sides: list[Side], settings: _Settings) -> tuple[Borders | None, list[Side]]:
-    """(the last split dim, where its halo comes while the part's own rows are convolved; the other split dims)."""
+    """Returns the dim whose halo travels while the part's own rows are convolved (the last split dim), and the other
+    split dims."""
     borders = Borders.of(local, sides[-1], settings.windows[sides[-1].index]) if sides else None
     return borders, sides if borders is None else sides[:-1]
 

@@ -42,7 +42,8 @@ _NO_PATTERN = Unsplit("its indices are masks or not adjacent")
 
 
 def _index_patterns(call: Call) -> tuple[str, list[str], list[str], list[int]] | None:
-    """(the indexed tensor, each index, the dims of what is taken, its shape): ``!x b, i, i -> i b``."""
+    """Parts of the pattern ``!x b, i, i -> i b``: the indexed tensor, every index, and the dims and sizes of the
+    result. None, where the indexed dims are not adjacent."""
     source, indices = call.args[0], call.args[1]
     used = _adjacent(indices)
     if used is None:
@@ -92,7 +93,7 @@ def accumulate_local(local: Local) -> Any:
 
 
 def _one_index(call: Call) -> tuple[str, str]:
-    """(the indexed tensor, what is taken): ``!x b`` and ``i b``."""
+    """The operands ``!x b`` (the indexed tensor) and ``i b`` (the rows taken from it)."""
     source, dim = call.args[0], normalize_dim(call.args[1], call.args[0].dim())
     left = letters(source.dim(), fixed=(dim,))
     return operand(left), operand([*left[:dim], "i", *left[dim + 1 :]])

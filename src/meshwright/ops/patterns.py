@@ -15,8 +15,8 @@ def named(shape: Sequence[int]) -> list[str]:
 
 
 def aligned(names: Sequence[str], whole: Sequence[int], shape: Sequence[int]) -> list[str]:
-    """The letters of a tensor that is broadcast to the shape ``whole``, whose dims have these names: ``1`` where it is
-    spread."""
+    """The letters of a tensor that is broadcast to the shape ``whole``, whose dims are called ``names``: ``1`` for a
+    dim that is broadcast."""
     offset = len(whole) - len(shape)
     return [names[offset + dim] if size == whole[offset + dim] else "1" for dim, size in enumerate(shape)]
 

@@ -16,13 +16,14 @@ _GROUPS: dict[Target, dict[int, list[int]]] = {
     aten.add.Tensor: {2: [1, 1]}, aten.sub.Tensor: {2: [1, 1]}, aten.mul.Tensor: {1: [1], 2: [1, 2]},
     aten.where.self: {3: [0, 1, 1]},
 }  # fmt: skip
-"""By how many arguments are tensors, the linear group that each of them is in; none, of other numbers."""
+"""By number of tensors among the arguments, the linear group of each tensor. For other numbers the operator is not
+linear."""
 _FIRST_WHERE: dict[Target, Callable[[Call], bool]] = {
     aten.div.Tensor: lambda call: isinstance(call.args[0], torch.Tensor),
     aten.masked_fill.Scalar: lambda call: call.args[2] in (0, math.inf, -math.inf),  # as many infinities are one
     aten._to_copy.default: lambda call: call.tensors[0].is_floating_point() and call.outputs[0].is_floating_point(),
 }
-"""Linear in the first tensor, where that is so of a call."""
+"""Linear in the first tensor, if the call's other arguments allow it."""
 GRADIENTS: frozenset[Target] = frozenset(
     {
         aten._prelu_kernel_backward.default, aten.elu_backward.default, aten.gelu_backward.default,

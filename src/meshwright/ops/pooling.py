@@ -69,7 +69,7 @@ class _Pool:
         return self.kernel, self.stride, padding, self.ceil_mode, self.counts_padding, divisor
 
     def is_alike(self, sides: Sequence[Side]) -> bool:
-        """Whether windows at the border divide by what those inside divide by."""
+        """Whether averages at the border divide by as many elements as averages inside."""
         if self.divisor is not None:
             return True
         for side in sides:
@@ -82,8 +82,8 @@ class _Pool:
 
 
 def _where_split(emit: Callable[[Local, _Pool, list[Side]], Any]) -> Callable[[Local], Any]:
-    """The rewrite of a pooling whose spatial dims are split here; else it runs as it is. Positions of maxima are others
-    on a part even where windows are single rows."""
+    """The rewrite of a pooling with split spatial dims; without them it runs unchanged. Positions of maxima must be
+    corrected on a part even where windows are single rows."""
 
     def rewrite(local: Local) -> Any:
         settings = _Pool.of(local)
@@ -201,7 +201,7 @@ def _avg_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
 def _divided(
     local: Local, value: Value, settings: _Pool, sides: Sequence[Side], image: Sequence[int], made: Sequence[int]
 ) -> Value:
-    """Sums by how many elements each window counts, the product of its rows and its columns; averages as they are."""
+    """Divides the sums of windows by their numbers of elements (rows times columns); averages stay as they are."""
     if settings.is_alike(sides):
         return value
     rank = len(settings.kernel)

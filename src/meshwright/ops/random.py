@@ -34,12 +34,12 @@ def _keyed(kernel: Any, *defaults: float) -> Callable[[Local], Any]:
 
 
 def _drawn(kernel: Any) -> Callable[[Local], Any]:
-    """Standard numbers in a new tensor."""
+    """Numbers of the standard distribution (0 to 1, or mean 0 and deviation 1) in a new tensor."""
     return lambda local: local.call(kernel, _empty(local), 0.0, 1.0, *local.key())
 
 
 def _empty(local: Local, **options: Any) -> Value:
-    """This rank's part of the output, before it is drawn: like an argument, or of a size."""
+    """Memory for this rank's part of the output: like the first argument, or of the given size."""
     if "_like" in str(local.target):
         return local.call(aten.empty_like.default, local.args[0], **{"dtype": local.dtype(), **options})
     return local.call(aten.empty.memory_format, local.shape(), **{**local.kwargs, **options})

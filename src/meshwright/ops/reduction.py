@@ -27,7 +27,7 @@ def _reduced_dims(call: Call) -> list[int]:
 
 
 def _pattern(call: Call, dims: Sequence[int], mark: str = "", caret: str = "", name: str = "") -> str:
-    """The pattern of a reduction over dims; these are marked so, and called ``name`` if it is one."""
+    """The pattern of a reduction over ``dims``, which get the mark and, if one is given, the name."""
     rank, keep = call.tensors[0].dim(), call.outputs[0].dim() == call.tensors[0].dim()
     left = [f"{mark}{name or letter}" if dim in dims else letter for dim, letter in enumerate(letters(rank))]
     right = ["1" if dim in dims else letter for dim, letter in enumerate(left) if keep or dim not in dims]
@@ -137,7 +137,8 @@ def _with_mean(spread: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Ten
 def vector_norm(
     self: Tensor, ord: Any = 2, dim: int | list[int] | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    """Canonical norm, and the older one, of which no order is the second: a sum (or maximum) of powers."""
+    """Canonical form of vector norms: a power of the sum, or the maximum, of powers. In the older operator ``ord`` None
+    means 2."""
     given = dtype or self.dtype
     values = _sizes(self.to(wide_dtype(given)))
     dims = [dim] if isinstance(dim, int) else list(dim) if dim else list(range(self.dim()))

@@ -35,7 +35,7 @@ class _Needed:
 
 
 def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: Any) -> Value:
-    """The operator on the rows that are needed; of what it makes, the part's own rows."""
+    """Run the operator on the part's rows and their halo, and keep the rows of the result that belong to the part."""
     for one in needed:
         value = local.halo(value, one.side.factor, one.side.dim, one.side.image, one.ranges)
     value = local.call(local.target, value, *settings)
@@ -49,8 +49,8 @@ def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: A
 def _gradient_of(
     local: Local, grad: Value, needed: Sequence[_Needed], gradient: Callable[[Value, list[int]], Value]
 ) -> Value:
-    """The adjoint; ``gradient`` makes that of the rows that are needed, given the gradient of all that is made of them
-    and the shape."""
+    """The adjoint: pad the gradient to the rows that the forward made, let ``gradient(grad, shape)`` make the gradient
+    of the rows that it read, and add up these rows at their owners."""
     shape, rest = local.shape(), [(0, 0)] * space_rank(local.target)
     for one in needed:
         rest[one.side.index], shape[one.side.dim] = one.rest, one.rows
@@ -196,7 +196,7 @@ def resize_rule(call: Call) -> Rule:
 
 
 def _near(local: Local) -> list[_Needed]:
-    """The split dims of a resized image: each part reads as many rows as whole numbers of new rows lie on."""
+    """The split dims of a resized image. A part reads so many rows that a whole number of new rows lies on them."""
     rank, found = space_rank(local.target), []
     cubic, nearest = "cubic" in str(local.target), "nearest" in str(local.target)
     for side in split_sides(local, rank):
@@ -217,13 +217,13 @@ def _near(local: Local) -> list[_Needed]:
 
 
 def _with_rest(size: list[int], needed: Sequence[_Needed]) -> list[int]:
-    """The size of all that is made of the rows that are needed, given that of the part's own."""
+    """The size of the result on the part's rows and their halo, given the size of the part's own result."""
     rest = {one.side.index: sum(one.rest) for one in needed}
     return [rows + rest.get(index, 0) for index, rows in enumerate(size)]
 
 
 def _settings(given: dict[str, Any]) -> list[Any]:
-    """What follows the sizes in a call."""
+    """The arguments after the sizes."""
     return [*([given["align_corners"]] if "align_corners" in given else []), *_scales(given)]
 
 

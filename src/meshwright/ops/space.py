@@ -55,7 +55,8 @@ class Space:
         cls, image: Sequence[int], made: Sequence[int], halos: Sequence[bool], *, contiguous: bool = False,
         equal: bool = False,
     ) -> "Space":  # fmt: skip
-        """The last dims of an image and of what is made from it, as many as ``halos`` says of whether they have one."""
+        """The last dims of an image and of the result. ``halos`` says of each of them whether it is split with a
+        halo."""
         result = cls()
         for index, (name, halo) in enumerate(zip(SPACE[len(halos)], halos, strict=True)):
             sizes = image[index - len(halos)], made[index - len(halos)]
@@ -83,7 +84,7 @@ class Space:
         self.right.append(f"!{name}" if sizes[0] == sizes[1] else f"!{name}1")
 
     def rule(self, call: Call, pattern: Callable[[str, str], str], **sizes: int) -> Rule:
-        """The call's rule; ``pattern`` makes its text of the dims of the image and of the other side."""
+        """The call's rule. ``pattern`` gives its text from the dims of the image and those of the result."""
         text = pattern(" ".join(self.left), " ".join(self.right))
         return make_rule(call, text, decompositions=self.decompositions, joint=self.joint, equal=self.equal, **sizes)  # type: ignore[arg-type]
 

@@ -42,7 +42,7 @@ def unfold_rule(call: Call) -> Rule:
 
 
 def _settings(given: dict[str, Any], sides: Sequence[Side]) -> tuple[Any, ...]:
-    """What follows the tensor and the size in a call; where halos are there, no padding is left."""
+    """The arguments after the tensor and the size, without padding in dims whose halo was fetched."""
     return given["kernel_size"], given["dilation"], without(each(given["padding"], 2), sides), given["stride"]
 
 

@@ -42,11 +42,11 @@ def common_factors(left: list[int], right: list[int]) -> tuple[list[list[str]], 
 
 
 _EMPTY = 2**61 - 1
-"""A prime that stands for a size of 0: products of sizes then still tell where runs of dims end."""
+"""A prime that takes the place of sizes of 0, so that products of sizes still show where runs of dims end."""
 
 
 def _spans(left: list[int], right: list[int]) -> Iterator[tuple[range, range]]:
-    """The shortest runs of dims on both sides that have equally many elements, without dims of size 1 around them."""
+    """The shortest runs of dims with equal numbers of elements on both sides, without dims of size 1 around them."""
     one, two = (list(accumulate((size or _EMPTY for size in shape), mul)) for shape in (left, right))
     for before, reached in pairwise(sorted({1, *one} & {1, *two})):
         yield (
@@ -147,8 +147,8 @@ def scatter_back_local(local: Local) -> Any:
 
 
 def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int) -> tuple[str, list[str]]:
-    """(a tensor, the parts that it is taken apart into along a dim) in a pattern: equal ones share their factors with
-    it, ``b (3 f)`` and ``b f, b f, b f``."""
+    """The operands of a tensor and of the parts that it is divided into along a dim. Equal parts share factors with it:
+    ``b (3 f)`` and ``b f, b f, b f``."""
     dim, names = normalize_dim(dim, whole.dim()), letters(whole.dim())
     equal = len({part.shape[dim] for part in parts}) == 1
 

@@ -203,7 +203,7 @@ class _Scale:
 
 
 def _distinct(members: Sequence[Member], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
-    """By size the buckets, but for those that a size nearer to the usual one makes too."""
+    """The buckets by size, without sizes that give the same buckets as a size nearer to the usual one."""
     by_size = {size: filled(members, size, algorithms) for size in LADDER_BYTES}
     found: dict[tuple[Bucket, ...], int] = {}
     for size in sorted(by_size, key=lambda one: abs(log2(one / BUCKET_BYTES))):

@@ -1,4 +1,4 @@
-"""What is refused before planning: another precision, samples that meet in a micro-batch, operators without a rule."""
+"""Checks before planning: another precision, samples that meet in a micro-batch, operators without a rule."""
 
 from meshwright.errors import LayoutError, RuleError
 from meshwright.ir.cluster import Cluster

@@ -112,8 +112,7 @@ def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> li
 
 
 def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[_Point]:
-    """Where little lives: positions at which no fewer bytes would live one operator earlier or later, and on both sides
-    of which there is a product."""
+    """Positions for a cut: no neighbouring position has fewer live bytes, and both sides have a matrix product."""
     rate = SENT_BYTES_PER_S
     if cluster is not None and cluster.levels:
         rate = 1 / cluster.levels[0].beta_s_per_byte

@@ -218,7 +218,8 @@ class _Planner:
             self._solve(self._of_space() if self.space else self.pins)
 
     def _follow_rules(self) -> None:
-        """What is open is split as the rules of the axes say; of a plan that is followed only as far as it fits."""
+        """Strategies by the rules of the axes, where nothing is pinned. A plan to follow is followed as far as it
+        fits."""
         required = self.base is None
         for axis in (*DATA_AXES, "ep"):
             if axis in self.sizes:

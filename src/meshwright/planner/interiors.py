@@ -9,7 +9,8 @@ from meshwright.planner.intra_op.prices import Prices
 
 
 def interiors(graph: Graph, prices: Prices, strategies: Mapping[str, Strategy], hides: bool) -> tuple[str, ...]:
-    """The convolutions, and gradients of them, for which it pays. ``hides``: rows travel while the device computes."""
+    """The convolutions, and their gradients, that should compute their interior first. ``hides``: rows travel while the
+    device computes."""
     names = [one.name for one in graph.operators if pays(prices, one, strategies[one.name], hides)]
     return tuple(dict.fromkeys(map(starred, names)))
 

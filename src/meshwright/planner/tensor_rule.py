@@ -87,7 +87,7 @@ class TensorRule:
         return heads, hidden, [name for name in vocabulary if name in made]
 
     def _takes(self, name: str, axis: str, chosen: Iterable[str], decompose: bool = False) -> bool:
-        """Whether a class can be split everywhere, beside those that are chosen."""
+        """Whether a class can be split in all operators, together with the classes that are chosen."""
         taken = {*chosen}
         conflicts = any(
             name in operator.classes.values() and taken & set(operator.classes.values())

@@ -126,8 +126,11 @@ class Loader(ABC):
         return self._describe()
 
     def resize(self, batch_size: int) -> None:
-        """Hand out batches of this size from now on, going on at the same sample. A DataError if there are not so many
-        samples, or the shards do not divide it; nothing has changed then."""
+        """Hand out batches of this size from now on, going on at the same sample.
+
+        Raises:
+            DataError: there are not so many samples, or the shards do not divide it; nothing has changed then.
+        """
         if batch_size < 1 or batch_size > self.num_samples:
             raise self._error(
                 f"a batch of {batch_size} samples, of a data set of {self.num_samples}",
@@ -151,8 +154,11 @@ class Loader(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where the loader that wrote ``state`` stood; its shards and batch size may have been others. A
-        DataError if the state is incomplete, or of other data or another order; nothing has changed then."""
+        """Go to where the loader that wrote ``state`` stood; its shards and batch size may have been others.
+
+        Raises:
+            DataError: the state is incomplete, or of other data or another order; nothing has changed then.
+        """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise self._error(
                 f"the saved position has no {', '.join(missing)}", "load what Loader.state_dict() returned"

@@ -88,7 +88,7 @@ class _Stage:
 
 
 def empty(value: Value, device: torch.device) -> Tensor:
-    """Memory for a value."""
+    """Uninitialized memory for a value."""
     return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
 
 

@@ -142,8 +142,11 @@ class Resumable:
         }
 
     def wait_for_save(self) -> None:
-        """Wait for a save with ``blocking=False``. A CheckpointError on every rank, once, if the last such save has
-        failed; what was there before stays."""
+        """Wait for a save with ``blocking=False``.
+
+        Raises:
+            CheckpointError: the last such save has failed, on every rank, once; what was there before stays.
+        """
         if (error := self.saver.wait()) is not None:
             raise error
 
@@ -222,7 +225,7 @@ class Resumable:
         return None
 
     def _take_amendments(self, found: Manifest, where: str) -> None:
-        """Take those of the saved plan, if it is this plan: they name its ranks and its algorithms."""
+        """Take the amendments of the saved plan, if it is this plan: they name its ranks and its algorithms."""
         saved = msgspec.convert(found.plan.get("amendments", []), tuple[Amendment, ...])
         if base_of(found.plan) == base_of(self._plan_as_data()):
             self._amend(saved)

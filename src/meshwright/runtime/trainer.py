@@ -134,13 +134,14 @@ class Trainer(Resumable):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer over this rank's parameters; an OptimizerError if the trainer was made without one."""
+        """The user's optimizer over this rank's parameters.
+
+        Raises:
+            OptimizerError: the trainer was made without one.
+        """
         if self._optimizer is None:
-            raise OptimizerError(
-                "this trainer has no optimizer",
-                where="trainer",
-                remedy="pass optimizer= to parallelize, or only evaluate",
-            )
+            remedy = "pass optimizer= to parallelize, or only evaluate"
+            raise OptimizerError("this trainer has no optimizer", where="trainer", remedy=remedy)
         return self._optimizer
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:

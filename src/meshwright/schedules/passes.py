@@ -11,7 +11,7 @@ from meshwright.schedules.check import check
 from meshwright.schedules.timing import PARTNER
 
 _SENDS = {ActionKind.F: ActionKind.SEND_F, ActionKind.B: ActionKind.SEND_B, ActionKind.I: ActionKind.SEND_B}
-"""How the value goes to another stage that an action makes."""
+"""The action that sends the value of an action to another stage."""
 
 
 def add_communication(schedule: Schedule) -> Schedule:

@@ -18,7 +18,7 @@ PARTNER = {
     ActionKind.SEND_B: (-1, ActionKind.RECV_B),
     ActionKind.RECV_B: (1, ActionKind.SEND_B),
 }
-"""Of a send or receive: how many stages further its partner is, and of which kind."""
+"""By kind of transfer: how many stages further its partner is, and the partner's kind."""
 _COSTS = {
     ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "backward_input", ActionKind.W: "backward_weight",
 }  # fmt: skip

@@ -40,7 +40,7 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
 
 
 def _around(axis: str, groups: Sequence[tuple[int, ...]], of: list[int]) -> dict[int, tuple[int, ...]]:
-    """By rank, the classes that its group on an axis consists of."""
+    """By rank, the classes of ranks that its group on an axis has."""
     found = dict[int, tuple[int, ...]]()
     for group in groups:
         members = [of[rank] for rank in group]

@@ -107,7 +107,8 @@ class Links:
         heapq.heappush(self._pending, (time_s + flows[0].latency_s, next(self._numbers), finish, flows))
 
     def advance(self) -> bool:
-        """Go on to when transfers next end, and tell; false where none is left."""
+        """Go on to the next end of transfers and call those that wait for it. Returns false where no transfer is
+        left."""
         while self._pending or self._active:
             ending = {number: left / self._rates[number] for number, left in self._left.items()}
             next_end = self._now_s + min(ending.values(), default=math.inf)

@@ -73,7 +73,7 @@ class Formulation:
         self.reads: dict[str, list[tuple[Operator, int, Path]]] = defaultdict(list)
         """By tensor that is no result of a follower: its readers, through followers, and the views on the way."""
         self.ends: dict[str, list[tuple[str, Path]]] = defaultdict(list)
-        """By the same tensors: they and the views of them by followers, as they may leave the graph."""
+        """By tensor that is no result of a follower: it and its views by followers, as they may leave the graph."""
         for name in graph.tensors:
             maker = self.producers.get(name)
             if maker is None or maker.name not in self.decisions.followers:
@@ -264,8 +264,8 @@ class Formulation:
             self.tensors.append(Tensor(node, have, tuple(readers), len(names) * np.array([list(priced.values())])))
 
     def _made(self, name: str) -> tuple[int, list[Placements]]:
-        """The node that says how a tensor lies, and how, by its choices. Inputs of the step are cut over dp (and
-        dp_shard) along their batch; buffers and constants are whole."""
+        """The node that decides how a tensor is placed, and its placement by choice. Inputs of the step are cut over dp
+        (and dp_shard) along their batch; buffers and constants are whole."""
         maker = self.producers.get(name)
         if maker is not None:
             index, member, first = self._place(maker)

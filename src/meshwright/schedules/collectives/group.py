@@ -29,7 +29,7 @@ def distances(size: int) -> list[int]:
 
 
 def _round(messages: Iterable[tuple[int, int, Iterable[Span]]], *, adds: bool = False) -> list[Move]:
-    """What is sent at the same time: messages by source, target and elements."""
+    """Messages that are sent at the same time, by source, target and elements."""
     return [one for source, target, spans in messages for one in message(source, target, spans, adds=adds)]
 
 
@@ -228,7 +228,7 @@ def _parent(i: int, size: int) -> int:
 
 
 def _leaves_first(parent: dict[int, int]) -> list[int]:
-    """All but the root."""
+    """All ranks but the root."""
 
     def depth(i: int) -> int:
         return 1 + depth(parent[i]) if i else 0

@@ -244,7 +244,7 @@ def is_there(operation: str, algorithm: str) -> bool:
 
 
 def _sum_of(num_ranks: int, span: Span) -> Part:
-    """The sum of what lies there at each rank."""
+    """The sum of all ranks' elements there."""
     return Part(span, tuple((rank, span[0]) for rank in range(num_ranks)))
 
 
