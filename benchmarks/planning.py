@@ -8,7 +8,6 @@ all operators and storage of all parameters. The exit code is 1 if a target is m
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from benchmarks import report
-from benchmarks.report import new_run
+from benchmarks.report import at_most, new_run
 from meshwright.cost.program import step_work
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Comparison, Duration, Finding, Series, Settings
-from meshwright.ir.statistics import ratio
+from meshwright.ir.statistics import median, ratio
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.intra_op.assign import assign
 from meshwright.planner.intra_op.problem import Problem
@@ -61,13 +60,13 @@ def timed(run: Callable[[], object], rounds: int) -> list[float]:
 
 
 def judged(target: str, seconds: Sequence[float], limit_s: float, settings: str, gap: float | None = None) -> Duration:
-    """Medians against a limit."""
-    median = statistics.median(seconds)
+    """The median against a limit."""
+    found = median(seconds)
     proven = "" if gap is None else f"; proven within {gap:.2%} of the best"
     return Duration(
         target=target,
-        verdict="pass" if median <= limit_s else "fail",
-        measured=f"{median:.2f} s ({min(seconds):.2f} to {max(seconds):.2f}){proven}",
+        verdict=at_most(found, limit_s),
+        measured=f"{found.value:.2f} s (95 %: {found.low:.2f} to {found.high:.2f}){proven}",
         series=Series.of(list(seconds), steps=1, settings=settings, run=new_run()),
         limit_s=limit_s,
     )
@@ -109,12 +108,12 @@ def growth(rounds: int, layers: Sequence[int]) -> Comparison:
     for _ in range(rounds):
         for count, problem in problems.items():
             seconds[count] += timed(lambda problem=problem: solve(problem), 1)  # type: ignore[misc]
-    few, many = (statistics.median(seconds[count]) for count in layers)
+    few, many = (median(seconds[count]).value for count in layers)
     found = ratio(seconds[layers[1]], seconds[layers[0]])
     series = {f"{count} layers": Series.of(one, steps=1, settings="8x8", run=run) for count, one in seconds.items()}
     return Comparison(
         target=f"the solve grows at most {GROWTH}x from {layers[0]} to {layers[1]} layers",
-        verdict="pass" if found.value <= GROWTH else "fail",
+        verdict=at_most(found, GROWTH),
         measured=f"{found}: {few:.3f} s and {many:.3f} s",
         series=series,
         ours=f"{layers[1]} layers",
