@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from meshwright.runtime.between import Places, Sizes
 from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.machine import machine_name
 from meshwright.runtime.measured import Measured, made_cluster, stale
+from meshwright.runtime.probes import Probe
 from meshwright.schedules.collectives.choice import candidates, chosen
 
 TINY = Effort(
@@ -139,6 +141,17 @@ def measured(spread: float) -> Measured:
         seconds={"matmul": [(1e6, 1e-5)], "pointwise": [(1e6, 1e-4)]},
         kernel_s=1e-6, peaks={"float32": 1e11}, taken_s=1.0, passed_s=1.0 + spread,
     )  # fmt: skip
+
+
+def test_sweeps_are_averaged_and_their_differences_are_the_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of a product by sweep: the machine is twice as slow in the last two."""
+    times = iter([1e-3, 1e-3, 2e-3, 2e-3])
+    monkeypatch.setattr(calibrate, "repeated", lambda call, probe_s, clock: (next(times), 1.0, 1.0))
+    probe = Probe("matmul", 3e6, lambda: None)
+    measured = calibrate._measure([("float32", probe)], 0.01, lambda kind: None)
+    assert measured.seconds == {"matmul": [(3e6, 1.5e-3)]}
+    assert measured.peaks == {"float32": pytest.approx(2e9)}
+    assert measured.drift == pytest.approx(statistics.stdev([1, 1, 2, 2]) / 1.5)
 
 
 def test_on_a_busy_machine_threads_are_left_out_and_the_spread_is_told() -> None:

@@ -1,4 +1,4 @@
-"""``meshwright calibrate``: measure this machine, without any model, so that predictions are of it."""
+"""``meshwright calibrate``: measure this machine, without a model, so that predictions hold for it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ def calibrate(
 
 
 def calibrate_once() -> None:
-    """Measure this machine where that was not done, or no longer holds."""
+    """Measure this machine if it has no calibration, or one that no longer holds."""
     from meshwright import api
 
     if api.calibrated() is None:
@@ -50,7 +50,7 @@ def calibrate_once() -> None:
 
 
 def measure_rank() -> "Cluster | None":
-    """What every rank runs."""
+    """Measure on this rank: the function that every rank runs."""
     from meshwright import api
 
     return display.on_rank(api.measure_machine)
@@ -75,6 +75,9 @@ def _print(found: "Cluster") -> None:
         what = "cores" if level is found.levels[0] and level.name == "box" else "boxes"
         terminal.print(f"messages between {what}: {level.alpha_s * 1e6:.0f} us and {rate:.2f} GB/s")
     calibration = found.calibration
+    if calibration is not None:
+        drift = f"{calibration.drift:.0%}"
+        terminal.print(f"the same call differed by {drift} from sweep to sweep: no prediction can be closer than that")
     if calibration is not None and api.is_busy(calibration):
         terminal.print(
             f"\nwarning: this machine is busy: calls took {calibration.spread:.0%} longer by the clock than they had "

@@ -1,4 +1,4 @@
-"""The cluster: its devices, the nested levels that join them, and what collectives were measured to take."""
+"""The cluster: its devices, the nested levels that join them, and the measured times of collectives."""
 
 import math
 import os
@@ -16,13 +16,14 @@ Operation = Literal[
 ]  # fmt: skip
 
 MOST_DEVICES = 1_000_000
-"""Devices that a cluster may have; the largest there are have some hundred thousand."""
+"""The most devices that a cluster may have; the largest real clusters have a few hundred thousand."""
 NETWORK = "network"
-"""The level between boxes, as calibration calls it: the innermost where each box has one rank."""
+"""The name that calibration gives to the level between boxes. It is the innermost level if each box has one rank."""
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """``count`` equal units among unlike ones: their levels, inner to outer, and their device (None: the cluster's)."""
+    """``count`` equal units of a level whose units differ. ``levels`` are the levels inside each unit, innermost first;
+    ``device`` is their device (None: the cluster's)."""
 
     count: int = 1
     device: Device | None = None
@@ -30,16 +31,15 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One level of the topology: ``fan_out`` units of the level below (devices, for the innermost) and what joins them.
+    """One level of the topology: it joins ``fan_out`` units of the level below (devices, for the innermost level).
 
-    ``alpha_s`` and ``beta_s_per_byte`` are one message between two units over one link, in one direction. A unit has
-    ``links`` equal links into the level, which its devices share: eight devices on four adapters each get half.
-    ``rings``: where devices of an innermost level have no switch, the fraction of the rate that a collective over 2, 3,
-    ... devices reaches (the last for any more; none: all of it).
-    ``contention`` (at least 1) multiplies β when all units send at once, as through an oversubscribed switch.
-    ``origin`` is of alpha and beta.
-    Unlike units are listed in ``members``; such a level stands innermost, for its members say all that is below it.
-    """
+    ``alpha_s`` and ``beta_s_per_byte`` describe one message between two units, over one link in one direction.
+    Each unit has ``links`` equal links into the level, which its devices share: of four links, each of eight devices
+    gets half a link. ``rings`` is for devices of an innermost level without a switch: the fraction of the rate that a
+    collective over 2, 3, ... devices reaches. The last entry holds for all larger numbers; empty means the full rate.
+    ``contention`` (at least 1) multiplies β when all units send at once, for example through an oversubscribed switch.
+    ``origin`` says where alpha and beta come from. ``members`` lists units that differ. A level with members is
+    the innermost level, because its members describe everything below it."""
 
     name: str
     fan_out: int
@@ -53,18 +53,18 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     members: tuple[Member, ...] = ()
 
     def ring_fraction(self, devices: int) -> float:
-        """What a collective over so many devices (2 or more) reaches of the rate."""
+        """The fraction of the rate that a collective over ``devices`` devices (2 or more) reaches."""
         return self.rings[min(devices - 2, len(self.rings) - 1)] if self.rings else 1.0
 
     def shared_beta_s_per_byte(self, senders: int) -> float:
-        """Seconds per byte for each of ``senders`` devices of every unit, when all of them send over the level."""
+        """Seconds per byte for each sending device when ``senders`` devices of every unit send over the level."""
         return self.beta_s_per_byte * self.contention * max(1.0, senders / self.links)
 
 
 class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A measurement: ``algorithm`` (whatever the implementation calls it) over ``ranks`` ranks that meet at ``level``.
-    ``bytes`` is the whole vector on one rank, as in the α-β tables, not what goes over a link. Where the ranks meet at
-    several levels, ``fan_outs`` says how many do at each, innermost first: (2, 4) is 2 of each of 4 boxes."""
+    """The measured time of a collective over ``ranks`` ranks joined by ``level``. ``algorithm`` is the implementation's
+    name. ``bytes`` is the size of the whole vector on one rank, as in the α-β tables, not the traffic on a link. If
+    several levels join the ranks, ``fan_outs`` counts them at each, innermost first: (2, 4) is 2 in each of 4 boxes."""
 
     operation: Operation
     algorithm: str
@@ -76,28 +76,30 @@ class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When and on what a cluster file was measured. ``machine`` and ``torch`` say what it holds for, ``time_s`` is in
-    seconds since 1970; ``spread`` is by how much longer
-    calls took by the clock than they had the processor: 0 on a machine that nobody else uses."""
+    """When and where a cluster file was measured. It is valid for this ``machine`` and version of ``torch``. ``time_s``
+    is in seconds since 1970. ``spread`` is the fraction by which the elapsed time of calls exceeds their processor
+    time: 0 on a machine without other load. ``drift`` is the standard deviation of the time of the same call during
+    the calibration, as a fraction of its mean. No prediction can be more accurate than this."""
 
     machine: str
     torch: str
     time_s: float
     spread: float
+    drift: float = 0.0
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Devices and the nested levels that join them, innermost first. Ranks count through inner levels first.
+    """Devices and the nested levels that join them, innermost first. Ranks are numbered through inner levels first.
 
     ``num_devices`` must equal the product of the fan-outs. ``open_ended`` says that the outermost level may grow: the
-    cluster is a kind of machine (a name of the catalog) rather than an installation.
+    cluster is then a kind of machine (a catalog name), not an installation.
 
     Raises:
-        ClusterError: a number is impossible, or names and sizes do not fit together.
+        ClusterError: a number is impossible, or names or sizes contradict each other.
     """
 
     VERSION: ClassVar[int] = 1
-    version: int = msgspec.field(default_factory=lambda: 1)  # of a factory: so it is written, where defaults are not
+    version: int = msgspec.field(default_factory=lambda: 1)  # omit_defaults would drop a plain default from the file
     name: str
     num_devices: int
     open_ended: bool = False
@@ -127,26 +129,26 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @staticmethod
     def load(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> "Cluster":
-        """A cluster by file, catalog name, or DEVICE-BOX-FABRIC (see ``meshwright.catalog.load_cluster``)."""
-        # The one look upwards: names are data of the catalog, which is written in terms of this module.
+        """Load a cluster by file, catalog name, or DEVICE-BOX-FABRIC (see ``meshwright.catalog.load_cluster``)."""
+        # The only import of a higher layer: the catalog knows the names, and itself imports this module.
         from meshwright.catalog import load_cluster
 
         return load_cluster(name_or_path, num_devices)
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """All names of levels, outermost first, those of members included."""
+        """The names of all levels, outermost first, including the levels of members."""
         return tuple(dict.fromkeys(level.name for level in _walk(self.levels)))
 
     @property
     def constants(self) -> str:
-        """Where the constants of the device and of each level are from: ``device catalog, box measured``."""
+        """Where the constants of the device and of each level come from: ``device catalog, box measured``."""
         parts = [("device", self.device.origin), *((level.name, level.origin) for level in _walk(self.levels))]
         return ", ".join(dict.fromkeys(f"{name} {origin}" for name, origin in parts))
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all devices and all units of a level are alike."""
+        """Whether all devices are alike, and all units of each level."""
         return not any(level.members for level in self.levels)
 
     def device_of(self, rank: int) -> Device:
@@ -157,7 +159,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return device
 
     def level_of(self, *ranks: int) -> Level:
-        """The innermost level that joins all these ranks (two or more, not all the same)."""
+        """The innermost level that joins all these ranks (two or more, not all equal)."""
         paths = [self._path(rank) for rank in ranks]
         steps: tuple[_Step, ...]
         for steps in zip(*paths, strict=False):
@@ -167,14 +169,14 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         raise self._refused(f"no level joins {same}: they are one device", "ask for two or more different ranks")
 
     def units(self, level: str) -> tuple[range, ...]:
-        """The ranks of each unit that the level ``level`` makes up (the ranks of each box, for ``box``), in order."""
+        """The ranks of each unit of the level (for ``box``, the ranks of each box), in order."""
         if level not in self.level_names:
             known = ", ".join(self.level_names) or "none: it is one device"
             raise self._refused(f"there is no level {level!r}", f"its levels are {known}")
         return tuple(_units(self.levels, level, 0))
 
     def ranks_per(self, level: str) -> int:
-        """How many ranks one unit of the level holds (8 for ``box``, where boxes hold 8 devices)."""
+        """The number of ranks in one unit of the level (8 for ``box``, if boxes hold 8 devices)."""
         sizes = sorted({len(unit) for unit in self.units(level)})
         if len(sizes) > 1:
             held = " or ".join(map(str, sizes))
@@ -185,7 +187,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The same kind of cluster with ``num_devices`` devices: part of one unit, or whole units of the inner levels.
 
         Raises:
-            ClusterError: more devices than there are, unless the cluster is ``open_ended``; units would be cut; the
+            ClusterError: ``num_devices`` exceeds a cluster that is not ``open_ended``, units would be cut, or the
                 cluster has unlike members.
         """
         if num_devices == self.num_devices:
@@ -225,7 +227,7 @@ class _Step(msgspec.Struct, frozen=True):
 
 
 def _descend(levels: tuple[Level, ...], rank: int) -> Iterator[_Step]:
-    # From the outermost level inwards: in which of its units the rank is.
+    # From the outermost level inwards: the unit of each level that holds the rank.
     while levels:
         level, first = levels[-1], 0
         for count, inner, device in _parts(levels):
@@ -238,8 +240,8 @@ def _descend(levels: tuple[Level, ...], rank: int) -> Iterator[_Step]:
 
 
 def _parts(levels: tuple[Level, ...]) -> list[tuple[int, tuple[Level, ...], Device | None]]:
-    """The units that the outermost level joins: how many are alike, their levels, and their device (None: the
-    cluster's)."""
+    """The units that the outermost level joins, by groups of equal units: the number of units, the levels inside each,
+    and their device (None: the cluster's)."""
     level = levels[-1]
     unlike = [(member.count, member.levels, member.device) for member in level.members]
     return unlike or [(level.fan_out, levels[:-1], None)]

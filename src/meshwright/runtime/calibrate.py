@@ -6,9 +6,10 @@ Every rank runs ``measure``, on one core each:
     together  all ranks measure the same kernels at the same time: cores share caches, memory and power
     between   messages and collectives, by size (``runtime/between.py``)
 
-Each call is repeated for some milliseconds, and the median counts. With one thread its processor time is taken, which
-does not run while somebody else has the core; how much longer it took by the clock is the spread, which tells of a busy
-machine.
+Each call is repeated for some milliseconds in each of several sweeps over all calls. What counts is the mean of the
+sweeps' medians, for a step meets the machine in all its moods; how far sweeps lie apart is the drift. With one thread
+the processor time is taken, which does not run while somebody else has the core; how much longer it took by the clock
+is the spread, which tells of a busy machine.
 """
 
 import statistics
@@ -35,6 +36,7 @@ from meshwright.runtime.probes import (
 )
 
 MAX_RANKS = 8
+SWEEPS = 4
 TINY_S, TINY_CALLS = 2e-5, 50
 """Calls shorter than this are timed several at once, for a clock takes its time too."""
 
@@ -106,21 +108,27 @@ def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
 def _measure(probes: list[tuple[str, Probe]], probe_s: float, show: Advance, *, meets: bool = False) -> Measured:
     found = Measured()
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    for dtype, probe in probes:
-        show(probe.kind)
-        if meets:
-            meet()
-        fast, taken, passed = repeated(probe.call, probe_s, clock)
-        found.taken_s += taken
-        found.passed_s += passed
+    sweeps: list[list[float]] = [[] for _ in probes]
+    for _ in range(SWEEPS):
+        for (_, probe), medians in zip(probes, sweeps, strict=True):
+            show(probe.kind)
+            if meets:
+                meet()
+            median, taken, passed = repeated(probe.call, probe_s / SWEEPS, clock)
+            medians.append(median)
+            found.taken_s += taken
+            found.passed_s += passed
+    for (dtype, probe), medians in zip(probes, sweeps, strict=True):
+        seconds = statistics.fmean(medians)
         if probe.kind == "dispatch":
-            found.kernel_s = fast
+            found.kernel_s = seconds
         elif probe.kind == "matmul":
-            found.peaks[dtype] = max(found.peaks.get(dtype, 0.0), probe.size / fast)
+            found.peaks[dtype] = max(found.peaks.get(dtype, 0.0), probe.size / seconds)
         if probe.other:
             found.others[probe.kind, probe.size] = probe.other
         if probe.kind != "dispatch" and dtype == "float32":
-            found.seconds.setdefault(probe.kind, []).append((probe.size, fast))
+            found.seconds.setdefault(probe.kind, []).append((probe.size, seconds))
+    found.drift = statistics.median(statistics.stdev(medians) / statistics.fmean(medians) for medians in sweeps)
     return found
 
 
@@ -132,7 +140,7 @@ def repeated(call: Call, probe_s: float, clock: Callable[[], float]) -> tuple[fl
     several = 1 if time.perf_counter() - begin > TINY_S else TINY_CALLS
     seconds: list[float] = []
     begin, began = time.perf_counter(), clock()
-    while len(seconds) < 4 or (time.perf_counter() < begin + probe_s and len(seconds) < 1000):
+    while len(seconds) < 3 or (time.perf_counter() < begin + probe_s and len(seconds) < 1000):
         start = clock()
         for _ in range(several):
             call()
@@ -153,5 +161,6 @@ def _of_all(ranks: list[Measured]) -> Measured:
     }
     peaks = {dtype: statistics.fmean(one.peaks[dtype] for one in ranks) for dtype in first.peaks}
     return Measured(
-        seconds=seconds, kernel_s=statistics.fmean(one.kernel_s for one in ranks), peaks=peaks, others=first.others
-    )
+        seconds=seconds, kernel_s=statistics.fmean(one.kernel_s for one in ranks), peaks=peaks, others=first.others,
+        drift=max(one.drift for one in ranks),
+    )  # fmt: skip

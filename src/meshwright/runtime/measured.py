@@ -24,7 +24,8 @@ Seconds = dict[str, list[tuple[float, float]]]
 
 class Measured(msgspec.Struct):
     """What one condition gave: by kind, the dispatch of a kernel, the best FLOP/s of products by dtype; the bytes of
-    square products and the FLOPs of flat ones; what all calls took of the processor, and by the clock."""
+    square products and the FLOPs of flat ones; what all calls took of the processor, and by the clock; by what
+    fraction the same call differed from sweep to sweep (the median of the standard deviations)."""
 
     seconds: Seconds = {}
     kernel_s: float = 0.0
@@ -32,6 +33,7 @@ class Measured(msgspec.Struct):
     others: dict[tuple[str, float], float] = {}
     taken_s: float = 0.0
     passed_s: float = 0.0
+    drift: float = 0.0
 
     @property
     def spread(self) -> float:
@@ -98,7 +100,11 @@ def made_cluster(
         levels=levels,
         collectives=tuple(timings),
         calibration=Calibration(
-            machine=name, torch=str(torch.__version__), time_s=round(time.time()), spread=round(alone.spread, 4)
+            machine=name,
+            torch=str(torch.__version__),
+            time_s=round(time.time()),
+            spread=round(alone.spread, 4),
+            drift=round(max(alone.drift, together.drift if together else 0.0), 4),
         ),
     )
 
