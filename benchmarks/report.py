@@ -10,13 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.bench.lint import lint
-from meshwright.bench.machine import this_machine, versions
+from meshwright.bench.machine import this_machine, today, versions
+from meshwright.bench.provenance import commit_of
 from meshwright.ir import files
 from meshwright.ir.result import Comparison, Finding, Result, Series, Settings, Verdict
 from meshwright.ir.statistics import Estimate, ratio
 from meshwright.runtime.launch import num_cores
 
 RESULTS = Path(__file__).parent / "results"
+COMMIT = commit_of(Path(__file__).parent)
+"""When the benchmark began."""
 
 
 def at_most(found: Estimate, limit: float) -> Verdict:
@@ -93,8 +96,8 @@ def write(
         ValueError: ``meshwright bench lint`` would refuse the result.
     """
     found = Result(
-        name=name, command=command, machine=this_machine(), versions=versions(), timed=timed, settings=dict(settings),
-        findings=tuple(findings),
+        name=name, command=command, script=f"benchmarks/{name.partition('-')[0]}.py", commit=COMMIT, date=today(),
+        machine=this_machine(), versions=versions(), timed=timed, settings=dict(settings), findings=tuple(findings),
     )  # fmt: skip
     if refusals := lint(found):
         raise ValueError("\n".join(map(str, refusals)))
@@ -117,7 +120,7 @@ def page(found: Result, title: str, text: str) -> str:
     return f"""# {title}
 
 Made by `{found.command}` on {found.machine.cores} cores ({found.machine.cpu}), torch {found.versions["torch"]}, \
-Python {found.versions["python"]}.
+Python {found.versions["python"]}, on {found.date} at commit {found.commit}.
 
 | target | verdict | measured |
 | --- | --- | --- |

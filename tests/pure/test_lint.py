@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.bench.lint import RULES, lint
+from meshwright.bench.lint import RULES, STALE, lint
+from meshwright.bench.provenance import commit_of
 from meshwright.cli import run as cli
 from meshwright.ir import files
 from meshwright.ir.result import Comparison, Machine, Point, Result, Scaling, Series, Settings
@@ -22,6 +23,8 @@ OURS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jso
 FIRST = "findings[0]"
 REFUSED = {
     "no-command": ("command", "command", "give the command that makes it"),
+    "no-day": ("date", "date", "give the day on which it was measured"),
+    "no-commit": ("commit", "commit", "give the commit"),
     "no-versions": ("versions", "versions", "give those of python and of every library"),
     "no-machine": ("machine", "machine", "give machine.cpu and machine.cores"),
     "nothing-says-what-is-timed": ("timed", "timed", "say what lies between start and end"),
@@ -44,6 +47,8 @@ REFUSED = {
     "far-from-predicted": ("verdict", f"{FIRST}.verdict", 'say "fail"'),
     "no-spread": ("spread", f"{FIRST}.interval", "give [low, high] that hold 95 %"),
     "passes-over-its-limit": ("verdict", f"{FIRST}.verdict", 'say "fail"'),
+    "passes-with-half-its-interval": ("verdict", f"{FIRST}.verdict", 'or "undecided"'),
+    "passes-without-a-case": ("verdict", "findings[4].verdict", 'say "fail"'),
     "passes-without-a-limit": ("verdict", f"{FIRST}.verdict", "give the limit"),
     "more-ranks-than-cores": ("cores", f"{FIRST}.verdict", 'say "reported"'),
     "scaling-without-a-kind": ("scaling-kind", f"{FIRST}.scaling", "say strong (nothing grows), batch or model"),
@@ -98,7 +103,8 @@ SETTINGS = {
 
 def result(*findings: Comparison | Scaling) -> Result:
     return Result(
-        name="any", command="make any", machine=Machine(cpu="any", cores=2), versions={"python": "3", "torch": "2"},
+        name="any", command="make any", date="2026-11-23",
+        machine=Machine(cpu="any", cores=2), versions={"python": "3", "torch": "2"},
         timed="a step", settings=SETTINGS, findings=findings,
     )  # fmt: skip
 
@@ -107,8 +113,8 @@ def comparison(ours: list[float], theirs: list[float]) -> Comparison:
     found = ratio(ours, theirs)
     series = {name: Series.of(values, settings="2", run="one") for name, values in (("ours", ours), ("theirs", theirs))}
     return Comparison(
-        target="any", verdict="pass" if found.value <= 1 else "fail", measured=str(found), series=series, ours="ours",
-        baseline="theirs", ratio=found.value, interval=found.interval, limit=1.0,
+        target="any", verdict="pass" if found.high <= 1 else "undecided", measured=str(found), series=series,
+        ours="ours", baseline="theirs", ratio=found.value, interval=found.interval, limit=1.0,
     )  # fmt: skip
 
 
@@ -155,6 +161,77 @@ def test_the_interval_holds_the_median(seconds: list[float]) -> None:
     rate = found.inverse().times(2.0)
     assert rate.low <= rate.value == pytest.approx(2 / found.value)
     assert rate.value <= rate.high
+
+
+# --- code that has changed since -------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=any", "-c", "user.email=any@example.org", "-c", "commit.gpgsign=false")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with a benchmark that imports one module of two, and a result of it in ``results``."""
+    for name, text in {
+        "src/used.py": '"""Of use."""\nSIZE = 3\n',
+        "src/unused.py": "SIZE = 4\n",
+        "src/kernel.cpp": "int main() { return 0; }\n",
+        "benchmarks/example.py": "def main() -> None:\n    from used import SIZE\n    print(SIZE)\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "measured")
+    measured = msgspec.structs.replace(
+        planted("honest"), script="benchmarks/example.py", commit=git(tmp_path, "rev-parse", "--short=12", "HEAD")
+    )
+    (tmp_path / "results").mkdir()
+    files.save(measured, tmp_path / "results" / "example.json")
+    return tmp_path
+
+
+def refused(checkout: Path) -> list[str]:
+    path = checkout / "results" / "example.json"
+    return [one.problem for one in lint(files.load(path, Result), path.parent) if one.rule == STALE]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("src/used.py", '"""Of much use."""\nSIZE = 3  # as before\n', ""),
+        ("src/unused.py", "SIZE = 5\n", ""),
+        ("src/used.py", "SIZE = 5\n", "src/used.py changed since "),
+        ("src/kernel.cpp", "int main() { return 1; }\n", "src/kernel.cpp changed since "),
+        ("benchmarks/example.py", "print(3)\n", "benchmarks/example.py changed since "),
+    ],
+)
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_result_is_stale_once_its_program_has_changed(
+    checkout: Path, file: str, text: str, problem: str, committed: bool
+) -> None:
+    assert refused(checkout) == []
+    (checkout / file).write_text(text)
+    if committed:
+        git(checkout, "commit", "-q", "-a", "-m", "changed")
+    found = refused(checkout)
+    assert len(found) == bool(problem)
+    assert all(problem in one for one in found)
+
+
+def test_a_result_of_no_commit_is_refused(checkout: Path) -> None:
+    clean = commit_of(checkout / "benchmarks")
+    assert clean == git(checkout, "rev-parse", "--short=12", "HEAD")
+    (checkout / "src" / "used.py").write_text("SIZE = 6\n")
+    assert commit_of(checkout / "benchmarks") == f"{clean}+"
+    one = planted("honest")
+    for commit, problem in ((f"{clean}+", f"files differed from {clean}"), ("0123abc", "there is no commit '0123abc'")):
+        measured = msgspec.structs.replace(one, script="benchmarks/example.py", commit=commit)
+        assert problem in next(iter(lint(measured, checkout))).problem
+    assert lint(one, checkout) == (), "what is no script's is as old as its versions say"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

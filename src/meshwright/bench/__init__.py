@@ -1,1 +1,1 @@
-"""``meshwright bench``: measures scaling and utilization of a machine, and refuses results that mislead."""
+"""``meshwright bench``: measure scaling and utilization of a machine, and refuse results that mislead."""

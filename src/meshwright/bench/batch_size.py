@@ -1,4 +1,4 @@
-"""How many steps, and how much time, training takes to a target loss at each batch size, by learning-rate rule."""
+"""Measure the steps and the time that training takes to a target loss, by batch size and learning-rate rule."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from meshwright import api, build
-from meshwright.bench.machine import this_machine, versions
+from meshwright.bench.machine import this_machine, today, versions
 from meshwright.bench.repeat import WARMUP_STEPS, alternate, measuring
 from meshwright.bench.scaling import NUM_BATCHES, check_alone, check_rising, name_of_model, settings_of
 from meshwright.errors import DataError, FileFormatError, LayoutError, NonFiniteLossError
@@ -26,7 +26,7 @@ RULES = ("none", "linear", "sqrt")
 METRIC = "held-out loss"
 LEAST_FOR_KNEE = 3
 WORST_FIT = 0.25
-"""How far, relatively, steps may be from a fit that is said to have a knee."""
+"""The largest relative error of a fit to the steps; beyond it, no knee is reported."""
 TIMED = (
     "Steps: {model} is trained with {optimizer} in {dtype} on {ranks} until the loss of all held-out data, evaluated "
     "about every {every} samples, is at most the target, for {seeds}; after {most} steps it is not reached. "
@@ -37,19 +37,20 @@ TIMED = (
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Trainings that differ in their seed only."""
+    """Trainings that differ only in their seed."""
 
     rule: str
     runs: tuple[Run, ...]
 
     @property
     def batch(self) -> int:
+        """The batch size, which all runs of the case share."""
         return self.runs[0].data.batch_size
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks found: for each case steps to the target by seed (0: not reached) and the last held-out losses;
-    seconds a step of each repetition by batch size."""
+    """The ranks' measurements: for each case, steps to the target (0: not reached) and the last held-out loss by seed;
+    by batch size, the seconds per step of each repetition."""
 
     steps: list[tuple[int, ...]]
     losses: list[tuple[float, ...]]
@@ -75,23 +76,23 @@ def batch_size(
 
     Args:
         run: its learning rate and its ``schedule.warmup_steps`` are those of the smallest size; at k times that size
-            the rules scale the rate by k (linear) or √k (sqrt), and the warm-up takes as many samples. It makes at most
-            ``train.steps`` steps at every size.
-        sizes: rising numbers of samples in the global batch.
-        target: the loss, in its own unit (nats of a language model).
-        rules: of ``none``, ``linear`` and ``sqrt``.
-        seeds: how many initial values and data orders each is trained with.
+            the rules scale the rate by k (linear) or √k (sqrt), and the warm-up covers the same number of samples. It
+            makes at most ``train.steps`` steps at every size.
+        sizes: ascending numbers of samples in the global batch.
+        target: the loss, in its own unit (nats for a language model).
+        rules: some of ``none``, ``linear`` and ``sqrt``.
+        seeds: the number of seeds (initial values and data orders) with which each case is trained.
         evaluate_every: steps of the smallest size between two evaluations.
-        repetitions, steps: of the measurement of a step's time.
+        repetitions, steps: repetitions of the time measurement, and steps of each.
 
     The source of the knee is S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
     arXiv:1812.06162; of the measurement, C. Shallue et al., "Measuring the Effects of Data Parallelism on Neural
     Network Training", JMLR 20, 2019, arXiv:1811.03600.
 
     Raises:
-        LayoutError: sizes are no such, or do not divide over the ranks.
-        FileFormatError: a rule is not known, the target is no number, or the run has a schedule that stands in the way.
-        DataError: nothing is held out, or there are fewer samples than in a batch.
+        LayoutError: sizes are not at least two ascending numbers, do not divide over the ranks, or the run has a plan.
+        FileFormatError: a rule is unknown, the target is not a number, or the run's schedule depends on the batch size.
+        DataError: the run holds out no data, or has fewer samples than a batch.
         LaunchError: this process is a rank itself.
     """
     progress = progress or Silent()
@@ -107,6 +108,7 @@ def batch_size(
         progress.begin(f"training {len(cases)} x {seeds} times to a loss of {target:g}")
         found = api.run_ranks(measure, cases, target, evaluate_every, repetitions, steps, threads, num_ranks=ranks)
     return Result(
+        date=today(),
         name="batch-size",
         command=command,
         machine=this_machine(accelerators=True),
@@ -124,7 +126,7 @@ def batch_size(
 
 
 def cases_of(run: Run, sizes: Sequence[int], rules: Sequence[str], seeds: int) -> tuple[Case, ...]:
-    """Every size under every rule; the smallest, which all rules leave as it is, once."""
+    """The cases of every size and rule. The smallest size occurs once, because no rule changes it."""
     replace, base, cases = msgspec.structs.replace, sizes[0], []
     for size in sizes:
         for rule in rules if size != base else rules[:1]:
@@ -187,7 +189,7 @@ def _to_target(run: Run, base: int, target: float, every: int) -> tuple[int, flo
     """Steps until the held-out loss is at most ``target`` (0: never), and that loss."""
     trainer, loader, held_out = _prepared(run, base)
     schedule, batches, loss = resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()), iter(loader), 0.0
-    with suppress(NonFiniteLossError):  # what too high a learning rate does is a result
+    with suppress(NonFiniteLossError):  # divergence by too high a learning rate is a result too
         for step in range(1, run.train.steps + 1):
             trainer.step(next(batches), local=True)
             schedule.step()
@@ -199,7 +201,7 @@ def _to_target(run: Run, base: int, target: float, every: int) -> tuple[int, flo
 
 
 def _timed_step(run: Run, base: int) -> Callable[[], object]:
-    """A step that leaves the model where it is, so that it stays finite at whatever learning rate."""
+    """A training step with a learning rate of 0, so that the model stays finite."""
     trainer, loader, _ = _prepared(run, base)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 0.0
@@ -208,7 +210,7 @@ def _timed_step(run: Run, base: int) -> Callable[[], object]:
 
 
 def _prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
-    """A trainer with its data. What is held out, and how it is evaluated, does not depend on the batch size."""
+    """A trainer with its training and held-out data. The held-out data and their batches are equal for all sizes."""
     source = build.Source(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=base)))
     whole = source.training()
     whole.resize(run.data.batch_size)
@@ -229,11 +231,11 @@ def _mean_loss(trainer: Trainer, held_out: Loader) -> float:
     return total / samples
 
 
-# --- what was found --------------------------------------------------------------------------------------------------
+# --- findings --------------------------------------------------------------------------------------------------------
 
 
 def name_of(size: int) -> str:
-    """What the settings of a batch size are called."""
+    """The name of a batch size's settings in a result."""
     return f"batch {size}"
 
 
@@ -274,18 +276,18 @@ def finding(cases: Sequence[Case], found: Counted, target: float, steps: int) ->
 
 
 def knee(steps: Mapping[int, int]) -> float | None:
-    """The critical batch size by steps to a target: there, twice the least steps and twice the least samples are taken.
+    """The critical batch size by steps to a target: it takes twice the least steps, and twice the least samples.
 
     Fits S(B) = S_min + E_min / B, which is (S / S_min - 1)(E / E_min - 1) = 1 with E = B S (McCandlish et al. 2018),
-    to relative errors; the knee is E_min / S_min.
+    by least squares of relative errors; the knee is E_min / S_min.
 
     Returns:
-        Infinity where steps still fall as 1 / B, 0 where they do not fall; None of fewer than three batch sizes, and
-        where the fit is further than ``WORST_FIT`` from a number of steps.
+        Infinity if steps still fall as 1 / B; 0 if they do not fall; None for fewer than three batch sizes, or if the
+        relative error of the fit exceeds ``WORST_FIT`` at one of them.
     """
     if len(steps) < LEAST_FOR_KNEE:
         return None
-    rows = [(1 / count, 1 / (size * count)) for size, count in steps.items()]  # of S_min and E_min, with 1 beside them
+    rows = [(1 / count, 1 / (size * count)) for size, count in steps.items()]  # of S_min, E_min; right side: 1
     aa, ab, bb = (math.fsum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a1, b1 = (math.fsum(row[i] for row in rows) for i in (0, 1))
     least_steps, least_samples = a1 * bb - b1 * ab, b1 * aa - a1 * ab  # both times the same positive determinant

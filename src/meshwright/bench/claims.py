@@ -1,9 +1,9 @@
-"""The rules of what a result claims. Each yields (key, problem, remedy) of everything in the result that breaks it."""
+"""The rules for the claims of a result. Each yields (key, problem, remedy) for every place that breaks the rule."""
 
 import math
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from meshwright.ir.result import (
@@ -17,18 +17,20 @@ from meshwright.ir.result import (
     Prediction,
     Result,
     Scaling,
+    Series,
     Utilization,
     series_of,
 )
+from meshwright.ir.statistics import median as estimated_median
 
 LEAST_REPETITIONS = 5
 TOLERANCE = 1e-3
-"""How far a figure may be, relatively, from what it should follow from: files hold rounded numbers."""
+"""The relative difference allowed between a figure and its value computed from the file: files hold rounded numbers."""
 KINDS = ("strong", "batch", "model")
 OF_TIMES = ("_s", "_ms", "seconds", "_per_s", "speedup")
-"""How the names of figures end that are times or rates."""
+"""The endings of names of figures that are times or rates."""
 IN_WORDS = re.compile(r"\b(faster|slower|speed-?up|throughput)\b|\d\s?(s|ms|µs|us|tok/s|samples/s|[GT]?FLOP/s)(?!\w)")
-"""Speed in words."""
+"""Words and units that state a speed in text."""
 
 Found = Iterator[tuple[str, str, str]]
 
@@ -37,7 +39,7 @@ Found = Iterator[tuple[str, str, str]]
 
 
 def repetitions(result: Result) -> Found:
-    """One run says nothing, but for a duration that is not said to pass."""
+    """Every series has enough repetitions; only a duration that does not claim to pass may have fewer."""
     for index, finding in result.keyed():
         if isinstance(finding, Duration) and finding.verdict != "pass":
             continue
@@ -49,7 +51,7 @@ def repetitions(result: Result) -> Found:
 
 
 def median(result: Result) -> Found:
-    """The best repetition is not what a user sees, and a mean is moved by one bad one."""
+    """Every series shows its median: users do not see the best repetition, and one outlier moves a mean."""
     for key, series in result.every_series():
         if series.statistic != "median":
             remedy = "show the median; the best may stand in notes"
@@ -57,7 +59,7 @@ def median(result: Result) -> Found:
 
 
 def hidden_times(result: Result) -> Found:
-    """Times in the notes or the words of a check escape the rules."""
+    """A check has no times in its notes or text, because no rule examines them there."""
     remedy = 'make it a finding of kind "duration" or "comparison", with all repetitions'
     for key, finding in result.keyed():
         if isinstance(finding, Check):
@@ -69,11 +71,11 @@ def hidden_times(result: Result) -> Found:
                     yield f"{key}.{name}", f"{found[0]!r} stands in a check, where no rule sees it", remedy
 
 
-# --- what is compared ------------------------------------------------------------------------------------------------
+# --- comparisons -----------------------------------------------------------------------------------------------------
 
 
 def baseline(result: Result) -> Found:
-    """A ratio names both sides, and both have times."""
+    """A ratio names both its sides, and both have measured times; a scaling names its base."""
     for key, finding in result.keyed():
         if isinstance(finding, Comparison):
             for name in ("ours", "baseline"):
@@ -92,7 +94,7 @@ def baseline(result: Result) -> Found:
 
 
 def best_peer(result: Result) -> Found:
-    """The state of the art is not the slowest of the peers."""
+    """The baseline is the fastest of the peers."""
     for key, finding in result.keyed():
         if isinstance(finding, Comparison) and finding.baseline in finding.series:
             peers = {name: one.value_s for name, one in finding.series.items() if name != finding.ours}
@@ -102,7 +104,7 @@ def best_peer(result: Result) -> Found:
 
 
 def same_run(result: Result) -> Found:
-    """A machine is not the same on another day, and another machine is not it at all."""
+    """Compared series come from one run on one machine: a machine's speed changes from day to day."""
     for index, finding in result.keyed():
         several = list(series_of(finding, index)) if isinstance(finding, BatchSizes | Comparison | Scaling) else []
         for key, series in several:
@@ -118,8 +120,7 @@ def same_run(result: Result) -> Found:
 
 
 def alike(result: Result) -> Found:
-    """What is compared differs in one thing only; points of a scaling may also differ in ranks and sizes, those of
-    batch sizes in sizes."""
+    """Compared series have equal settings. Only a Scaling may differ in ranks, and it and BatchSizes in sizes."""
     for index, finding in result.keyed():
         if not isinstance(finding, BatchSizes | Comparison | Scaling):
             continue
@@ -141,7 +142,7 @@ def alike(result: Result) -> Found:
 
 
 def ratio(result: Result) -> Found:
-    """Medians, ratios, speed-ups and fractions are those of the numbers given."""
+    """Medians, ratios, speed-ups and fractions follow from the numbers in the file."""
     for key, series in result.every_series():
         if series.seconds and series.statistic == "median":
             yield from _follows(f"{key}.value_s", series.value_s, statistics.median(series.seconds), "as the median")
@@ -191,7 +192,7 @@ def _follows(key: str, given: float, right: float, how: str) -> Found:
 
 
 def spread(result: Result) -> Found:
-    """Every figure of speed has its interval, and lies in it."""
+    """Every figure of speed has an interval, and lies in it."""
     shown: list[tuple[str, float, Interval | None]] = []
     for key, finding in result.keyed():
         if isinstance(finding, Comparison):
@@ -210,31 +211,46 @@ def spread(result: Result) -> Found:
 
 
 def verdict(result: Result) -> Found:
-    """What passes has a limit, and keeps it. What fails may have failed for another reason."""
+    """A finding that passes has a limit, and keeps it with its whole interval. A failure may have another reason."""
     for key, finding in result.keyed():
         if finding.verdict != "pass":
             continue
         limit: float | None
         if isinstance(finding, Comparison):
-            limit, broken = finding.limit, finding.ratio > (finding.limit or 0.0)
+            limit = finding.limit
+            kept = _all_kept((finding.ratio, *(finding.interval or ())), most=limit)
         elif isinstance(finding, Scaling):
-            limit, broken = finding.limit, not finding.points or finding.points[-1].speedup < (finding.limit or 0.0)
+            limit, last = finding.limit, finding.points[-1:]
+            kept = bool(last) and all(_all_kept((one.speedup, *(one.interval or ())), least=limit) for one in last)
         elif isinstance(finding, Duration):
-            limit, broken = finding.limit_s, finding.series.value_s > (finding.limit_s or 0.0)
+            limit = finding.limit_s
+            kept = _all_kept((finding.series.value_s, *_interval(finding.series)), most=limit)
         elif isinstance(finding, Prediction):
-            limit, broken = finding.limit, abs(finding.error) > (finding.limit or 0.0)
+            limit = finding.limit
+            errors = (finding.predicted_s / one - 1 for one in _interval(finding.series))
+            kept = _all_kept((abs(finding.error), *map(abs, errors)), most=limit)
         elif isinstance(finding, Check):
-            limit, broken = finding.total, not finding.passed == finding.total > 0
+            limit, kept = finding.total, finding.passed == finding.total > 0
         else:
-            limit, broken = None, False
+            limit, kept = None, True
         if limit is None:
             yield f"{key}.verdict", "passes, but nothing says what would fail", 'give the limit, or say "reported"'
-        elif broken:
-            yield f"{key}.verdict", f"passes, but its limit of {limit:g} is not kept", 'say "fail"'
+        elif not kept:
+            remedy = 'say "fail", or "undecided" where the limit lies within the interval'
+            yield f"{key}.verdict", f"passes, but its limit of {limit:g} is not kept", remedy
+
+
+def _all_kept(values: Sequence[float], *, most: float | None = None, least: float | None = None) -> bool:
+    high, low = math.inf if most is None else most, -math.inf if least is None else least
+    return all(low * (1 - TOLERANCE) <= value <= high * (1 + TOLERANCE) for value in values)
+
+
+def _interval(series: Series) -> Interval | tuple[()]:
+    return estimated_median(series.seconds).interval if series.seconds else ()
 
 
 def cores(result: Result) -> Found:
-    """Ranks that share a core measure the operating system."""
+    """A judged finding has at most one rank per core or GPU: ranks that share a core measure the operating system."""
     known = result.machine.num_devices
     for key, finding in result.keyed():
         most = max((result.settings_of(one).ranks for _, one in series_of(finding, key)), default=0)
@@ -247,7 +263,7 @@ def cores(result: Result) -> Found:
 
 
 def scaling_kind(result: Result) -> Found:
-    """Weak scaling alone does not say what grew: with a batch, training changes too."""
+    """A scaling names its kind: "weak" does not say what grew, and a growing batch changes training too."""
     for key, finding in result.keyed():
         if isinstance(finding, Scaling) and finding.scaling not in KINDS:
             problem = f"{finding.scaling!r} does not say what grows" if finding.scaling else "the kind is not named"
@@ -255,7 +271,7 @@ def scaling_kind(result: Result) -> Found:
 
 
 def scaling_as_named(result: Result) -> Found:
-    """Nothing grows in strong scaling, the batch in one weak kind, the model in the other."""
+    """The points match the kind: the batch grows in ``batch`` scaling only, the model in ``model`` scaling only."""
     for key, finding in result.keyed():
         if not isinstance(finding, Scaling) or finding.scaling not in KINDS:
             continue
@@ -278,7 +294,7 @@ def scaling_as_named(result: Result) -> Found:
 
 
 def peak(result: Result) -> Found:
-    """A percentage says of what."""
+    """A percentage of a peak says which peak; the peak has the work's dtype, and is not exceeded."""
     for key, finding in result.keyed():
         if not isinstance(finding, Utilization):
             continue
@@ -293,7 +309,7 @@ def peak(result: Result) -> Found:
 
 
 def one_setting(result: Result) -> Found:
-    """Fast with these options and accurate with those is neither."""
+    """Accuracy and speed come from the same settings."""
     timed = [result.settings_of(series) for _, series in result.every_series()]
     for key, finding in result.keyed():
         if not isinstance(finding, Accuracy):

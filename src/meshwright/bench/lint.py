@@ -10,13 +10,18 @@ Most rules are those of two papers, here called *tell* and *fool*:
 What a file does not say cannot be found: a lint keeps one from forgetting, not from lying.
 """
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
-from meshwright.bench import claims
+from meshwright.bench import claims, provenance
 from meshwright.bench.claims import LEAST_REPETITIONS, Found
 from meshwright.ir.result import Result
+
+STALE = "stale"
+"""The rule that asks the checkout around a file: code that has not changed since the file's commit."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,19 +45,35 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     find: Callable[[Result], Found]
 
 
-def lint(result: Result) -> tuple[Refusal, ...]:
-    """Everything in the result that a rule of ``RULES`` refuses, rule by rule; nothing where it is honest."""
-    found = (
+def lint(result: Result, folder: Path | None = None) -> tuple[Refusal, ...]:
+    """Everything in the result that a rule of ``RULES`` refuses, rule by rule; nothing where it is honest.
+
+    Of a file in ``folder``, also that its code has changed since it was measured (``provenance.stale``).
+    """
+    found = [
         Refusal(rule=rule.name, key=key, problem=problem, remedy=remedy)
         for rule in RULES
         for key, problem, remedy in rule.find(result)
-    )
+    ]
+    if folder is not None:
+        older = provenance.stale(result, folder)
+        found += (Refusal(rule=STALE, key=key, problem=problem, remedy=remedy) for key, problem, remedy in older)
     return tuple(dict.fromkeys(found))
 
 
 def _command(result: Result) -> Found:
     if not result.command.strip():
         yield "command", "nothing says how the file is made again", "give the command that makes it"
+
+
+def _day(result: Result) -> Found:
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", result.date):
+        yield "date", f"{result.date!r} is no day", "give the day on which it was measured, as 2026-01-31"
+
+
+def _commit(result: Result) -> Found:
+    if result.script and not result.commit:
+        yield "commit", f"nothing says which code of {result.script} was measured", "give the commit"
 
 
 def _versions(result: Result) -> Found:
@@ -84,6 +105,8 @@ RULES = tuple(
     Rule(name=name, asks=asks, source=source, find=find)
     for name, asks, source, find in (
         ("command", "the command that makes the file again", "tell 9", _command),
+        ("date", "the day on which it was measured", "ours", _day),
+        ("commit", "the commit that was measured, where a script of a repository measures", "ours", _commit),
         ("versions", "the versions of Python and of what is measured", "tell 9", _versions),
         ("machine", "the machine, with its cores", "tell 9", _machine),
         ("timed", "what lies between start and end of a measurement, and how ranks meet", "tell 10", _timed),

@@ -1,9 +1,10 @@
-"""The machine that is measured: its name, its versions, and the peak that its cores have in float32."""
+"""The measured machine: its names, its software versions, and the float32 peak of its cores."""
 
 import platform
 import re
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -15,28 +16,33 @@ from meshwright.runtime.loop import Progress
 from meshwright.runtime.machine import cpu_model
 
 SIZES = (256, 512, 1024, 2048)
-"""Of the square matrices whose products show the peak: from what a core's cache holds to what no cache does."""
+"""Sizes of the square matrices whose products measure the peak: from fitting a core's cache to fitting no cache."""
 LEAST_S = 0.3
-"""How long each size is tried, at least; and five times."""
+"""The least seconds for which each size is repeated, and at least five times."""
 WIDTHS = {"avx512f": 64, "fma": 32, "asimd": 16}
-"""By a processor's flag: float32 operations a cycle and core, with two fused multiply-adds of the vector's width."""
+"""Float32 operations per cycle and core, by the processor's flag: two fused multiply-adds of the vector's width."""
 
 
 def this_machine(*, accelerators: bool = False) -> Machine:
-    """The machine of this process; with its GPUs, where ``accelerators`` were used."""
+    """The machine of this process, with its GPUs if ``accelerators`` were used."""
     names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())] if accelerators else []
     return Machine(cpu=cpu_model(), cores=launch.num_cores(), accelerators=tuple(names), system=platform.system())
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch and Meshwright."""
+    """The versions of Python, torch and Meshwright."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "meshwright": __version__}
 
 
-def measured_peak(threads: int, progress: Progress) -> Peak:
-    """The best rate of any product of square float32 matrices, on ``threads`` threads, in any repetition.
+def today() -> str:
+    """Today's date, such as 2026-01-31."""
+    return date.today().isoformat()
 
-    No program was seen to compute faster, but it is a lower bound of what the processor can do.
+
+def measured_peak(threads: int, progress: Progress) -> Peak:
+    """The highest rate of any repetition of a product of square float32 matrices on ``threads`` threads.
+
+    It is a lower bound of the processor's peak.
     """
     best_flops_per_s, best_size = 0.0, 0
     for size in SIZES:
@@ -60,22 +66,22 @@ def measured_peak(threads: int, progress: Progress) -> Peak:
 
 
 def square_product(size: int) -> tuple[Callable[[], object], float]:
-    """A product of two random square float32 matrices into a third, and its FLOPs."""
+    """A function that multiplies two random square float32 matrices into a third, and its FLOPs."""
     left, right, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
     return (lambda: torch.mm(left, right, out=out)), 2.0 * size**3
 
 
 def nominal_peak(threads: int) -> Peak | None:
-    """The clock times what a core computes in a cycle, times ``threads`` cores; None where Linux does not tell."""
+    """Clock rate x operations of a core per cycle x ``threads`` cores; None if Linux does not report them."""
     info = _text(Path("/proc/cpuinfo"))
     most_khz = _text(Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")).strip()
     return peak_of(info, int(most_khz) * 1e3 if most_khz.isdecimal() else 0.0, threads)
 
 
 def peak_of(info: str, most_hz: float, threads: int) -> Peak | None:
-    """As ``nominal_peak``, of the text of /proc/cpuinfo and the highest clock (0: not known, then the one in the text).
+    """``nominal_peak`` from the text of /proc/cpuinfo and the highest clock (0: unknown; the text's clock counts).
 
-    Virtual machines often tell only the base clock, and a processor with one unit for AVX-512 has half of this.
+    Virtual machines often report only the base clock. A processor with one AVX-512 unit has half of this peak.
     """
     flags = (_field(info, "flags") or _field(info, "Features")).split()
     flag = next((name for name in WIDTHS if name in flags), "")

@@ -1,4 +1,4 @@
-"""Times programs side by side: alternating in the same processes, one figure a round, of the slowest rank."""
+"""Time programs by turns in the same processes: each round gives one time per program, that of the slowest rank."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +24,10 @@ def alternate(
     warmup_steps: int = WARMUP_STEPS,
     progress: Progress | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds a step of every side, one figure a round: the mean over a block of ``steps``, of the slowest rank.
+    """Seconds per step of every side, one value per round: the slowest rank's mean over a block of ``steps``.
 
-    In each round every side runs one block; the order turns from round to round, so that a drift of the machine falls
-    on all of them. All ranks of the process group call this, with the same sides; they meet before each block.
+    In each round every side runs one block. The order rotates from round to round, so that a drift of the machine
+    affects all sides. All ranks of the process group call this with the same sides; a barrier precedes each block.
     """
     progress = progress or Silent()
     for step in sides.values():
@@ -51,7 +51,7 @@ def alternate(
 def eager_step(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any], optimizer: torch.optim.Optimizer, max_norm: float = 0.0
 ) -> Callable[[Any], Tensor]:
-    """A training step in plain eager PyTorch, from a batch to its loss; ``max_norm`` clips gradients, 0 does not."""
+    """A training step in plain eager PyTorch, from a batch to its loss. ``max_norm`` clips gradients (0: does not)."""
 
     def step(batch: Any) -> Tensor:
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ def eager_step(
 
 @contextmanager
 def measuring(progress: Progress) -> Iterator[None]:
-    """What is measured inside may begin progress, and set the number of threads, which is restored."""
+    """A context for measurements: at its end, progress is ended and the number of threads is restored."""
     before = torch.get_num_threads()
     try:
         yield
@@ -78,6 +78,6 @@ def measuring(progress: Progress) -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Wait for what was only started: kernels of a GPU."""
+    """Wait for the kernels that were launched on a GPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""How a model's training scales over the ranks of this machine: strong, with the batch, or with the model."""
+"""Measure how training scales over the ranks of this machine: strong, with the batch, or with the model."""
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import api, build
-from meshwright.bench.machine import this_machine, versions
+from meshwright.bench.machine import this_machine, today, versions
 from meshwright.bench.repeat import WARMUP_STEPS, alternate, eager_step, measuring
 from meshwright.errors import FileFormatError, LaunchError, LayoutError
 from meshwright.ir.result import Comparison, Finding, Point, Result, Scalar, Scaling, Series, Settings
@@ -21,7 +21,7 @@ from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
 
 KINDS = {"strong": "nothing", "batch": "the batch", "model": "the model"}
-"""What grows with the ranks, by kind."""
+"""The quantity that grows with the ranks, by kind of scaling."""
 OURS, EAGER = "meshwright", "eager PyTorch"
 NUM_BATCHES = 4
 TIMED = (
@@ -33,7 +33,7 @@ TIMED = (
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What one launch found: by program, seconds a step of each repetition, and the first losses."""
+    """The measurements of one launch: by program, the seconds per step of each repetition, and the first losses."""
 
     seconds: dict[str, list[float]]
     losses: dict[str, list[float]]
@@ -56,19 +56,19 @@ def scaling(
     command: str = "",
     progress: Progress | None = None,
 ) -> Result:
-    """Measure ``run`` on each number of ranks in ``counts``, started by our own launcher.
+    """Measure ``run`` on each number of ranks in ``counts``, started by Meshwright's launcher.
 
     Args:
         kind: ``strong``: the run as it is; ``batch``: its batch grows with the ranks; ``model``: its key ``grow`` does.
-        counts: rising; the first is what the others are compared with.
-        turns: how often all numbers of ranks are started.
-        repetitions: of each start.
-        steps: of each repetition.
-        threads: of each rank.
+        counts: ascending; the others are compared with the first.
+        turns: how often each number of ranks is started.
+        repetitions: measurements of each start.
+        steps: training steps of each repetition.
+        threads: threads of each rank.
         grow: a key of ``[model]`` (``layers``, ``arguments.depth``); empty: the layers of a GPT.
 
     Raises:
-        LayoutError: kind or counts are no such; the layout or the batch cannot be divided over one of them.
+        LayoutError: kind or counts are invalid; the layout or the batch cannot be divided over one of the counts.
         FileFormatError: the model has no such key.
         LaunchError: this process is a rank itself.
     """
@@ -84,6 +84,7 @@ def scaling(
                 found[count].append(api.run_ranks(measure, *arguments, num_ranks=count))
                 progress.advance()
     return Result(
+        date=today(),
         name=f"scaling-{kind}",
         command=command,
         machine=this_machine(accelerators=True),
@@ -104,7 +105,7 @@ def grown(run: Run, kind: str, factor: int, grow: str = "") -> Run:
     """The run for ``factor`` times as many ranks.
 
     Raises:
-        FileFormatError: ``grow`` is no key of the model, or no whole number.
+        FileFormatError: ``grow`` is not a key of the model, or its value is not a whole number.
     """
     replace = msgspec.structs.replace
     if kind == "batch":
@@ -112,7 +113,7 @@ def grown(run: Run, kind: str, factor: int, grow: str = "") -> Run:
     if kind != "model":
         return run
     plain = RunLayout(**{name: getattr(run.layout, name) for name in ("cluster", "microbatches")})
-    if run.layout == plain:  # no sizes were asked for: what grows with the ranks is divided over them
+    if run.layout == plain:  # the run sets no sizes: the growing model is divided over the ranks
         run = replace(run, layout=replace(run.layout, dp=1, tp=-1))
     key = grow or ("layers" if isinstance(run.model, GPTModel) else "")
     if not key:
@@ -133,19 +134,19 @@ def grown(run: Run, kind: str, factor: int, grow: str = "") -> Run:
 
 
 def check_alone(where: str) -> None:
-    """A LaunchError where this process is a rank itself: ``where`` starts ranks of its own."""
+    """Raise a LaunchError if this process is a rank itself, because ``where`` starts ranks of its own."""
     if launch.launched():
         raise LaunchError("it starts its ranks itself", where=where, remedy="call it without torchrun")
 
 
 def check_rising(numbers: Sequence[int], what: str, where: str, remedy: str) -> None:
-    """A LayoutError unless there are at least two numbers of ``what``, rising from 1 or more."""
+    """Raise a LayoutError unless ``numbers`` are at least two ascending numbers from 1 on."""
     if len(numbers) < 2 or list(numbers) != sorted(set(numbers)) or numbers[0] < 1:
         raise LayoutError(f"{list(numbers)} are not at least two rising {what}", where=where, remedy=remedy)
 
 
 def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Progress) -> dict[int, Run]:
-    """The runs by number of ranks, each planned once, so that what cannot be is said before anything is measured."""
+    """The runs by number of ranks. Each is planned once, so that errors come before the measurement."""
     if kind not in KINDS:
         raise LayoutError(f"unknown kind {kind!r}", where="--kind", remedy=f"write {', '.join(KINDS)}")
     check_rising(counts, "numbers of ranks", "--ranks", "give the most, as in 4, or several, as in 1,2,4")
@@ -172,7 +173,7 @@ def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Pr
 
 
 def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
-    """Time the training step on the ranks that are there; on one, plain eager PyTorch beside it, by turns."""
+    """Time the training step on this launch's ranks; on a single rank also in plain eager PyTorch, by turns."""
     torch.set_num_threads(threads)
     source = build.Source(run)
     batches = list(islice(source.training(), NUM_BATCHES))
@@ -192,7 +193,7 @@ def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
 
 
 def _eager(run: Run, device: torch.device) -> Callable[[Any], Tensor]:
-    """The same step in plain eager PyTorch, in a low precision by autocast; it is not compiled."""
+    """The same step in plain eager PyTorch: low precision by autocast, not compiled."""
     model, loss_fn, precision = build.model(run).to(device).train(), build.loss_function(run), run.layout.precision
 
     def loss_of(model: nn.Module, batch: Any) -> Any:
@@ -210,18 +211,18 @@ def _over(step: Callable[[Any], Tensor], batches: Sequence[Any]) -> Callable[[],
     return lambda: step(next(turn))
 
 
-# --- what was found --------------------------------------------------------------------------------------------------
+# --- findings --------------------------------------------------------------------------------------------------------
 
 
 def name_of(count: int) -> str:
-    """What the settings of so many ranks are called."""
+    """The name of the settings of ``count`` ranks in a result."""
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def findings(
     kind: str, batches: Mapping[int, int], found: Mapping[int, Sequence[Measured]], steps: int
 ) -> tuple[Finding, ...]:
-    """The scaling, and one rank beside eager PyTorch where it was measured."""
+    """The scaling, and the comparison of one rank with eager PyTorch if that was measured."""
     run = uuid.uuid4().hex[:12]
     series = {
         (count, side): Series.of(
@@ -274,6 +275,7 @@ def findings(
 
 
 def settings_of(run: Run, count: int, threads: int) -> Settings:
+    """The settings of a run on ``count`` ranks, as a result file holds them."""
     layout = run.layout.sizes().resolved(count)
     sections = {"model": run.model, "data": run.data}
     sizes: dict[str, Scalar] = {
@@ -287,4 +289,5 @@ def settings_of(run: Run, count: int, threads: int) -> Settings:
 
 
 def name_of_model(run: Run) -> str:
+    """The name of the run's model: its factory, or its kind, such as gpt."""
     return run.model.factory if isinstance(run.model, FactoryModel) else str(run.model.__struct_config__.tag)

@@ -1,4 +1,4 @@
-"""What part of this machine's peak a large matrix product and a naive training step reach."""
+"""Measure the fraction of this machine's peak that a large matrix product and a naive training step reach."""
 
 import uuid
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from meshwright import api
-from meshwright.bench.machine import measured_peak, nominal_peak, square_product, this_machine, versions
+from meshwright.bench.machine import measured_peak, nominal_peak, square_product, this_machine, today, versions
 from meshwright.bench.repeat import WARMUP_STEPS, alternate, eager_step, measuring
 from meshwright.errors import ClusterError
 from meshwright.ir.result import Peak, Result, Series, Settings, Utilization
@@ -35,16 +35,17 @@ def utilization(
     command: str = "",
     progress: Progress | None = None,
 ) -> Result:
-    """Measure both on the CPU, as fractions of the peak of ``threads`` cores (0: all), in float32.
+    """Measure a matrix product and a training step, as fractions of the CPU's float32 peak on ``threads`` cores.
 
     Args:
         size: rows and columns of the matrices.
         config: sizes of the GPT; default: GPT-S.
         batch_size: sequences of the GPT's batch.
-        peak_flops_per_s: of a data sheet, in place of the larger of the measured and the nominal peak.
+        threads: 0 means all cores.
+        peak_flops_per_s: a data sheet's peak, which replaces the larger of the measured and the nominal peak.
 
     Raises:
-        ClusterError: the given peak is less than what was reached.
+        ClusterError: the given peak is less than the measured peak.
     """
     progress = progress or Silent()
     config = config or GPTConfig()
@@ -65,6 +66,7 @@ def utilization(
     }
     flops = {PRODUCT: product_flops, STEP: step_flops}
     return Result(
+        date=today(),
         name="utilization",
         command=command,
         machine=this_machine(),
@@ -93,7 +95,7 @@ def sizes_of(config: GPTConfig, batch_size: int) -> dict[str, int | str | float 
 
 
 def _peaks(given: float, measured: Peak, nominal: Peak | None, product: float, threads: int) -> list[Peak]:
-    """What is 100 % first, then the others."""
+    """The peaks; the first is 100 %."""
     if product > measured.flops_per_s:
         found = f"measured: the fastest of the matrix products that are shown, on {threads} threads, a lower bound"
         measured = Peak(flops_per_s=product, dtype="float32", found=found)

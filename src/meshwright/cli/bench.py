@@ -1,4 +1,4 @@
-"""``meshwright bench``: measures this machine and models on it, and refuses results that mislead."""
+"""``meshwright bench``: measure this machine and models on it, and refuse results that mislead."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ SMALL: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 1e-3},
     "train": {"steps": 400},
 }
-"""The run whose batch sizes are measured where none is given: a small GPT on text of the standard library."""
+"""The run that ``bench batch-size`` measures by default: a small GPT on text of the standard library."""
 TARGET = typer.Argument(
     "gpt", metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
 )
@@ -162,7 +162,7 @@ def lint(
         return 0
     if not result_files:
         raise typer.BadParameter("give a file: meshwright bench lint RESULT.json")
-    found = {str(path): refusals_of(files.load(path, Result)) for path in result_files}
+    found = {str(path): refusals_of(files.load(path, Result), path.parent) for path in result_files}
     if as_json:
         display.print_json(found)
     else:
@@ -171,10 +171,10 @@ def lint(
 
 
 def counts_of(text: str, cores: int) -> list[int]:
-    """``4`` is 1, 2, 4; ``6`` is 1, 2, 4, 6; ``1,3`` is itself; nothing is all cores.
+    """The numbers of ranks that a text means: ``4``: 1, 2, 4; ``6``: 1, 2, 4, 6; ``1,3``: 1, 3; empty: as ``cores``.
 
     Raises:
-        FileFormatError: the text is no number.
+        FileFormatError: the text is not a number or a list of numbers.
     """
     numbers = display.numbers(text, "--ranks", "write 4, or 1,2,4") if text else [cores]
     if len(numbers) > 1:
@@ -184,7 +184,7 @@ def counts_of(text: str, cores: int) -> list[int]:
 
 
 def _target(context: typer.Context, target: str, default: str) -> tuple[str, list[str]]:
-    """The target and the other arguments: an option in its place belongs to the run, and the target is the default."""
+    """The target and the run's arguments. An option in the target's place is an argument; the target is the default."""
     if target.startswith("--"):
         return default, [target, *context.args]
     return target, list(context.args)

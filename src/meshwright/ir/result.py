@@ -1,4 +1,4 @@
-"""The result of a benchmark: what was measured, under which settings, and what it is said to show."""
+"""The result of a benchmark: the measurements, their settings, and the claims that they support."""
 
 import statistics
 from collections.abc import Iterator
@@ -14,35 +14,36 @@ Scalar = str | int | float | bool
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a result should say may be missing here: `meshwright bench lint` then refuses it by rule and key."""
+    """A part of a result. A required value may be missing: `meshwright bench lint` then refuses it by rule and key."""
 
 
 class Machine(_Part, frozen=True, kw_only=True):
-    """What it was measured on."""
+    """The machine of the measurements."""
 
     cpu: str = ""
     """The processor's name."""
     cores: Count = 0
-    """Cores that the processes could use."""
+    """The number of cores that the processes could use."""
     accelerators: tuple[str, ...] = ()
-    """The names of the GPUs that ranks ran on; none: they ran on the cores."""
+    """The names of the GPUs that ranks ran on; empty: ranks ran on the cores."""
     system: str = ""
     """The operating system."""
 
     @property
     def num_devices(self) -> int:
+        """The number of GPUs, or of cores if the ranks ran on cores."""
         return len(self.accelerators) or self.cores
 
 
 class Settings(_Part, frozen=True, kw_only=True):
-    """What decides speed and accuracy, beside the program itself."""
+    """The settings that decide speed and accuracy, apart from the program itself."""
 
     dtype: str = ""
-    """The precision of what is computed."""
+    """The precision of the computation."""
     ranks: Count = 0
-    """Processes that work together."""
+    """The number of processes that work together."""
     threads: Count = 0
-    """Threads of each rank."""
+    """The number of threads of each rank."""
     sizes: dict[str, Scalar] = {}
     """Sizes of model, batch and problem, by name."""
 
@@ -51,21 +52,21 @@ class Series(_Part, frozen=True, omit_defaults=True, kw_only=True):
     """Repeated measurements of one program."""
 
     seconds: tuple[Seconds, ...] = ()
-    """Of each repetition (where ranks work together, of the slowest), for one step."""
+    """Seconds per step of each repetition; if ranks work together, those of the slowest rank."""
     steps: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Steps in a repetition, of which its figure is the mean."""
+    """The number of steps in a repetition; ``seconds`` has their mean."""
     statistic: str = "median"
     """How ``value_s`` follows from ``seconds``."""
     value_s: float = 0.0
-    """What stands for the series, in seconds."""
+    """The one value of the series, in seconds."""
     settings: str = ""
-    """A name in ``settings`` of the file."""
+    """The name of its settings in ``settings`` of the file."""
     run: str = ""
-    """Which run of the benchmark it is from: one tree of processes, on one machine, in one stretch of time."""
+    """The run that measured it: one tree of processes, on one machine, in one stretch of time."""
     machine: str = ""
-    """The machine, where it is not that of the file."""
+    """The machine, if it differs from that of the file."""
     losses: tuple[float, ...] = ()
-    """The first losses, from which one sees that programs compute the same."""
+    """The first losses, which show that two programs compute the same."""
 
     @classmethod
     def of(cls, seconds: "tuple[float, ...] | list[float]", **others: Any) -> "Series":
@@ -75,151 +76,151 @@ class Series(_Part, frozen=True, omit_defaults=True, kw_only=True):
 
 class _Finding(_Part, frozen=True, kw_only=True, tag_field="kind"):
     target: str
-    """What is asked or shown, in words."""
+    """The question or claim, in words."""
     verdict: Verdict
-    """``pass`` or ``fail``; ``undecided`` where the limit lies within the interval; or ``reported``: not judged."""
+    """``pass`` or ``fail``; ``undecided`` if the limit lies within the interval; ``reported`` if nothing is judged."""
     measured: str
-    """What was found, in words."""
+    """The answer that was measured, in words."""
     notes: dict[str, Any] = {}
-    """Figures beside."""
+    """Further figures."""
 
 
 class Comparison(_Finding, frozen=True, kw_only=True, tag="comparison"):
-    """The time of one program over that of another which does the same."""
+    """The time of one program over the time of another program that does the same."""
 
     series: dict[str, Series] = {}
-    """By program."""
+    """The measurements, by program."""
     ours: str = ""
-    """Whose time is above the line."""
+    """The program whose time is the numerator."""
     baseline: str = ""
-    """Whose is below it: of several peers, the fastest."""
+    """The program whose time is the denominator: the fastest, if there are several peers."""
     ratio: float = 0.0
     """``value_s`` of ours over that of the baseline."""
     interval: Interval | None = None
-    """Where 95 % of the ratios of resampled repetitions lie."""
+    """The interval with 95 % of the ratios of resampled repetitions."""
     limit: float | None = None
-    """The most that passes."""
+    """The largest ratio that passes."""
 
 
 class Point(_Part, frozen=True, kw_only=True):
-    """One number of ranks."""
+    """The measurement at one number of ranks."""
 
     series: Series
-    """Seconds a step; how many ranks there are, its settings say."""
+    """Seconds per step; its settings say the number of ranks."""
     batch: Count = 0
     """Samples in the global batch."""
     parameters: Count = 0
-    """Of the model."""
+    """The number of parameters of the model."""
     work: float = 0.0
-    """What a step works through, in ``work_unit``."""
+    """The work of a step, in ``work_unit``."""
     speedup: float = 0.0
-    """Work a second, over that of the first point."""
+    """Work per second, over that of the first point."""
     interval: Interval | None = None
-    """Where 95 % of the speed-ups of resampled repetitions lie."""
+    """The interval with 95 % of the speed-ups of resampled repetitions."""
     efficiency: float = 0.0
-    """Speed-up over the growth of ranks since the first point."""
+    """The speed-up over the growth of the number of ranks since the first point."""
 
 
 class Scaling(_Finding, frozen=True, kw_only=True, tag="scaling"):
-    """How the rate grows with the ranks."""
+    """The growth of speed with the number of ranks."""
 
     scaling: str = ""
     """``strong`` (model and batch stay), ``batch`` (the batch grows with the ranks), ``model`` (the model grows)."""
     base: str = ""
-    """What the first point is: one rank of the same program, or the best serial program."""
+    """The program of the first point: the same program on one rank, or the best serial program."""
     work_unit: str = ""
-    """``tok``, ``samples`` or ``FLOP``."""
+    """The unit of work: ``tok``, ``samples`` or ``FLOP``."""
     points: tuple[Point, ...] = ()
-    """By rising number of ranks."""
+    """The measurements, by rising number of ranks."""
     limit: float | None = None
-    """The least speed-up of the last point that passes."""
+    """The smallest speed-up of the last point that passes."""
 
 
 class Peak(_Part, frozen=True, kw_only=True):
-    """The most that the machine computes, and how one knows."""
+    """The peak speed of the machine, and its source."""
 
     flops_per_s: float = 0.0
-    """Of all devices that the work could use."""
+    """The peak FLOP/s of all devices that the work could use."""
     dtype: str = ""
-    """In this precision."""
+    """The precision of the peak."""
     found: str = ""
-    """How: measured by what, or from which data sheet or clock and width."""
+    """The source of the peak: the program that measured it, or the data sheet, or the clock and width."""
 
 
 class Utilization(_Finding, frozen=True, kw_only=True, tag="utilization"):
-    """What part of a peak is reached."""
+    """The fraction of a peak that is reached."""
 
     series: Series
-    """Seconds a step."""
+    """Seconds per step."""
     flops: float = 0.0
-    """Of a step."""
+    """The FLOPs of a step."""
     peak: Peak = Peak()
-    """What is 100 %."""
+    """The peak that counts as 100 %."""
     fraction: float = 0.0
-    """FLOP a second over the peak."""
+    """FLOP/s over the peak."""
     interval: Interval | None = None
-    """Where 95 % of the fractions of resampled repetitions lie."""
+    """The interval with 95 % of the fractions of resampled repetitions."""
 
 
 class Accuracy(_Finding, frozen=True, kw_only=True, tag="accuracy"):
-    """How good a trained model is."""
+    """The quality of a trained model."""
 
     metric: str
-    """``held-out loss``, ``top-1``, ..."""
+    """The metric: ``held-out loss``, ``top-1``, ..."""
     value: float
-    """Of the metric."""
+    """The value of the metric."""
     settings: str = ""
-    """A name in ``settings`` of the file."""
+    """The name of its settings in ``settings`` of the file."""
 
 
 class Check(_Finding, frozen=True, kw_only=True, tag="check"):
-    """Something that is right or wrong however often it is tried: counts, errors, bytes; no times."""
+    """A check with the same outcome in every run: counts, errors, bytes; no times."""
 
     passed: Count = 0
-    """Cases that were right."""
+    """The number of cases that were right."""
     total: Count = 0
-    """Cases that were tried; 0: it was not run."""
+    """The number of cases that were tried; 0: the check was not run."""
 
 
 class Duration(_Finding, frozen=True, kw_only=True, tag="duration"):
-    """How long something takes that is compared with nothing."""
+    """A time that is not compared with the time of another program."""
 
     series: Series
-    """Seconds."""
+    """The measured seconds."""
     limit_s: float | None = None
-    """The most that passes."""
+    """The longest time that passes."""
 
 
 class Prediction(_Finding, frozen=True, kw_only=True, tag="prediction"):
-    """How long something takes, beside what was foretold before it ran."""
+    """A measured time, and the time that was predicted before the run."""
 
     series: Series
-    """Seconds, measured."""
+    """The measured seconds."""
     predicted_s: float = 0.0
-    """Foretold."""
+    """The predicted seconds."""
     error: float = 0.0
-    """``predicted_s`` over ``value_s`` of the series, less one: below zero, it took longer than foretold."""
+    """``predicted_s`` over ``value_s`` of the series, minus one; negative: the run took longer than predicted."""
     limit: float | None = None
-    """The largest error either way that passes."""
+    """The largest error, positive or negative, that passes."""
 
 
 class BatchPoint(_Part, frozen=True, kw_only=True):
-    """One batch size under one rule for the learning rate."""
+    """The measurement at one batch size, under one rule for the learning rate."""
 
     series: Series
-    """Seconds a step."""
+    """Seconds per step."""
     batch: Count = 0
     """Samples in the global batch."""
     rule: str = ""
-    """How the learning rate follows the batch: ``none``, ``linear`` or ``sqrt``."""
+    """The rule that scales the learning rate with the batch size: ``none``, ``linear`` or ``sqrt``."""
     lr: float = 0.0
     """The highest learning rate."""
     steps: tuple[Count, ...] = ()
-    """Until the goal was reached, of each seed; 0: it was not."""
+    """The steps until the goal was reached, for each seed; 0: the goal was not reached."""
     losses: tuple[float, ...] = ()
-    """Of each seed, the last that was evaluated (0: it ended before the first)."""
+    """The last evaluated loss of each seed; 0: the run ended before the first evaluation."""
     steps_to_target: Count = 0
-    """The median of ``steps``; 0 where a seed did not reach the goal."""
+    """The median of ``steps``; 0 if a seed did not reach the goal."""
     samples_to_target: Count = 0
     """``steps_to_target`` times ``batch``."""
     target_s: float = 0.0
@@ -227,42 +228,48 @@ class BatchPoint(_Part, frozen=True, kw_only=True):
 
 
 class BatchSizes(_Finding, frozen=True, kw_only=True, tag="batch-size"):
-    """Steps and time to a goal by batch size."""
+    """The steps and time until a goal is reached, by batch size."""
 
     metric: str = ""
-    """What is to become low: ``held-out loss``."""
+    """The metric that should become low: ``held-out loss``."""
     goal: float = 0.0
-    """It is reached where the metric is at most this."""
+    """The goal is reached when the metric is at most this value."""
     points: tuple[BatchPoint, ...] = ()
-    """By rising batch size."""
+    """The measurements, by rising batch size."""
     knees: dict[str, float] = {}
-    """By rule, the batch at which the fit S_min + E_min / batch to the steps has twice the least steps: E_min / S_min
-    (McCandlish et al. 2018, arXiv:1812.06162); a rule is missing where that is not between 0 and infinity."""
+    """The batch size, by rule, at which the fitted steps S_min + E_min / batch are twice their minimum: E_min / S_min
+    (McCandlish et al. 2018, arXiv:1812.06162). A rule is missing if its value is not between 0 and infinity."""
 
 
 Finding = BatchSizes | Comparison | Scaling | Utilization | Accuracy | Check | Duration | Prediction
 
 
 class Result(_Part, frozen=True, kw_only=True):
-    """A result file: all that a benchmark found."""
+    """A result file: all findings of a benchmark, with its machine and settings."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
-    """Of this format."""
+    """The version of this format."""
     name: str
-    """The benchmark's."""
+    """The name of the benchmark."""
     command: str = ""
-    """What makes the file again."""
+    """The command that makes the file again."""
+    script: str = ""
+    """The Python file that measures, from the root of the repository; empty: Meshwright's own command line does."""
+    commit: str = ""
+    """The commit that was measured; with a ``+`` if files differed from it."""
+    date: str = ""
+    """The day of the measurements, such as 2026-01-31."""
     machine: Machine = Machine()
-    """What it was measured on."""
+    """The machine of the measurements."""
     versions: dict[str, str] = {}
-    """Of Python and of the libraries that decide the figures."""
+    """The versions of Python and of the libraries that decide the figures."""
     timed: str = ""
     """What lies between the start and the end of a measurement, and how it is repeated."""
     settings: dict[str, Settings] = {}
-    """By the name that series and accuracies call them."""
+    """The settings of series and accuracies, by name."""
     findings: tuple[Finding, ...] = ()
-    """What was found."""
+    """The findings of the benchmark."""
 
     def keyed(self) -> Iterator[tuple[str, Finding]]:
         """All findings with their keys, as in ``findings[0]``."""
@@ -274,7 +281,7 @@ class Result(_Part, frozen=True, kw_only=True):
             yield from series_of(finding, key)
 
     def settings_of(self, series: Series) -> Settings:
-        """Empty ones where the file does not have them."""
+        """The settings of a series; empty settings if the file does not have them."""
         return self.settings.get(series.settings, Settings())
 
 
