@@ -1,7 +1,9 @@
 # What a contributor runs. Every target first makes the virtual environment it needs; `make` alone lists the targets.
 
 PYTHON ?= python3
-VENV   := .venv
+# `make test TORCH=2.15.0` works in an environment of its own, with that PyTorch (from PyPI: some gigabytes).
+TORCH  ?=
+VENV   := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -66,6 +68,7 @@ clean: ## remove caches and build products (.venv and runs/ stay)
 $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c "" 2>/dev/null || { echo "==> creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "==> installing into $(VENV) (the first time takes minutes)"
+	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt > $(VENV)/constraints.txt
 	@if [ -t 1 ]; then quiet=; else quiet=-q; fi; \
-	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev]"
 	@touch $@

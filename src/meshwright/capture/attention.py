@@ -1,4 +1,4 @@
-"""While a step is traced, attention is one operator, by whichever way a model comes to it."""
+"""Makes attention one operator while a step is traced, by whichever way a model calls it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +16,13 @@ SCALED_DOT_PRODUCT: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
 class Attention:
-    """Attention as PyTorch's function takes it, but captured as one operator wherever that is possible."""
+    """PyTorch's attention function, but captured as one operator wherever that is possible."""
 
     def __init__(self) -> None:
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call attention as one operator, or PyTorch's own function where one operator is not possible."""
         self._calls += 1
         given, named = lowered((args, kwargs))
         result = library.attention(*given, **{**named, "number": self._calls})
@@ -29,11 +30,11 @@ class Attention:
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """Stand for PyTorch's function also inside ``F.multi_head_attention_forward``, which a torch-function mode
-        sees from outside only: there torch.nn's layers look it up.
+        """Replace PyTorch's function also inside ``F.multi_head_attention_forward``, where torch.nn's layers look it
+        up: a torch-function mode sees only the outer function.
 
-        The fused forms that these layers have for evaluation are off meanwhile. A mask is not asked whether it is
-        causal, which would be a question about values: unless the caller says so it is applied as it is.
+        The layers' fused forms for evaluation are off meanwhile. A mask is not tested for being causal, because the
+        test would read values: the mask is applied as it is, unless the caller says that it is causal.
         """
         fused, detect = torch.backends.mha.get_fastpath_enabled(), transformer._detect_is_causal_mask
         functions: Any = F

@@ -1,18 +1,18 @@
-"""The batch as a step takes it: its leaves in order, their paths, and which of them are tensors."""
+"""The batch of a step as leaves: their order, their paths, and which of them are tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from meshwright.errors import DataError
+from meshwright.torch_private import pytree
 
 
 @dataclass(frozen=True)
 class Leaves:
-    """A batch taken apart. ``names`` are the paths of the leaves (``batch.label``), as the graph calls its inputs."""
+    """The leaves of a batch. ``names`` are their paths (``batch.label``) and the names of the graph's inputs."""
 
     values: list[Any]
     spec: pytree.TreeSpec
@@ -25,15 +25,15 @@ class Leaves:
 
     @property
     def others(self) -> dict[int, Any]:
-        """What is no tensor (numbers, texts), by position: constants of the step."""
+        """The leaves that are not tensors (numbers, texts), by position: constants of the step."""
         return {index: value for index, value in enumerate(self.values) if not isinstance(value, Tensor)}
 
     @property
     def size(self) -> int:
-        """The batch size: the length of dim 0 of the first tensor that has one.
+        """The batch size: the length of dim 0 of the first tensor that has a dim.
 
         Raises:
-            DataError: there is none.
+            DataError: the batch has no such tensor.
         """
         for value in self.values:
             if isinstance(value, Tensor) and value.dim():
@@ -41,12 +41,12 @@ class Leaves:
         raise DataError("the batch holds no tensor", where="batch", remedy="pass tensors whose dim 0 is the batch")
 
     def without_values(self) -> "Leaves":
-        """The same with meta tensors, which hold no memory."""
+        """The same leaves with meta tensors, which hold no memory."""
         values = [value.to("meta") if isinstance(value, Tensor) else value for value in self.values]
         return Leaves(values, self.spec, self.names)
 
     def with_tensors(self, tensors: list[Tensor]) -> Any:
-        """The batch with other tensors, in order."""
+        """The batch with its tensors replaced by ``tensors``, in order."""
         given = iter(tensors)
         values = [next(given) if isinstance(value, Tensor) else value for value in self.values]
         return pytree.tree_unflatten(values, self.spec)
@@ -54,10 +54,10 @@ class Leaves:
 
 def take_apart(batch: Any) -> Leaves:
     """The leaves of a batch: any tree of dicts, lists and tuples. Mappings of other classes (a tokenizer's
-    ``BatchEncoding``) are taken as dicts.
+    ``BatchEncoding``) become dicts.
 
     Raises:
-        DataError: a leaf is an array that is no tensor.
+        DataError: a leaf is an array but not a tensor.
     """
     found, spec = pytree.tree_flatten_with_path(as_dicts(batch))
     names = [f"batch{_path(path)}" for path, _ in found]

@@ -1,4 +1,4 @@
-"""From traced operators to the Graph: names, rules with joined factors, FLOPs, repeated blocks, the prologue."""
+"""Builds the Graph from traced operators: names, rules with joined factors, FLOPs, repeated blocks, the prologue."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ from meshwright.ops.view import VIEWS
 
 @dataclass
 class Capture:
-    """A graph, and of the traced step what is no data: its constants, and how its batch is put together.
+    """A captured graph and its traced step, which holds constants and the structure of the batch, but no data.
 
-    ``reads`` is what the step read from Python, and ``moved`` names what of it the step itself changed, and how.
+    ``reads`` has the values that the step read from Python; ``moved``, by place, how the step changed some of them.
     """
 
     graph: ir.Graph
@@ -57,17 +57,17 @@ class _Operation:
 
     @property
     def custom(self) -> dict[str, Any]:
-        """Where the call comes from (``Provenance.here``)."""
+        """The origin of the call (``Provenance.here``)."""
         return self.node.meta.get("custom", {})
 
     @property
     def module(self) -> str:
-        """The path of the module that it was called in."""
+        """The path of the module that made the call."""
         return str(self.custom.get("module", ""))
 
     @property
     def output_names(self) -> list[str]:
-        """The names of its outputs in the graph."""
+        """The names of the operator's outputs in the graph."""
         several = len(self.outputs) > 1
         return [f"{self.name}.{index}" if several else self.name for index in range(len(self.outputs))]
 
@@ -84,12 +84,12 @@ def capture(
 ) -> Capture:
     """Capture one training step (or evaluation) of ``model`` on a global batch as a graph.
 
-    The step is traced twice, at the batch's size and at twice that: the two must run equal operators, and the dims
-    that differ are the batch. At a size of 1 PyTorch leaves out operators (an expand to 1, for one): what the batch is
-    is then seen at 2 and at 4. Where operators work in place, the step is traced once more without rewrites (which
-    may copy what another operator changes), and becomes functional and canonical afterwards.
+    The step is traced at the batch's size and at twice that size. Both traces must run equal operators; the dims that
+    differ are the batch. At a size of 1 PyTorch leaves out operators (such as an expand to 1), so the batch is then
+    found at sizes 2 and 4. If operators work in place, the step is traced once more without rewrites, because a rewrite
+    may copy a tensor that another operator changes; the trace becomes functional and canonical afterwards.
 
-    ``precision`` is that of products (``capture/precision.py``); None: as the model computes.
+    ``precision`` is the precision of products (``capture/precision.py``); None keeps the model's own dtypes.
 
     Raises:
         CaptureError: the step cannot be traced, or depends on the batch size, or on Python's numbers that it changes.
@@ -106,7 +106,7 @@ def capture(
 
     rewrites: Rewrites = CANONICAL
     traced = at(size, rewrites)
-    if put_contents(hooks):  # the model sets itself up when it is first called, and stays so
+    if put_contents(hooks):  # the model's first call sets up its hooks: let it, and start again
         trace(model, loss_fn, batch, training=training, precision=precision)
         reads = Reads(model, loss_fn)
         traced = at(size, rewrites)
@@ -157,7 +157,7 @@ class _Builder:
             self.atoms[node] = [[Atom(int(size))] for size in node.meta["val"].shape]
 
     def _find_batch(self) -> None:
-        """The dims of inputs that differ between the two sizes are the batch."""
+        """Mark the dims of inputs that differ between the two sizes as the batch."""
         smaller, larger = self.pair.values()
         for node, first, second in zip(
             self.traced.placeholders, smaller.placeholders, larger.placeholders, strict=True
@@ -309,8 +309,8 @@ class _Builder:
         return tensors
 
     def _prologue(self, operations: list[_Operation]) -> set[str]:
-        """Operators that depend on no parameter, no buffer and no random number. What is one number, and what makes
-        it, may depend on buffers that the step does not change: a total of class weights."""
+        """The operators that depend on no parameter, no buffer and no random number. Operators that make a scalar, and
+        the operators that it depends on, may read buffers that the step does not change (a total of class weights)."""
         result = self._independent(operations, {*self.traced.parameters, *self.traced.buffers})
         allowed = self._independent(operations, {*self.traced.parameters, *self._buffer_updates()})
         needed: set[fx.Node | None] = set()
@@ -322,7 +322,7 @@ class _Builder:
         return result
 
     def _independent(self, operations: list[_Operation], state: set[str]) -> set[str]:
-        """Operators that depend on nothing in ``state`` and on no random number."""
+        """The operators that depend on nothing in ``state`` and on no random number."""
         tainted = {node for node, name in self.names.items() if name in state}
         result = set()
         for operation in operations:
@@ -333,7 +333,7 @@ class _Builder:
         return result
 
     def _buffer_updates(self) -> dict[str, str]:
-        """By buffer that the step changes, what it becomes."""
+        """For each buffer that the step changes, the tensor that it becomes."""
         named = {name: self.names[node] for name, node in self.updates.items()}
         return {name: value for name, value in named.items() if value != name}
 
@@ -365,7 +365,7 @@ class _Builder:
 
 
 def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
-    """Tensor inputs in order of appearance, repeated ones as often as they appear."""
+    """The tensor inputs in order of appearance; a repeated input is listed each time."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return [item for item in found if isinstance(item.meta.get("val"), Tensor)]

@@ -1,4 +1,4 @@
-"""The arguments of an operator's call as text, ``t0, [1, 2], dtype=torch.float32``: a graph alone can be lowered."""
+"""An operator's arguments as text, ``t0, [1, 2], dtype=torch.float32``, so that a graph alone can be lowered."""
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +85,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def read(text: str, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that were ``written``, with ``tensors`` as the tensor inputs."""
+    """The (args, kwargs) of a text made by ``written``, with ``tensors`` as the tensor inputs."""
 
     def fill(value: Any) -> Any:
         if isinstance(value, Operand):

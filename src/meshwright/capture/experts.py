@@ -1,4 +1,4 @@
-"""While a step is traced, a mixture of experts is one operator: those of Hugging Face, by their common interface."""
+"""Makes Hugging Face's mixtures of experts one operator while a step is traced, through their common interface."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +19,9 @@ _ACTIVATIONS = {
 
 @contextmanager
 def one_operator() -> Iterator[None]:
-    """Stand for every implementation of experts that transformers knows (their loops ask for values of tensors).
+    """Replace every implementation of experts that transformers has, because their loops read values of tensors.
 
-    Experts that the operator cannot say (with biases, transposed weights, a gate of their own) run as they do.
+    Experts that the operator cannot express (with biases, transposed weights, a gate of their own) run unchanged.
     """
     module = sys.modules.get(_INTERFACE)
     interface: Any = getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
@@ -33,7 +33,7 @@ def one_operator() -> Iterator[None]:
     try:
         yield
     finally:
-        del interface.get_interface  # the class has its own
+        del interface.get_interface  # uncovers the class's own method
 
 
 def _standing_for(original: Callable[..., Tensor], module: Any) -> Callable[..., Tensor]:
@@ -49,7 +49,7 @@ def _standing_for(original: Callable[..., Tensor], module: Any) -> Callable[...,
 
 
 def _activation(experts: Any, module: Any) -> str | None:
-    """The activation's name, if these are experts as the operator takes them."""
+    """The activation's name; None if the operator cannot express these experts."""
     own_gate = experts.has_gate and type(experts)._apply_gate is not module._default_apply_gate
     if own_gate or experts.has_bias or experts.is_transposed or not experts.is_concatenated:
         return None

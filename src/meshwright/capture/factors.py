@@ -1,6 +1,6 @@
-"""Joins factors along edges: dims that are one and the same get one class, refined to common factors.
+"""Joins factors along the graph's edges: dims that are the same get one class, refined to common factors.
 
-A GPT-2 projection makes 2304 features; a split takes them as ``(3 f)``, a view takes ``f`` as ``(h d)``. Joining
+A GPT-2 projection makes 2304 features; a split reads them as ``(3 f)``, a view reads ``f`` as ``(h d)``. Joining
 refines the projection's single factor to ``(3 h d)``, so that splitting heads splits its weight in three blocks:
 
     mm      "m j, j f -> m f"                      mm      "(b s) k, k (3 h d) -> (b s) (3 h d)"
@@ -18,7 +18,7 @@ from typing import Any
 from meshwright.ir.rule import Dim, Factor, Operand, Pattern, Rule
 
 PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "z", "p", "q", "j", "m")
-"""Letters by how much they say; a class takes the best name that any of its operators gives it."""
+"""Letters, the most meaningful first; a class takes the first of the letters that its operators give it."""
 
 
 @dataclass(eq=False)
@@ -31,6 +31,7 @@ class Atom:
     hint: str = ""
 
     def root(self) -> "Atom":
+        """The atom that represents this atom and all atoms joined with it."""
         atom = self
         while atom.parent is not None:
             atom = atom.parent
@@ -40,7 +41,7 @@ class Atom:
 
 
 def leaves(atoms: Iterable[Atom]) -> list[Atom]:
-    """The atoms that these have been refined to, outermost first."""
+    """The atoms into which ``atoms`` have been refined, outermost first."""
     result: list[Atom] = []
     for atom in atoms:
         root = atom.root()
@@ -65,12 +66,12 @@ def _union(a: Atom, b: Atom) -> None:
 
 
 def _cut(atom: Atom, size: int) -> None:
-    """Refine a leaf into (size, rest)."""
+    """Refine a leaf into two atoms: ``size`` and the rest."""
     atom.parts = [Atom(size, hint=""), Atom(atom.size // size, hint=atom.hint)]
 
 
 def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
-    """Join two descriptions of one dim, refining both; False (and nothing done further) where they do not fit."""
+    """Join two descriptions of one dim, refining both. Where they do not fit, stop and return False."""
     a, b = leaves(left), leaves(right)
     i = j = 0
     while i < len(a) and j < len(b):
@@ -97,12 +98,12 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
 
 
 BoundOperand = list[list[list[Atom]]]
-"""By dim, the atoms of each of its factors."""
+"""For each dim, the atoms of each of its factors."""
 
 
 @dataclass
 class BoundRule:
-    """A rule whose letters are atoms; so are its literal sizes (``literals``)."""
+    """A rule with atoms for its letters and for its literal sizes (``literals``)."""
 
     rule: Rule
     letters: dict[str, list[Atom]]
@@ -113,7 +114,7 @@ class BoundRule:
 
 
 def bind(rule: Rule, contiguous: frozenset[str] = frozenset()) -> BoundRule:
-    """Fresh atoms for the letters and literal sizes of a rule."""
+    """Make new atoms for the letters and literal sizes of a rule."""
     literals: list[Atom] = []
     letters = {
         name: [Atom(size, hint="" if name.startswith("_") else name.rstrip("0123456789"))]
@@ -139,17 +140,17 @@ def dim_atoms(operand: BoundOperand) -> list[list[Atom]]:
 
 
 def unused(stem: str, taken: Container[str]) -> str:
-    """``stem`` if no name of ``taken`` is the same; else ``stem`` with the lowest number that makes it a new name."""
+    """``stem`` if no name in ``taken`` equals it; else ``stem`` with the lowest number that makes a new name."""
     numbered = (f"{stem}{number or ''}" for number in count())
     return next(name for name in numbered if name not in taken)
 
 
 def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, str], dict[str, tuple[str, ...]]]:
-    """The refined rule, the class of each of its letters, and what each original letter became.
+    """The refined rule, the class of each of its letters, and the new letters of each original letter.
 
     ``names`` gives the class name of each leaf atom (by id). A letter that needs contiguous parts, has a decomposition,
-    or is a stencil can only be split at its outermost factor. Letters of one class stay apart (the queries and the
-    keys of self-attention are both the sequence): splitting the one does not split the other.
+    or is a stencil can only be split at its outermost factor. Letters of one class stay separate (the queries and the
+    keys of self-attention are both the sequence): splitting one letter does not split the other.
     """
     letter_of: dict[tuple[str, int], str] = {}
     classes: dict[str, str] = {}
@@ -178,7 +179,7 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
             if original in stencil_originals and not position:
                 stencils.add(letter)
         became[original] = tuple(mine)
-    # a letter whose parts are one and the same factor (a square that was flattened) cannot be split
+    # a letter that contains one factor twice (a square that was flattened) cannot be split
     doubled = {letter for mine in became.values() for letter in mine if mine.count(letter) > 1}
     fixed |= doubled
     pattern = bound.rule.parsed
@@ -217,7 +218,7 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
 
 
 class Rendered:
-    """``rendered``, once for all operators of one rule whose letters were refined alike: the blocks of a model."""
+    """Runs ``rendered`` once for all operators with one rule and equally refined letters, as in repeated blocks."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Rule, Rule, dict[str, int], dict[str, tuple[str, ...]]]] = {}
@@ -225,7 +226,7 @@ class Rendered:
     def __call__(
         self, bound: BoundRule, names: dict[int, str]
     ) -> tuple[Rule, dict[str, str], dict[str, tuple[str, ...]]]:
-        """What ``rendered`` returns."""
+        """The same as ``rendered``."""
         seen: dict[int, int] = {}
         letters = tuple(
             tuple((seen.setdefault(id(atom), len(seen)), atom.hint[:1], atom.size) for atom in leaves(atoms))
@@ -234,7 +235,7 @@ class Rendered:
         literals = tuple(tuple(atom.size for atom in leaves([one])) for one in bound.literals)
         key = (id(bound.rule), bound.contiguous, letters, literals)
         classes = [names[one] for one in seen]
-        if key not in self._known:  # rendered with the atoms' numbers in place of names; the rule is kept, with its id
+        if key not in self._known:  # rendered with atoms' numbers as names; the rule is kept, so its id stays unique
             rule, numbers, became = rendered(bound, {one: str(number) for one, number in seen.items()})
             self._known[key] = (bound.rule, rule, {letter: int(one) for letter, one in numbers.items()}, became)
         _, rule, of, became = self._known[key]

@@ -1,4 +1,4 @@
-"""After tracing: no mutation, and no operator that computes nothing."""
+"""Removes mutation, and operators that compute nothing, from a traced step."""
 
 import operator
 from dataclasses import replace
@@ -45,7 +45,7 @@ def functionalized(traced: Traced) -> Traced:
 
 
 class _Replay(fx.Interpreter):
-    """Runs the nodes of a step again; ``here`` is where the node that runs comes from."""
+    """Runs the nodes of a step again; ``here`` is the origin of the running node."""
 
     def __init__(self, step: Traced) -> None:
         super().__init__(nn.Module(), graph=step.graph)
@@ -62,7 +62,7 @@ class _Replay(fx.Interpreter):
 
 
 def _replayed(step: Traced) -> Traced:
-    """The nodes run again, each at its place, on tensors that turn changes in place into new tensors."""
+    """Run the nodes again, each with its origin, on tensors that turn changes in place into new tensors."""
     replay, inputs = _Replay(step), [node.meta["val"] for node in step.placeholders]
     recorder = Recorder(inputs, lambda: replay.here, CANONICAL)
     with step.mode, recorder:
@@ -93,7 +93,7 @@ def _simplify(graph: fx.Graph, num_scalars: int) -> None:
 
 
 def _unrounded(scalar: fx.Node | None) -> fx.Node | None:
-    """What was rounded to half precision and back."""
+    """The scalar before it was rounded to half precision and back, if it was; else the scalar itself."""
     source: Any = scalar
     for _ in range(2):
         if not isinstance(source, fx.Node) or source.target is not aten._to_copy.default:
@@ -103,7 +103,7 @@ def _unrounded(scalar: fx.Node | None) -> fx.Node | None:
 
 
 def _join_cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
-    """The gradients of nll_loss (a sum) and log_softmax as one operator: it needs no sum over a split vocabulary."""
+    """Join the gradients of nll_loss (a sum) and log_softmax, which then need no sum over a split vocabulary."""
     inner = node.args[0]
     if not isinstance(inner, fx.Node) or inner.target is not aten.nll_loss_backward.default or len(inner.users) != 1:
         return
@@ -134,5 +134,5 @@ def _is_identity(node: fx.Node) -> bool:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether the node takes one output of an operator with several."""
+    """Whether the node takes one output of an operator with several outputs."""
     return node.op == "call_function" and node.target is operator.getitem

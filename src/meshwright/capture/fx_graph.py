@@ -6,16 +6,17 @@ from torch import fx
 
 _set_args: Any = fx.Node.args.fset  # type: ignore[attr-defined]
 _set_kwargs: Any = fx.Node.kwargs.fset  # type: ignore[attr-defined]
-"""Assignment would look the node up in the graph's table of nodes by target, twice."""
+"""Setters without the bookkeeping of assignment, which looks the node up twice in the graph's table by target."""
 
 
 class Graph(fx.Graph):
-    """An ``fx.Graph`` whose nodes get their arguments when they are made: given to ``create_node``, arguments are first
-    searched for symbolic numbers, and we have none."""
+    """An ``fx.Graph`` that sets the arguments of a node after making it. ``create_node`` itself would first search the
+    arguments for symbolic numbers, and these graphs have none."""
 
     def create_node(
         self, op: str, target: Any, args: Any = None, kwargs: Any = None, *rest: Any, **named: Any
     ) -> fx.Node:
+        """Make a node without arguments, then set its arguments as they are."""
         node = super().create_node(op, target, None, None, *rest, **named)
         if args:
             _set_args(node, args)

@@ -1,4 +1,4 @@
-"""While a step is captured, nothing searches for cycles of dead objects."""
+"""Turns cyclic garbage collection off while a step is captured."""
 
 import gc
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Leave off Python's cyclic garbage collection: what a capture makes stays alive, and each search would go through
-    all that is alive, a sixth of the time of a large model's capture."""
+    """Turn off Python's cyclic garbage collection. All objects of a capture stay alive, and each collection would visit
+    all of them: a sixth of the time of a large model's capture."""
     collects = gc.isenabled()
     gc.disable()
     try:

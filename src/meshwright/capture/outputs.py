@@ -1,4 +1,4 @@
-"""What operators return on fake tensors, once for all calls of a process that are alike: models repeat their blocks."""
+"""Results of operators on fake tensors, found once for all equal calls of a process: models repeat their blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from meshwright.torch_private import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    dispatch_keys,
+    throw_on_data_pointer,
+    warn_on_data_pointer,
+)
 
 aten = torch.ops.aten
 _META = torch.device("meta")
@@ -18,10 +27,10 @@ _PLAIN = frozenset({
 _VALUES_MATTER = frozenset({
     torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view
 })  # fmt: skip
-"""Operators whose results follow from more than how their inputs are laid out."""
+"""Tags of operators whose results depend on more than the layout of their inputs."""
 
 _NAMESPACES = frozenset({"aten", "prims", "meshwright", "meshwright_comm"})
-"""Of the operators that do on all days what they once did; a user may define one anew."""
+"""Namespaces of operators that never change, so that recorded results may be reused; a user may redefine others."""
 
 _AS_ON_META = frozenset({
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
@@ -37,9 +46,9 @@ _AS_ON_META = frozenset({
     aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
     aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
 })  # fmt: skip
-"""Operators whose results are laid out on the meta device as on the CPU, in these dtypes (batch norm: in training). On
-it they run through no mode, in less time: PyTorch runs many on fake tensors as Python functions of dozens of others.
-Those of batch norm that write into running statistics do nothing else to them."""
+"""Operators whose results have the same layout on the meta device as on the CPU, in the dtypes of ``_WIDE`` (batch
+norm: in training). They run there without any mode, in less time: on fake tensors, PyTorch runs many as Python
+functions of dozens of others. Batch norms change only the values of running statistics."""
 _WIDE = frozenset({torch.float32, torch.float64})
 _BATCH_NORMS = frozenset({
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
@@ -48,13 +57,13 @@ _BATCH_NORMS = frozenset({
 
 
 class UnlikeError(Exception):
-    """A call, or what it returns, tells nothing about other calls."""
+    """The arguments or results of a call do not allow conclusions about other calls."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How a fake tensor is laid out, and the attributes that PyTorch has given it, but for its mode, which is that of
-    the call. ``alias``: which tensor of the call has the same storage; None: it has its own."""
+    """The layout of a fake tensor and the attributes that PyTorch gave it, without its mode, which is the call's mode.
+    ``alias`` is the index of the call's tensor that shares its storage; None if it has its own storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -64,8 +73,8 @@ class _Form:
     alias: int | None
 
     def made(self, tensors: Sequence[FakeTensor]) -> FakeTensor:
-        """Another tensor of this form: ``FakeTensor(mode, value, device)`` without its checks, four fifths of it."""
-        with torch._C._DisableTorchDispatch():
+        """Make a tensor of this form: ``FakeTensor(mode, value, device)`` without its checks (4/5 of its time)."""
+        with DisableTorchDispatch():
             value = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
             if self.alias is not None:
                 value.set_(tensors[self.alias].untyped_storage(), self.offset, self.shape, self.stride)
@@ -74,21 +83,21 @@ class _Form:
         )
         mode = tensors[0].fake_mode
         if mode._allow_unsafe_data_ptr_access:
-            torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+            warn_on_data_pointer(fake)
         else:
-            torch._C._set_throw_on_mutable_data_ptr(fake)
+            throw_on_data_pointer(fake)
         fake.__dict__.update(self.attributes, fake_mode=mode)
         return fake
 
 
 MOST_KNOWN = 20_000
-"""Calls that are remembered, some kilobytes each."""
+"""Upper limit on cached calls, some kilobytes each."""
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class _Call:
-    """A call, which equals others of the same ``key``. A memo keeps it, but not what it was made with: ``given`` and
-    ``result`` go when it is done."""
+    """A call, equal to all calls with the same ``key``. The cache keeps it, but not its arguments and results:
+    ``given`` and ``result`` are cleared when the call is done."""
 
     key: tuple[Any, ...]
     given: tuple[Any, tuple[Any, ...], dict[str, Any], list[FakeTensor]] | None = field(compare=False)
@@ -96,7 +105,7 @@ class _Call:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors are fake, without PyTorch's cache of calls: looking into it takes a call's time again."""
+    """A mode in which tensors are fake, without PyTorch's cache of calls, where a look-up takes as long as a call."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     return mode
@@ -104,18 +113,17 @@ def fake_mode() -> FakeTensorMode:
 
 def fake_scalar(mode: FakeTensorMode) -> FakeTensor:
     """A float32 scalar: other fake tensors of the mode are made like it."""
-    with torch._C._DisableTorchDispatch():  # whatever mode records now does not see it
+    with DisableTorchDispatch():  # hidden from a mode that records now
         return FakeTensor(mode, torch.empty((), device=_META), torch.device("cpu"))
 
 
 def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)`` of an operator. Where this process has made an equal call before (operator,
-    arguments, and how tensors are laid out), it makes the like of what that returned: a tenth of the time of PyTorch's
-    own cache of such calls.
+    """Return ``function(*args, **kwargs)`` of an operator. If this process has made an equal call before (operator,
+    arguments, layouts of tensors), make results of the same form: a tenth of the time of PyTorch's own cache of calls.
 
-    Not so where results may differ all the same: the operator works in place (but for running statistics), looks at
-    values or is not PyTorch's or ours, a tensor is no fake one or has a known value, results are laid out in ways that
-    a new tensor is not.
+    A call is run where its results may differ nevertheless: the operator works in place (other than on running
+    statistics), reads values, or is neither PyTorch's nor ours; a tensor is not fake, or has a known value; a result
+    has a layout that a new tensor cannot have.
     """
     tensors: list[FakeTensor] = []
     try:
@@ -138,10 +146,10 @@ def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @lru_cache(maxsize=MOST_KNOWN)
 def _forms(call: _Call) -> Any:
-    """The forms of a call's results. They follow from its key.
+    """The forms of a call's results, which depend on its key alone.
 
     Raises:
-        UnlikeError: a result, which ``call`` then has, is laid out in a way that a new tensor is not.
+        UnlikeError: a result has a layout that a new tensor cannot have; ``call.result`` holds the results.
     """
     assert call.given is not None
     function, args, kwargs, tensors = call.given
@@ -152,8 +160,8 @@ def _forms(call: _Call) -> Any:
 
 
 def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call without the modes that see a user's functions: within an operator PyTorch's own functions run."""
-    with torch._C.DisableTorchFunction():
+    """Run a call without the modes that watch a user's functions: inside an operator, PyTorch's own functions run."""
+    with DisableTorchFunction():
         return function(*args, **kwargs)
 
 
@@ -165,8 +173,8 @@ def _is_as_on_meta(function: Any, args: tuple[Any, ...], tensors: Sequence[FakeT
 
 
 def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> Any:
-    """The forms of an operator's results, from tensors on the meta device."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    """The forms of an operator's results, found with tensors on the meta device."""
+    with DisableTorchFunction(), DisableTorchDispatch():
         like = {id(one): torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META) for one in tensors}
         result = function(
             *[like.get(id(one), one) for one in args], **{name: like.get(id(one), one) for name, one in kwargs.items()}
@@ -184,12 +192,12 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 
 @cache
 def _attributes() -> Mapping[str, Any]:
-    """Those of a fake tensor on the CPU that nobody has touched."""
+    """The attributes of a new fake tensor on the CPU."""
     return {**fake_scalar(FakeTensorMode()).__dict__, "fake_mode": None}
 
 
 def _tree(make: Callable[[Any], Any], value: Any) -> Any:
-    """``make`` of a result, or of each of several; an output that is not there is None."""
+    """Apply ``make`` to a result, or to each of several results; a missing output is None."""
     if type(value) in (tuple, list):
         return type(value)(None if item is None else make(item) for item in value)
     return make(value)
@@ -197,17 +205,17 @@ def _tree(make: Callable[[Any], Any], value: Any) -> Any:
 
 @cache
 def _follows(function: Any) -> bool:
-    """Whether an operator's results follow from the key of a call."""
+    """Whether an operator's results depend on the key of a call alone."""
     own = function.namespace in _NAMESPACES
     writes = function._schema.is_mutable and function not in _AS_ON_META
     return own and not writes and _VALUES_MATTER.isdisjoint(function.tags)
 
 
 def described(value: Any, tensors: list[FakeTensor]) -> Any:
-    """An argument as a part of a key; its tensors are added to the list, in order.
+    """An argument as a part of a key; its tensors are appended to ``tensors``, in order.
 
     Raises:
-        UnlikeError: it holds another thing than numbers, names and fake tensors.
+        UnlikeError: the argument holds something other than numbers, names and fake tensors without known values.
     """
     kind = type(value)
     if kind is FakeTensor:
@@ -216,7 +224,7 @@ def described(value: Any, tensors: list[FakeTensor]) -> Any:
         tensors.append(value)
         return (
             kind, value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad,
-            value.fake_device, value.untyped_storage().nbytes(), torch._C._dispatch_keys(value).raw_repr(),
+            value.fake_device, value.untyped_storage().nbytes(), dispatch_keys(value).raw_repr(),
         )  # fmt: skip
     if kind in _PLAIN:
         return kind, value
@@ -241,7 +249,7 @@ def _form(value: Any, tensors: list[FakeTensor]) -> _Form:
     )  # fmt: skip
     like = form.made(tensors)
     if (
-        torch._C._dispatch_keys(like) != torch._C._dispatch_keys(value)
+        dispatch_keys(like) != dispatch_keys(value)
         or like.untyped_storage().nbytes() != value.untyped_storage().nbytes()
         or like.storage_offset() != value.storage_offset()
     ):

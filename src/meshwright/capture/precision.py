@@ -1,9 +1,8 @@
-"""While a step is traced: which operators compute in bfloat16 or float16, and which stay in float32.
+"""The dtypes of a traced step: which operators compute in bfloat16 or float16, and which in float32.
 
-The lists are those of PyTorch's automatic mixed precision (torch.amp, "Autocast Op Reference"): products and
-convolutions in the low precision, as torch.autocast casts for them; what sums or has a wide range in float32, by the
-list that autocast has for CUDA. Norms are in float32 here too. A gradient has the dtype of what it is the gradient of:
-those of parameters are float32.
+The lists are those of PyTorch's automatic mixed precision (torch.amp, "Autocast Op Reference"). Products and
+convolutions run in the low precision, cast by torch.autocast. Operators that sum or have a wide range run in float32,
+by its list for CUDA, and so do norms. A gradient has its tensor's dtype: float32 for parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from meshwright.errors import CaptureError
+from meshwright.torch_private import pytree
 
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Precisions whose products are not float32."""
+"""Precisions whose products are not in float32, with the dtype of the products."""
 IN_FLOAT32 = frozenset({
     "__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "pow", "float_power", "acos", "asin", "cosh", "sinh", "tan",
     "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "softplus", "logsumexp",
@@ -29,28 +28,30 @@ IN_FLOAT32 = frozenset({
     "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss", "smooth_l1_loss",
     "soft_margin_loss", "triplet_margin_loss",
 })  # fmt: skip
-"""Functions of torch, of Tensor and of torch.nn.functional, by name."""
+"""Functions that compute in float32: names in torch, Tensor and torch.nn.functional."""
 
 
 def computing_in(precision: str | None) -> AbstractContextManager[Any]:
-    """Products in ``precision``; as the model says where that is None or float32."""
+    """A context that computes products in ``precision``; in the model's own dtypes if it is None or float32."""
     return torch.autocast("cpu", LOW[precision]) if precision in LOW else nullcontext()
 
 
 def called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, in float32 if it is one of ``IN_FLOAT32`` and products are not."""
+    """Call ``function(*args, **kwargs)``, in float32 if ``IN_FLOAT32`` has its name and products are not in float32."""
     if torch.is_autocast_enabled("cpu") and getattr(function, "__name__", "") in IN_FLOAT32:
-        args, kwargs = tree_map(_widened, (args, kwargs))
+        args, kwargs = pytree.tree_map(_widened, (args, kwargs))
     return function(*args, **kwargs)
 
 
 def lowered(values: Any) -> Any:
-    """A tree of what operators of our own take, in the dtype of products: torch.autocast does not know them."""
+    """Cast a tree of arguments of our own operators to the dtype of products: torch.autocast does not know them."""
     if not torch.is_autocast_enabled("cpu"):
         return values
     dtype = torch.get_autocast_dtype("cpu")
     floats = (torch.float32, *LOW.values())
-    return tree_map(lambda one: one.to(dtype) if isinstance(one, Tensor) and one.dtype in floats else one, values)
+    return pytree.tree_map(
+        lambda one: one.to(dtype) if isinstance(one, Tensor) and one.dtype in floats else one, values
+    )
 
 
 def _widened(value: Any) -> Any:
@@ -58,10 +59,10 @@ def _widened(value: Any) -> Any:
 
 
 def check_masters(precision: str | None, parameters: Mapping[str, Tensor]) -> None:
-    """That parameters are float32 where a precision is asked for.
+    """Check that floating-point parameters are float32 if a precision is given.
 
     Raises:
-        CaptureError: one is not.
+        CaptureError: a parameter has another dtype.
     """
     for name, value in parameters.items() if precision is not None else ():
         if value.is_floating_point() and value.dtype != torch.float32:

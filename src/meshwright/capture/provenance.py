@@ -1,4 +1,4 @@
-"""Where a traced node comes from: module path, source line, and the forward operator of a backward one."""
+"""The origin of a traced node: module path, source line, and the forward operator of a backward operator."""
 
 import bisect
 import re
@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from meshwright.torch_private import sequence_number
+
 _PACKAGE = PurePath(__file__).parent.parent
 _NOT_USERS = (str(PurePath(torch.__file__).parent), str(_PACKAGE / "capture"), str(_PACKAGE / "ops"))
 
 
 def user_line(filename: str, line: int | None) -> str | None:
-    """``model.py:12`` with up to two folders before it, or None where the file is PyTorch's or ours."""
+    """``model.py:12`` with up to two folders before it; None if the file is PyTorch's or ours."""
     name = _user_file(filename)
     return None if name is None else f"{name}:{line}"
 
@@ -32,7 +34,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
 class Provenance:
-    """Knows the place of the code that runs, which every recorded node notes."""
+    """Tracks the origin of the running code, which every recorded node stores."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules(remove_duplicate=True)}
@@ -43,19 +45,19 @@ class Provenance:
         self._backward: dict[str, Any] = {}
 
     def here(self) -> dict[str, Any]:
-        """The module and its source line, or in backward what the forward operator says; and its sequence number."""
+        """The running module, source line, sequence number; in backward, the forward operator's module and number."""
         if self._backward:
             return self._backward
-        number = torch.autograd._get_sequence_nr() - 1
+        number = sequence_number() - 1
         return {"module": self.module, "source": self.source, "sequence": number}
 
     @property
     def module(self) -> str:
-        """The module that runs now."""
+        """The path of the running module."""
         return self._stack[-1]
 
     def _move(self) -> None:
-        self._starts.append(torch.autograd._get_sequence_nr())
+        self._starts.append(sequence_number())
         self._owners.append(self.module)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
@@ -68,7 +70,7 @@ class Provenance:
         self._move()
 
     def see(self) -> None:
-        """Note the user's source line that called the torch function being run."""
+        """Record the user's source line that called the running torch function."""
         frame: Any = sys._getframe(2)
         while frame is not None:
             line = user_line(frame.f_code.co_filename, frame.f_lineno)
@@ -79,7 +81,7 @@ class Provenance:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Follow the modules of a forward pass."""
+        """Track the modules of a forward pass."""
         hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
         self._move()
         try:
@@ -109,7 +111,7 @@ class Provenance:
 
 
 def repeated(modules: list[str]) -> dict[str, str]:
-    """Module paths that repeat: ``layers.3.mlp`` -> ``layers.*.mlp`` where at least two indices exist."""
+    """The patterns of module paths that repeat: ``layers.3.mlp`` -> ``layers.*.mlp`` if at least two indices exist."""
     patterns: dict[str, set[str]] = {}
     for module in set(modules):
         pattern = _INDEX.sub("*", module)

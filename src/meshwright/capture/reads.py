@@ -1,7 +1,7 @@
-"""What a step reads from Python while it is traced (attributes, closures, globals): a captured step has it baked in.
+"""The values that a step reads from Python while it is traced (attributes, closures, globals): a capture fixes them.
 
-For the length of a trace, ``nn.Module`` and the classes of other objects that the step uses have a ``__getattribute__``
-and a ``__setattr__`` of ours: only attributes that forward or the loss function really read count. Of functions,
+During a trace, ``nn.Module`` and the classes of other objects that the step uses have our own ``__getattribute__`` and
+``__setattr__``, so that an attribute counts only if forward or the loss function really reads it. For functions, the
 closures and the globals that their code names are looked up.
 """
 
@@ -34,7 +34,7 @@ from meshwright.capture.values import (
 from meshwright.errors import CaptureError
 
 _OF_MODULES = frozenset([*vars(nn.Module()), *vars(nn.Module), "__class__", "parametrizations"]) - {"forward"}
-"""What PyTorch itself reads of a module. Its members, hooks and mode are compared in any case."""
+"""Attributes of a module that PyTorch itself reads. A module's members, hooks and mode are compared in any case."""
 _OF_OBJECTS = frozenset(["__class__", "__dict__"])
 _LIBRARIES = (
     *(str(PurePath(sysconfig.get_path(name))) for name in ("stdlib", "purelib", "platlib")),
@@ -44,19 +44,19 @@ _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
 
 
 Moved = list[tuple[Read, Any, Contents]]
-"""Places with the value that came there, and its contents."""
+"""Reads whose place has a new value, with the new value and its contents."""
 
 
 class Reads:
-    """Records what the first of several traces of a step reads (``with reads: trace(...)``), and takes back what each
-    of them writes."""
+    """Records what the first of several traces of a step reads (``with reads: trace(...)``), and undoes the writes of
+    each trace."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._moved: Moved = []
         self._loss_fn = loss_fn
         self._found: dict[tuple[int, str], Read] = {}
         self._labels = {id(part): f"module {path or '(model)'}" for path, part in model.named_modules()}
-        self._alive: list[Any] = []  # no other object takes the id of one that was seen
+        self._alive: list[Any] = []  # so that no other object takes a seen object's id
         self._noted: set[tuple[int, str]] = set()
         self._own = frozenset(map(id, (*model.parameters(), *model.buffers())))
         self._spaces: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}  # owner, its __dict__, a copy
@@ -70,7 +70,7 @@ class Reads:
 
     @property
     def found(self) -> list[Read]:
-        """All that was read before the step itself wrote to it."""
+        """All values that were read before the step itself wrote to them."""
         return list(self._found.values())
 
     def __enter__(self) -> None:
@@ -104,18 +104,18 @@ class Reads:
             if read.has_changed():
                 read.put(read.value, read.contents)
             else:
-                put_contents(read.contents)  # deeper or larger than is compared
+                put_contents(read.contents)  # restores what is too deep or too large to compare
         if self._first:
             for module in self._outside.values():
                 self._watch_outside(module)
         self._first = False
 
     def check_moved(self, graph: fx.Graph, trace: Callable[[], fx.Graph]) -> dict[str, str]:
-        """What the step changed though it had read it before, in words by place. It is traced once more (``trace``)
-        with the new values: the next step must run what this one did (``graph``).
+        """The values that the step read and then changed: the changes in words, by place. If any, the step is traced
+        once more (``trace``) with the new values: the next step must run the same operators as this step (``graph``).
 
         Raises:
-            CaptureError: it does not; names the place.
+            CaptureError: the next step runs other operators; names the place.
         """
         moved = self._moved
         words = {read.where: read.change(value, contents) for read, value, contents in moved}
@@ -176,13 +176,13 @@ class Reads:
             setattr(kind, name, replacement)
 
     def _keep_space(self, owner: Any) -> None:
-        """Note an object's attributes before a trace reads or writes the first of them."""
+        """Copy an object's attributes before a trace first reads or writes one of them."""
         if id(owner) not in self._spaces:
             space = _space(owner)
             self._spaces[id(owner)] = owner, space, dict(space)
 
     def _choose_in_namespaces(self) -> None:
-        """Of a SimpleNamespace, only attributes that the code of the step names count."""
+        """Keep only reads of a SimpleNamespace that the step's code names; add named attributes that are missing."""
         for key, where in self._namespaces.items():
             _, space, before = self._spaces[key]
             for name in before.keys() - self._names if not {"vars", "__dict__"} & self._names else ():
@@ -193,7 +193,7 @@ class Reads:
                 )
 
     def _watch_outside(self, module: nn.Module) -> None:
-        """The mode and members of a module that is no part of the model (a criterion, a teacher)."""
+        """Record the mode and members of a module outside of the model (a criterion, a teacher)."""
         where = f"{type(module).__name__} outside of the model"
         for name in {"training", "_parameters", "_buffers", "_modules"} & vars(module).keys():
             value = vars(module)[name]
@@ -201,7 +201,7 @@ class Reads:
             self._found[id(module), name] = Read(vars(module), name, value, f"{where}, {name}", self._own, state)
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
-        """The first read of an attribute in a trace, which has not written to it."""
+        """Record the first read of an attribute in a trace that has not written to it."""
         key, kind = (id(owner), name), type(owner)
         self._alive.append(owner)
         self._noted.add(key)
@@ -214,7 +214,7 @@ class Reads:
         if isinstance(of_class, (property, functools.cached_property)):
             self._follow(getattr(of_class, "fget", None) or getattr(of_class, "func", None), where)
         if name in space:
-            if name in self._spaces[key[0]][2]:  # else reading has written it (a cached property), which is taken back
+            if name in self._spaces[key[0]][2]:  # else the read has written it (a cached property), which is undone
                 self._add(key, space, name, value, where)
         elif value is MISSING:
             if not any(name in space.get(members, ()) for members in ("_parameters", "_buffers", "_modules")):
@@ -235,7 +235,7 @@ class Reads:
     # --- functions and objects that the step uses --------------------------------------------------------------------
 
     def _follow(self, value: Any, where: str, depth: int = 4) -> None:
-        """Watch what the step may read by way of a value."""
+        """Watch the objects that the step may read by way of a value."""
         kind = type(value)
         if isinstance(value, CONTAINERS):
             for item in (value.values() if isinstance(value, dict) else value) if depth and len(value) <= 100 else ():
@@ -255,7 +255,7 @@ class Reads:
                     (id(value), "keywords"), value, "keywords", value.keywords, f"{where}, arguments of a partial"
                 )
                 self._follow((value.func, value.args), where)
-            elif kind is types.SimpleNamespace:  # its reads cannot be noted
+            elif kind is types.SimpleNamespace:  # its reads cannot be intercepted
                 self._keep_space(value)
                 self._namespaces[id(value)] = where
                 for name, item in vars(value).items():
@@ -269,12 +269,12 @@ class Reads:
                     self._patch(kind)
 
     def _look_up(self, function: types.FunctionType) -> None:
-        """Defaults, closure and globals of a function that is no library's."""
+        """Record the defaults, closure and globals of a function that is not from a library."""
         code, called = function.__code__, f"function {function.__qualname__}"
         self._names.update(_names_in(code))
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         held = {name: (cell, value_at(cell, "cell_contents")) for name, cell in cells if name != "__class__"}
-        if code.co_filename.startswith(_LIBRARIES):  # a decorator's
+        if code.co_filename.startswith(_LIBRARIES):  # a decorator of a library
             self._follow([value for _, value in held.values() if isinstance(value, types.FunctionType)], called)
             return
         for name in ("__defaults__", "__kwdefaults__"):
@@ -286,12 +286,12 @@ class Reads:
             self._look_up_global(function.__globals__, names, f"{called}, global {'.'.join(names)}")
 
     def _look_up_global(self, space: Any, names: list[str], where: str) -> None:
-        """The value of ``settings.scale``, where modules and classes are only ways to a value."""
+        """Record the value of ``settings.scale``: modules and classes are only ways to a value."""
         for name in names:
             if isinstance(space, type):
                 space = next((base for base in space.__mro__ if name in vars(base)), space)
                 value = vars(space).get(name, MISSING)
-                if hasattr(type(value), "__get__"):  # a method: another object at each look
+                if hasattr(type(value), "__get__"):  # a method: another object at each access
                     self._follow(getattr(value, "__func__", value), where)
                     return
             else:
@@ -316,8 +316,8 @@ def _space(owner: Any) -> dict[str, Any]:
 
 
 def _is_settable(kind: type) -> bool:
-    """Whether a ``__setattr__`` of ours can be taken away again: the class of a C extension may have one that no
-    attribute shows, and would lose it."""
+    """Whether our ``__setattr__`` can be removed again. A C extension's class may have one that no attribute shows, and
+    it would lose that."""
     setter: Any = kind.__setattr__
     made = (meta is type or _is_open(meta) for meta in inspect.getmro(type(kind))[:-1])
     return isinstance(setter, types.FunctionType) or (setter is object.__setattr__ and all(made))
@@ -334,7 +334,7 @@ def _is_standard(module: str) -> bool:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Names of attributes and globals, and the words in quotes (``getattr(settings, "scale")``)."""
+    """The names of attributes and globals in code, and its strings that are names (``getattr(settings, "scale")``)."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():

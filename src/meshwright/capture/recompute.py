@@ -1,4 +1,4 @@
-"""While a step is traced, the model does not recompute activations itself: what is recomputed is the plan's to say."""
+"""Stops the model from recomputing activations while a step is traced: the plan decides about recomputation."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ log = logging.getLogger("meshwright")
 
 @contextmanager
 def nothing_recomputed() -> Iterator[None]:
-    """Let ``torch.utils.checkpoint`` call its function and save what that saves.
+    """Make ``torch.utils.checkpoint`` call its function and keep the activations that the function saves.
 
-    A traced recomputation would run after the forward pass, on the module's own parameters instead of the traced
-    ones, and draw random numbers of its own. Both kinds of checkpoint (reentrant or not) look up by name what is
-    replaced here, so that references to ``checkpoint`` that a model has taken long ago are reached as well.
+    A traced recomputation would run after the forward pass, use the module's own parameters instead of the traced ones,
+    and draw its own random numbers. Both kinds of checkpoint (reentrant or not) look up the replaced names at every
+    call, so that references to ``checkpoint`` that a model took earlier are covered too.
     """
     kept = torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator
     seen: list[bool] = []

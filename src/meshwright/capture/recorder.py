@@ -1,4 +1,4 @@
-"""Records the ATen operators that run on fake tensors as an FX graph: what make_fx does, at a tenth of its time."""
+"""Records the ATen operators that run on fake tensors as an FX graph, as make_fx does, in a tenth of its time."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -7,24 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture.fx_graph import Graph
 from meshwright.capture.outputs import outputs_of
+from meshwright.torch_private import FakeTensor, TorchDispatchMode, has_kernel
 
 _DEVICE = torch.ops.prim.device.default
 Place = Callable[[], dict[str, Any]]
-"""Where the code that runs now comes from; becomes ``meta["custom"]`` of each node."""
+"""Returns the origin of the running code, which becomes ``meta["custom"]`` of each node."""
 Rewrites = Mapping[Any, Callable[..., Any]]
-"""What is called instead of an operator; where that returns NotImplemented the operator stays."""
+"""By operator, the function to call instead; if it returns NotImplemented, the operator stays."""
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operator below autograd, and writes it down as a node.
+    """Records every operator below autograd as a node.
 
-    A node's ``meta["val"]`` is the fake tensor (or the sequence of them) that the operator returned. Tensors that are
-    neither inputs nor results are constants: ``get_attr`` nodes, whose values lie in ``constants``.
+    A node's ``meta["val"]`` is the fake tensor (or the sequence of fake tensors) that the operator returned. Tensors
+    that are neither inputs nor results are constants: ``get_attr`` nodes, whose values are in ``constants``.
     """
 
     def __init__(self, inputs: Sequence[Tensor], place: Place, rewrites: Rewrites) -> None:
@@ -34,7 +33,7 @@ class Recorder(TorchDispatchMode):
         self.mutates = False
         self._place, self._rewrites = place, rewrites
         self._nodes: dict[int, fx.Node] = {}
-        self._seen: list[Tensor] = []  # kept alive, so that no other tensor takes one's id
+        self._seen: list[Tensor] = []  # kept alive, so that no other tensor takes their ids
         for index, value in enumerate(inputs):
             node = self.graph.placeholder(f"input{index}")
             node.meta["val"] = value
@@ -42,11 +41,11 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled meanwhile, and keeping torch.compile off takes longer than what is done here
+        return False  # nothing is compiled here, and keeping torch.compile off would take longer than recording
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for several times by every operator
+            return args[0].fake_device  # every operator asks for it several times
         kwargs = kwargs or {}
         rewrite = self._rewrites.get(function)
         if rewrite is not None or _is_composite(function):
@@ -72,11 +71,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def returns(self, values: Sequence[Tensor | None]) -> None:
-        """End the graph."""
+        """End the graph with ``values`` as its outputs."""
         self.graph.output([None if value is None else self._node(value) for value in values])
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        given, named = self._argument(args), self._argument(kwargs)  # constants become nodes before this one
+        given, named = self._argument(args), self._argument(kwargs)  # constants become nodes before this node
         return self.graph.call_function(function, given, named)
 
     def _is(self, value: Tensor, node: fx.Node) -> None:
@@ -102,7 +101,7 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def _is_composite(function: Any) -> bool:
-    """Whether the operator is only a name for others, with no kernel of its own; seen where autograd is off."""
+    """Whether the operator has no kernel of its own and only calls others, which shows where autograd is off."""
     if function.namespace == "prim" or not function._can_decompose():
         return False
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CPU")
+    return not has_kernel(function.name(), "CPU")

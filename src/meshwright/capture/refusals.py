@@ -1,4 +1,4 @@
-"""What a captured step would do otherwise than plain PyTorch, without a word: refused by name."""
+"""Refuses steps that would silently do something else than plain PyTorch once they are captured."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from meshwright.errors import CaptureError
 
 
 def own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> None:
-    """A parameter that was reached past the traced call would stay at its first value for ever."""
+    """Refuse a parameter that was reached past the traced call: it would stay at its first value for ever."""
     names = {value.data_ptr(): name for name, value in state.items() if value.numel() and value.device.type != "meta"}
     for value in constants.values():
         name = names.get(value.data_ptr()) if value.numel() else None
@@ -24,8 +24,8 @@ def own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> 
 
 
 def hooks(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Hooks for gradients: a parameter's are called by its own gradient accumulation, which a captured step has no use
-    for, and a module's by autograd, which runs only while the step is captured."""
+    """Refuse hooks for gradients. A parameter's hooks are called by its gradient accumulation, which a captured step
+    does not use; a module's hooks are called by autograd, which runs only while the step is captured."""
     hooked = [f"parameter {name}" for name, value in parameters.items()
               if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)]  # fmt: skip
     hooked += [f"module {path or '(model)'}" for path, module in model.named_modules()
@@ -39,7 +39,7 @@ def hooks(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
 
 
 def changed_parameters(names: list[str]) -> None:
-    """A step's only way to change a parameter is its gradient."""
+    """Refuse parameters that the step changes in place: a step may change a parameter only through its gradient."""
     if names:
         raise CaptureError(
             "the step changes it in place (max_norm of an embedding, or an operator such as clamp_)",
@@ -49,7 +49,7 @@ def changed_parameters(names: list[str]) -> None:
 
 
 def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Tensor]:
-    """The buffers as a step leaves them, in order, without gradients; new or other tensors must be like the old."""
+    """The buffers after a step, in order, without gradients; a step may not add any, nor change shape or dtype."""
     for name in after:
         if name not in before:
             raise CaptureError(
@@ -67,13 +67,13 @@ def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[T
 
 
 class Draws:
-    """Numbers drawn from the generators of Python and numpy since this was made."""
+    """Counts the numbers drawn from the generators of Python and numpy since it was made."""
 
     def __init__(self) -> None:
         self._before = _words()
 
     def counted(self) -> dict[str, int]:
-        """By generator, how far it has moved (its place in a table of 624 numbers); only those that have."""
+        """For each generator that has moved, how far (its place in a table of 624 numbers)."""
         after = _words()
         moved = {name: (after[name][1] - place) % 624 for name, (words, place) in self._before.items()}
         return {name: count for name, count in moved.items() if after[name] != self._before[name]}
@@ -89,9 +89,9 @@ def _words() -> dict[str, tuple[tuple[int, ...], int]]:
 
 
 def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
-    """Numbers that Python or numpy draw while a step is traced would be the same ones in every step.
+    """Refuse numbers that Python or numpy draw while a step is traced: they would be equal in every step.
 
-    Every trace of a step draws as often as the other; a thread that loads data meanwhile does not.
+    A step draws equally often in every trace; a thread that loads data meanwhile does not.
     """
     for name in traces[0]:
         if len({trace.get(name) for trace in traces}) == 1:
@@ -103,10 +103,10 @@ def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
 
 
 def other_operators(pair: Mapping[int, fx.Graph]) -> None:
-    """That the traces at two sizes run equal operators.
+    """Check that the traces at two batch sizes run equal operators.
 
     Raises:
-        CaptureError: they do not; names the first that differs.
+        CaptureError: they run different operators; names the first that differs.
     """
     (size, smaller), (double, larger) = pair.items()
     one, two = ([node for node in graph.nodes if node.op != "output"] for graph in (smaller, larger))

@@ -1,4 +1,4 @@
-"""The rule of a call and what it counts, found once for all calls that are alike."""
+"""The rule, FLOPs and bytes of a call, found once for all equal calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from meshwright.ops.view import VIEWS
 
 @dataclass(frozen=True)
 class Found:
-    """A call's rule, or why it has none; its operations, the bytes that it reads and writes (none, of a view), and
-    whether it draws random numbers."""
+    """A call's rule, or why it has none; its FLOPs; the bytes that it reads and writes (0 for a view); whether it draws
+    random numbers."""
 
     rule: Rule | Unsplit
     contiguous: frozenset[str]
@@ -24,14 +24,14 @@ class Found:
 
 
 class Rules:
-    """Rules by calls; ``own`` come before those of ``ops``."""
+    """The rules of calls; the rules in ``own`` take precedence over those of ``ops``."""
 
     def __init__(self, own: Mapping[Target, OperatorRule]) -> None:
         self._own = own
         self._known: dict[Any, Found] = {}
 
     def of(self, call: Call) -> Found:
-        """What is known of a call.
+        """The rule, FLOPs and bytes of a call.
 
         Raises:
             RuleError: the rule's pattern does not fit the call, or the call draws random numbers without a key.

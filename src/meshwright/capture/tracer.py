@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from meshwright.capture import refusals
@@ -26,15 +25,16 @@ from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
 from meshwright.ops.base import wide_dtype
 from meshwright.ops.embedding import BAGS, embedding_bag
 from meshwright.ops.table import CANONICAL
+from meshwright.torch_private import FakeTensorMode
 
 LossFunction = Callable[[nn.Module, Any], Any]
 OUR_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
-"""What a trainer itself reports."""
+"""Names of the metrics that a trainer itself reports."""
 
 
 @dataclass
 class Traced:
-    """A graph of ATen operators with the names of its inputs and outputs; ``mutates``: some work in place."""
+    """A graph of ATen operators with the names of its inputs and outputs. ``mutates``: some operators work in place."""
 
     graph: fx.Graph
     mutates: bool
@@ -51,11 +51,12 @@ class Traced:
 
     @property
     def placeholders(self) -> list[fx.Node]:
+        """The graph's input nodes, in order."""
         return list(self.graph.find_nodes(op="placeholder"))
 
     def results(self) -> tuple[list[fx.Node], dict[str, fx.Node | None], dict[str, fx.Node]]:
-        """(the loss and the metrics; by differentiable parameter its gradient, None where the loss does not depend on
-        it; by buffer what the step leaves there)."""
+        """(the loss and the metrics; by differentiable parameter its gradient, None if the loss does not depend on it;
+        by buffer its value after the step)."""
         nodes: Iterator[Any] = iter(cast(list[Any], self.graph.output_node().args[0]))
         scalars = list(islice(nodes, 1 + len(self.metrics)))
         gradients = dict(zip(self.differentiable, islice(nodes, len(self.differentiable)), strict=True))
@@ -69,13 +70,14 @@ class _Step(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
-        """The result, and the buffers as the step leaves them: changed in place, or other tensors."""
+        """The result of ``loss_fn``, and the buffers after the step: changed in place, or new tensors."""
         result = self.loss_fn(self.model, batch)
         return result, dict(self.model.named_buffers())
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every torch function: notes source lines, and captures attention as one operator."""
+    """Intercepts every torch function: records source lines, replaces attention and embedding bags, casts to
+    float32."""
 
     def __init__(self, provenance: Provenance, attention: Attention) -> None:
         super().__init__()
@@ -100,12 +102,12 @@ def trace(
 ) -> Traced:
     """Trace ``loss_fn(model, batch)`` and, when ``training``, the gradients of every parameter that needs one.
 
-    Nothing is computed: all tensors are fake CPU tensors. ``batch_size`` pretends another size of dim 0. Under a
-    ``precision`` products are traced in it; in float16 the scale of the loss is one input more, the last.
+    Nothing is computed: all tensors are fake CPU tensors. ``batch_size`` replaces the size of dim 0. With a
+    ``precision``, products are traced in it; in float16, the scale of the loss is an additional last input.
 
     Raises:
         CaptureError: the step cannot be traced; names the module and the source line.
-        DataError: the batch holds no tensor with a dim, or arrays that are no tensors.
+        DataError: the batch holds no tensor with a dim, or arrays that are not tensors.
     """
     leaves = take_apart(batch)
     actual = leaves.size
@@ -158,7 +160,7 @@ def trace(
     recorder = Recorder(placeholders, provenance.here, rewrites)
     cached_casts = torch.is_autocast_cache_enabled()
     try:
-        if model.training != training:  # modules that the user has set apart from the model stay as they are
+        if model.training != training:  # else modules whose mode the user has set keep it
             model.train(training)
         torch.set_autocast_cache_enabled(False)
         with mode, nothing_recomputed(), one_operator(), recorder:
@@ -190,14 +192,14 @@ def trace(
 
 
 def forward_hooks(model: nn.Module) -> Contents:
-    """The forward hooks of a model's modules as they are now."""
+    """The current forward hooks of a model's modules."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
     held = [getattr(part, name) for part in model.modules() for name in (*names, "_forward_hooks_always_called")]
     return contents_of(held)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of shared parameters and buffers, each with the name that stands for it."""
+    """The further names of shared parameters and buffers, each with the name that the graph uses."""
     first: dict[int, str] = {}
     named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
     names = ((name, first.setdefault(id(value), name)) for name, value in named)

@@ -1,4 +1,4 @@
-"""Values that a trace read from Python: as they were then, as they are now, and put back."""
+"""Values that a trace read from Python: recorded, compared with the current values, and restored."""
 
 from collections import deque
 from collections.abc import Set as AbstractSet
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 MISSING: Any = object()
-"""The value of an attribute that is not there."""
+"""Stands for the value of an attribute that does not exist."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 MOST_COMPARED = 1000
-"""A container with more items, with those of the containers in it, is compared by identity and length alone."""
+"""A container with more items (items of nested containers included) is compared by identity and length alone."""
 _DEPTH = 4
 
 
 class Same:
-    """Equal to the very same object alone, which it keeps alive."""
+    """Equal only to a ``Same`` of the very same object, which it keeps alive."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -34,9 +34,9 @@ class Same:
 
 
 def state_of(value: Any, own: AbstractSet[int] = frozenset()) -> Any:
-    """A value as it is now, for comparison: equal for plain values of one type and text, containers of such, and the
-    very same object; for a tensor, as long as nobody writes to it. ``own``: ids of the model's own tensors, which
-    every step writes to."""
+    """The current state of a value, for comparison. States are equal for plain values with equal type and text, for
+    containers of equal items, and for the very same object; for a tensor, until something writes to it. ``own``: ids of
+    the model's own tensors, which every step writes to."""
     left = MOST_COMPARED
 
     def state(value: Any, depth: int) -> Any:
@@ -61,11 +61,11 @@ def state_of(value: Any, own: AbstractSet[int] = frozenset()) -> Any:
 
 
 Contents = list[tuple[Any, Any]]
-"""Every container that can change in place within a value, with a copy of it."""
+"""Every mutable container within a value, with a copy of it."""
 
 
 def contents_of(value: Any, depth: int = _DEPTH) -> Contents:
-    """The contents of a value's containers, as deep as they are compared."""
+    """The contents of a value's containers, to the depth at which values are compared."""
     if not depth or not isinstance(value, CONTAINERS):
         return []
     found = [(value, copy(value))] if isinstance(value, list | dict | set | deque) else []
@@ -90,8 +90,8 @@ def put_contents(contents: Contents) -> bool:
 
 @dataclass
 class Read:
-    """A value that a trace read: ``owner[name]`` where the owner is a dict (the ``__dict__`` of a module, the globals
-    of a function), else an attribute. ``state`` and ``contents`` are as they were then, ``own`` as for ``state_of``."""
+    """A value that a trace read: ``owner[name]`` if the owner is a dict (the ``__dict__`` of a module, the globals of a
+    function), else an attribute. ``state`` and ``contents`` are those at that time, ``own`` as for ``state_of``."""
 
     owner: Any = field(repr=False)
     name: str
@@ -102,15 +102,15 @@ class Read:
     contents: Contents = field(default_factory=list)
 
     def now(self) -> Any:
-        """The value that is there now."""
+        """The current value."""
         return value_at(self.owner, self.name)
 
     def has_changed(self) -> bool:
-        """Whether another value is there now, or other contents."""
+        """Whether the current value or its contents differ from those that were read."""
         return bool(state_of(self.now(), self.own) != self.state)
 
     def change(self, value: Any, contents: Contents | None = None) -> str:
-        """What became of the value (which had these contents then), in words."""
+        """The change from the value that was read to ``value`` (with these contents), in words."""
         old = self.contents[0][1] if self.contents and self.contents[0][0] is self.value else self.value
         new = contents[0][1] if contents and contents[0][0] is value else value
         words = in_words(old), in_words(new)
@@ -121,14 +121,14 @@ class Read:
         return f"{words[0]} was written to" if isinstance(value, Tensor) else f"the contents of {words[0]} changed"
 
     def put(self, value: Any, contents: Contents) -> None:
-        """Set the value, with these contents where it has any, or take it away."""
+        """Set the value and restore its contents; delete it if it is MISSING."""
         now = self.now()
         if now is not value:
             if type(self.owner) is not dict:
                 bases = [base for base in type(self.owner).__mro__ if self.name in vars(base)]
                 if not bases and not isinstance(self.owner, type):
-                    return  # __getattribute__ makes it
-                # the class, where the value is a class's
+                    return  # __getattribute__ makes the value
+                # the class, if the value belongs to a class
                 owner = next((base for base in bases if vars(base)[self.name] is now), self.owner)
                 delattr(owner, self.name) if value is MISSING else setattr(owner, self.name, value)
             elif value is MISSING:
@@ -154,7 +154,7 @@ def is_fixed(value: Any) -> bool:
 
 
 def in_words(value: Any) -> str:
-    """The value, or its class; the same text on every rank."""
+    """The value as text, or its class; the same text on every rank."""
     if value is MISSING:
         return "nothing"
     plain = isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_fixed, value)))

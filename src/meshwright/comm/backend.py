@@ -1,4 +1,4 @@
-"""The kernels of the collective operators: torch.distributed's own, or ours, started without waiting."""
+"""Kernels of the collective operators: they start a collective, torch.distributed's or ours, without waiting."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +23,15 @@ from meshwright.ir.placement import flat_shape
 from meshwright.schedules.collectives.choice import MPI, NATIVE
 
 _WORK = "_meshwright_work"
-"""The attribute of a tensor in flight that holds what to wait for, and what is noted of it."""
+"""The attribute that holds the ``_Flight`` of a tensor whose collective is under way."""
 TOGETHER_BYTES = 128 * 2**10
-"""Parts up to this size are copied into one message with others: between CPUs, to send one alone takes about as long as
-to copy so much there and back."""
+"""Parts up to this size are copied into one message with others. Between CPUs, sending a message takes about as long as
+copying this many bytes there and back."""
 _Ints = list[int]
 
 
 class _Ranks(NamedTuple):
-    """The ranks of a group, what this one keeps of it, and when a collective of it began."""
+    """A group, this rank's state for it, and the time when its current collective began."""
 
     name: str
     group: dist.ProcessGroup
@@ -41,14 +41,14 @@ class _Ranks(NamedTuple):
     def carrier(
         self, text: str, operation: str, num_bytes: int, label: str
     ) -> tuple[Collectives | Native | Mpi, tuple[str, str]]:
-        """The algorithm that a plan's ``text`` chooses for a vector of this size. Returns the object that runs it, then
-        the algorithm's name and the name of the collective in errors."""
+        """The object that runs the algorithm that a plan's ``text`` chooses for a vector of this size; then the
+        algorithm's name and the name of the collective in errors."""
         name, ours = self.mine.algorithm(text, operation, num_bytes), self.mine.collectives
         by = carrier(self.group, name) if ours is None or name in (NATIVE, MPI) else ours
         return by, (name, self.mine.told(label, place()))
 
     def in_flight(self, value: Tensor, work: Work | None, what: str, label: str = "", num_bytes: int = -1) -> Tensor:
-        """``num_bytes``: of the whole vector, where that is not ``value``."""
+        """Attach ``work`` to ``value``. ``num_bytes``: size of the whole vector, if it is not that of ``value``."""
         mine, num_bytes = self.mine, value.nbytes if num_bytes < 0 else num_bytes
         mine.begun = number = mine.begun + 1
         setattr(value, _WORK, _Flight(work, what, self, time.perf_counter(), label, place(), number, num_bytes))
@@ -56,7 +56,7 @@ class _Ranks(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """What is waited for, and what is noted, or told, of it."""
+    """The work to wait for, and its description for traces and errors."""
 
     work: Work | None
     what: str
@@ -69,13 +69,13 @@ class _Flight(NamedTuple):
 
 
 def _ranks(name: str) -> _Ranks:
-    """The group of that name, where a collective begins now."""
+    """The group of that name; its collective begins now."""
     begun, group = time.perf_counter(), process_group(name)
     return _Ranks(name, group, member(group), begun)
 
 
 def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str, label: str = "") -> Tensor:
-    """Start to reduce ``value`` in place over ``group`` (in a copy, where it is not contiguous)."""
+    """Start to reduce ``value`` over ``group``: in place, or in a copy if ``value`` is not contiguous."""
     if not value.is_contiguous():
         value = value.contiguous()
     ranks = _ranks(group)
@@ -84,7 +84,7 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str, label: 
 
 
 def all_gather_start(value: Tensor, group: str, size: int, algorithm: str, label: str = "") -> Tensor:
-    """Start to gather ``[...]`` of every rank as ``[size, ...]``."""
+    """Start to gather every rank's ``[...]`` as ``[size, ...]``."""
     ranks = _ranks(group)
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
@@ -103,7 +103,7 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
 
 
 def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "") -> Tensor:
-    """Start to send ``value[rank]`` of ``[size, ...]`` to each rank; what they send comes in the same shape."""
+    """Start to send ``value[rank]`` of ``[size, ...]`` to each rank. The result, by sender, has the same shape."""
     ranks = _ranks(group)
     value = value.contiguous()
     result = torch.empty_like(value)
@@ -121,7 +121,7 @@ def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "")
 def gather_parts_start(
     parts: list[Tensor], group: str, size: int, algorithm: str, label: str = "", again: bool = False
 ) -> Tensor:
-    """Start to gather the Flat parts of many tensors: the tensors one after the other, each with its padding."""
+    """Start to gather the Flat parts of many tensors. Returns the tensors one after the other, each with padding."""
     ranks = _ranks(group)
     flat = [part.reshape(-1) for part in parts]
     counts = [part.numel() for part in flat]
@@ -144,7 +144,7 @@ def gather_parts_start(
 def reduce_to_parts_start(
     values: list[Tensor], group: str, size: int, algorithm: str, label: str = "", again: bool = False
 ) -> Tensor:
-    """Start to sum many tensors over the group, and keep this rank's Flat part of each: one after the other."""
+    """Start to sum many tensors over the group. The result holds this rank's Flat part of each, one after the other."""
     ranks = _ranks(group)
     rows = [_in_rows(value, size) for value in values]
     counts = [row.shape[1] for row in rows]
@@ -166,21 +166,21 @@ def reduce_to_parts_start(
 
 
 def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[list[int], list[int]]:
-    """Which of many parts go in one message, copied together, and which alone: all together by torch.distributed, which
-    knows no other way; else those that take longer to be sent alone than to be copied."""
+    """The indices of the parts that are copied into one message, and of those that are sent alone. torch.distributed
+    takes all in one message; for other algorithms, parts up to ``TOGETHER_BYTES`` are copied together."""
     most = max(counts) if algorithm == NATIVE else TOGETHER_BYTES // itemsize
     together = [index for index, count in enumerate(counts) if count <= most]
     return together, [index for index, count in enumerate(counts) if count > most]
 
 
 def _empty(like: Tensor, count: int, ranks: _Ranks, again: bool) -> Tensor:
-    """Memory for a result: on a CPU, of one that comes ``again``, a block of the group's."""
+    """Memory for a result: a block of the group if the result recurs (``again``) on a CPU, else new memory."""
     ours = again and like.device.type == "cpu"
     return ranks.mine.blocks.empty(count, like.dtype) if ours else like.new_empty(count)
 
 
 def _in_rows(value: Tensor, size: int) -> Tensor:
-    """A tensor as [size, elements], padded with zeros where it must be."""
+    """A tensor as [size, elements], padded with zeros where needed."""
     flat, count = value.reshape(-1), prod(flat_shape(tuple(value.shape), size))
     if flat.numel() < size * count:
         flat = torch.nn.functional.pad(flat, (0, size * count - flat.numel()))
@@ -189,7 +189,7 @@ def _in_rows(value: Tensor, size: int) -> Tensor:
 
 @naming("all ranks of the group")
 def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
-    """Send rows to the ranks of a group, ``counts`` [size, n] of them to each: (the rows that came, their counts)."""
+    """Send rows to the ranks of a group, ``counts`` [size, n] to each. Returns the received rows and their counts."""
     ranks, theirs = process_group(group), torch.empty_like(counts)
     during = member(ranks).progress.during
     with blocking("all_to_all", group, counts.nbytes):
@@ -202,8 +202,8 @@ def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[
 
 
 def shift(value: Tensor, group: str, size: int) -> Tensor:
-    """Start to send to the next rank of a group, and to receive as much from the one before: both at once, for where
-    each is a kernel of its own (NCCL), ranks that send first would wait for each other around the ring."""
+    """Start to send ``value`` to the next rank of a group and to receive from the previous rank, in one batch: as
+    separate NCCL kernels, the sends of all ranks would wait for each other around the ring."""
     ranks = _ranks(group)
     value = value.contiguous()
     result, me = torch.empty_like(value), ranks.group.rank()
@@ -225,7 +225,7 @@ def halo_exchange_start(
     index: int,
     label: str = "",
 ) -> Tensor:
-    """Start to get the rows of a dim that this part reads and others have."""
+    """Start to fetch the rows of ``dim`` that this part reads and other parts own."""
     ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
     return ranks.in_flight(*halo.exchange(value, part, ranks.group, fill), "halo", label)
 
@@ -233,7 +233,7 @@ def halo_exchange_start(
 def halo_reduce_start(
     value: Tensor, dim: int, lows: _Ints, highs: _Ints, edges: _Ints, group: str, index: int, label: str = ""
 ) -> Tensor:
-    """Start to add up, at their owners, the rows that the parts have of each other."""
+    """Start to add up rows at the parts that own them, from all parts that hold terms of them."""
     ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
     return ranks.in_flight(*halo.reduce(value, part, ranks.group), "halo", label)
 
@@ -241,13 +241,13 @@ def halo_reduce_start(
 def halo_return_start(
     strips: Tensor, dim: int, lows: _Ints, highs: _Ints, edges: _Ints, group: str, index: int, label: str = ""
 ) -> Tensor:
-    """Start to give rows back to the parts that own them, and to get what is one's own."""
+    """Start to return rows to the parts that own them, and to receive this part's own rows."""
     ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
     return ranks.in_flight(*halo.give_back(strips, part, ranks.group), "halo", label)
 
 
 def add_rows(value: Tensor, rows: Tensor, dim: int, start: int) -> Tensor:
-    """Add some rows in place."""
+    """Add ``rows`` to ``value`` in place, from position ``start`` of ``dim`` on."""
     value.narrow(dim, start, rows.shape[dim]).add_(rows)
     return value
 
@@ -256,7 +256,7 @@ def wait(value: Tensor) -> Tensor:
     """Block until the collective that makes ``value`` is done.
 
     Raises:
-        LostRankError: torch.distributed's own was not done within the timeout, or lost a rank.
+        LostRankError: torch.distributed's collective was not done within the timeout, or lost a rank.
     """
     found: _Flight | None = value.__dict__.pop(_WORK, None)
     if found is not None:
@@ -278,7 +278,7 @@ def wait(value: Tensor) -> Tensor:
 
 
 def _lost(found: _Flight, value: Tensor, error: RuntimeError) -> LostRankError:
-    """What torch.distributed says, with what was waited for."""
+    """torch.distributed's error, extended by the collective that was awaited."""
     told, lost = found.ranks.mine.told(found.label, found.place), culprit()
     problem = f"{lost.problem}, and this rank waits" if lost else first_line(error)
     what = f"{found.what} of {value.numel()} x {str(value.dtype).removeprefix('torch.')}" + f" ({told})" * bool(told)
@@ -308,4 +308,4 @@ LIBRARY = Library("meshwright_comm", "IMPL")
 for _name, _function in KERNELS.items():
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _function, _key)
-    LIBRARY.impl(_name, fallthrough_kernel, "Autograd")  # graphs have their own backward; to ask takes microseconds
+    LIBRARY.impl(_name, fallthrough_kernel, "Autograd")  # graphs have their own backward, and autograd costs time

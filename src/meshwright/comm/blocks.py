@@ -1,4 +1,4 @@
-"""Memory that collectives on a CPU write into again and again: what nobody holds any more is given to the next."""
+"""Memory that collectives on a CPU reuse: a block that no tensor holds any more goes to the next result."""
 
 import mmap
 import weakref
@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 LEAST_BYTES = 2**20
-"""Smaller tensors are left to torch's allocator."""
+"""Smallest tensor, in bytes, that gets a block; torch's allocator serves smaller ones."""
 
 
 class Blocks:
-    """Gives memory from the system, and gives it again when the tensor and every view of it are gone.
+    """Lends memory from the system, and lends it again when the tensor and all its views are gone.
 
-    Gathered parameters are the largest tensors of a step that come and go, two buckets at a time. In the heap their
-    places are soon split by what is smaller and stays, and the next bucket takes new ones: the peak of a large GPT
-    under ZeRO-3 was an eighth higher (docs/decisions/0026-gathered-parameters-have-blocks.md). Here a bucket comes to
-    lie where one before it lay.
+    Gathered parameters are the largest temporary tensors of a step; two buckets live at a time. In the heap, smaller
+    tensors that stay soon split their places, and the next bucket needs new memory: the peak of a large GPT under
+    ZeRO-3 was an eighth higher (docs/decisions/0026-gathered-parameters-have-blocks.md). Here a bucket reuses the
+    memory of an earlier bucket.
 
     Attributes:
-        num_bytes: of all blocks, lent or free.
+        num_bytes: bytes of all blocks, lent and free.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class Blocks:
         self.num_bytes = 0
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A vector of ``count`` elements on the CPU, with any values.
+        """An uninitialized vector of ``count`` elements on the CPU.
 
-        It takes the smallest free block that holds it and is at most half as large again, of equal ones the latest
-        used; a new one takes the place of the largest free one that is smaller. So there come to be about as many
-        blocks as are ever lent at once, and the sum of a bucket, which is a part, does not take the place of a whole.
+        It gets the smallest free block that is 1 to 1.5 times its size; among equal blocks, the last one freed. If no
+        block fits, a new one replaces the largest smaller free block. So the number of blocks approaches the largest
+        number lent at once, and a reduced bucket, which is only a part, does not take the block of a whole bucket.
         """
         size = count * dtype.itemsize
         if size < LEAST_BYTES:

@@ -1,4 +1,4 @@
-"""Notes between ranks that are no collective: for threads that work beside the steps, whose order is not the steps'."""
+"""Notes between ranks, outside collectives: for background threads, whose order differs from that of the steps."""
 
 import pickle
 import time
@@ -10,16 +10,16 @@ from meshwright.comm.attendance import Attendance
 from meshwright.comm.transport.base import late, timeout_of
 
 PIECE_BYTES = 4 * 2**20
-"""torch's store takes no value of more than 8 MiB."""
+"""Bytes of one value in the store; torch's store refuses values over 8 MiB."""
 LOOK_EVERY_S, CHECK_EVERY_S = 0.02, 0.5
-"""How often a reader looks for a note, and whether the rank that is to leave it is gone."""
+"""Seconds between a reader's looks for a note, and between its checks that the rank that posts it still runs."""
 
 
 class Board:
-    """Where ranks leave notes for each other, in the store through which they met; alone, nobody reads it.
+    """Notes of ranks for each other, in the store of the process group. In a world of one rank, posts do nothing.
 
-    It has a connection of its own, so that a reader who waits keeps no step waiting. Make it outside of the thread
-    that uses it. ``attendance`` says who is gone.
+    The board has its own connection to the store, so a waiting reader delays no step. Make the board outside the
+    thread that uses it. ``attendance`` knows which ranks are gone.
     """
 
     def __init__(self, attendance: Attendance | None = None) -> None:
@@ -31,22 +31,22 @@ class Board:
             self._store = world.get_group_store().clone()  # type: ignore[attr-defined]
 
     def post(self, key: str, note: Any) -> None:
-        """Leave a note, once under a key."""
+        """Leave a note under a key; use each key once."""
         if self._store is None:
             return
         data = pickle.dumps(note)
         starts = range(0, len(data), PIECE_BYTES)
         for number, start in enumerate(starts):
             self._store.set(f"board/{key}/{number}", data[start : start + PIECE_BYTES])
-        self._store.set(f"board/{key}", str(len(starts)))  # last: whoever sees it may read the pieces
+        self._store.set(f"board/{key}", str(len(starts)))  # last: a reader that sees it may read the pieces
 
     def read(self, key: str, rank: int) -> Any:
-        """Wait for the note that ``rank`` leaves under a key.
+        """Wait for the note of ``rank`` under a key, and return it.
 
         Raises:
-            LostRankError: that rank is gone, or it did not come within the time that ranks wait for each other.
+            LostRankError: the rank is gone, or the note did not come within the group's timeout.
         """
-        # Looks, rather than one long wait inside of the store: a thread that sleeps here lets the process end.
+        # Short looks instead of one long wait in the store: a thread that sleeps here lets the process end.
         deadline, look = time.monotonic() + self._timeout_s, time.monotonic()
         while not self._store.check([f"board/{key}"]):
             if self._attendance is not None and time.monotonic() > look + CHECK_EVERY_S:
@@ -60,7 +60,7 @@ class Board:
         return pickle.loads(b"".join(self._store.get(f"board/{key}/{number}") for number in range(num_pieces)))
 
     def remove(self, key: str) -> None:
-        """Take a note away that everybody has read (nothing if there is none)."""
+        """Delete a note that all its readers have read; no effect if there is no such note."""
         if self._store is None or not self._store.check([f"board/{key}"]):
             return
         for number in range(int(self._store.get(f"board/{key}"))):

@@ -1,4 +1,4 @@
-"""How far the clocks of other ranks are from rank 0's, and the traces of all ranks on that."""
+"""Offsets of the other ranks' clocks from rank 0's clock, and the traces of all ranks on rank 0's clock."""
 
 import time
 from collections.abc import Callable
@@ -15,17 +15,17 @@ ROUNDS = 16
 
 
 class Offset(NamedTuple):
-    """A rank's clock shows ``seconds`` more than rank 0's, give or take half of ``round_trip_s``."""
+    """A rank's clock is ``seconds`` ahead of rank 0's clock; the error is at most half of ``round_trip_s``."""
 
     seconds: float
     round_trip_s: float
 
 
 def clock_offsets(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> list[Offset]:
-    """On rank 0, the offset of every rank's clock (empty elsewhere); every rank of the world must call it.
+    """On rank 0, the offset of every rank's clock; on other ranks, an empty list. Every rank must call it.
 
-    Rank 0 asks each rank for its time. The answer was given between question and answer by rank 0's clock, at the
-    middle if both ways take equally long; of all rounds the fastest errs least (Mills, RFC 5905, section 10).
+    Rank 0 asks each rank for its time. That rank reads its clock between question and answer: in the middle of the
+    round trip if both ways take equally long. The fastest round errs least (Mills, RFC 5905, section 10).
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1:
@@ -54,8 +54,7 @@ def clock_offsets(device: torch.device, clock: Callable[[], float] = time.perf_c
 
 
 def on_rank_0(mine: Trace, device: torch.device) -> Trace:
-    """On rank 0, the traces of all ranks as one, on rank 0's clock; elsewhere ``mine``. Every rank of the world must
-    call it."""
+    """The traces of all ranks, merged on rank 0's clock; ``mine`` on all other ranks. Every rank must call it."""
     offsets = clock_offsets(device)
     if len(offsets) == 1:  # this rank is alone
         return mine

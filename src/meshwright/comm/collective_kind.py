@@ -1,4 +1,4 @@
-"""What collectives of one kind have in common: one rank's steps, and the means by which they are carried out."""
+"""The shared state of collectives of one kind: one rank's steps, and the functions that reduce and copy."""
 
 import ctypes
 import operator
@@ -21,7 +21,7 @@ REDUCE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
     "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
 }
-"""In place of the first. ``Tensor.add_`` takes less time than ``torch.add(..., out=...)`` where tensors are short."""
+"""Reductions into the first tensor. ``Tensor.add_`` is faster than ``torch.add(..., out=...)`` for short tensors."""
 REDUCE_ARRAY: Mapping[str, Callable[[Any, Any], object]] = {
     "sum": operator.iadd,
     "max": lambda mine, theirs: np.maximum(mine, theirs, out=mine),
@@ -31,28 +31,28 @@ ARRAY_TYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
     torch.int16: np.int16, torch.int8: np.int8, torch.uint8: np.uint8, torch.bool: np.bool_,
 }  # fmt: skip
-"""What numpy reduces as PyTorch does, and as fast."""
+"""The dtypes that numpy reduces with PyTorch's results and speed."""
 SHORT_BYTES = 2**14
-"""A vector of ``ARRAY_TYPES`` of at most so many, in memory that ranks share, is copied and reduced by numpy, not by
-PyTorch's dispatcher, which takes longer than what it dispatches."""
+"""Vectors of ``ARRAY_TYPES`` up to this size, in shared memory, are copied and reduced by numpy: PyTorch's dispatcher
+would take longer than the work."""
 SLOTS = 4
-"""Messages of a lane of shared memory that may not have been taken: one more than must be (``compiled.LAG``), for in
-more of them long vectors go round more of the cache."""
+"""Messages for which a lane of shared memory has room: one more than it needs, which is ``compiled.LAG`` + 1. With more
+slots, long vectors would use more of the cache."""
 AHEAD = 7
-"""Messages to a peer that a collective sends when it starts, where some lanes of the group are wires."""
+"""Messages that a collective sends to a peer when it starts, if some lanes of the group are wires."""
 ARRAYS = 64
-"""Vectors of which a kind of collective keeps the arrays."""
+"""Upper limit on the arrays that a kind of collective caches."""
 LABELS = 4096
-"""Labels of which a kind of collective keeps what is said."""
+"""Upper limit on the descriptions, by label, that a kind of collective caches."""
 LaneStep = tuple[int, Any, int, int, int]
 """A :class:`~meshwright.comm.compiled.Step` with the lane to its peer."""
 
 
 class Kind:
-    """What collectives of one kind have in common: the steps of this rank, and what they are called.
+    """The shared state of collectives of one kind: the steps of this rank, and their description in errors.
 
-    ``first`` are the steps that may be done before all others, ``whole`` says that each is of the whole vector.
-    ``tensors`` and, where it is short, ``arrays`` are the means by which it is carried out.
+    ``first``: the steps that may run before all others. ``whole``: whether every step covers the whole vector.
+    ``tensors``, and ``arrays`` for a short vector, hold the functions that reduce and copy.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Kind:
         self.said: dict[str, bytes] = {}
 
     def array(self, memory: Tensor) -> np.ndarray[Any, Any]:
-        """The memory of a tensor as an array, valid while the tensor lives. Arrays are kept by address, for to make one
-        takes longer than to reduce it."""
+        """The memory of a tensor as an array, valid while the tensor lives. Arrays are cached by address, because
+        making an array takes longer than reducing it."""
         address = memory.data_ptr()
         found = self._arrays.get(address)
         if found is None:
@@ -99,7 +99,7 @@ class Kind:
         return found
 
     def say(self, label: str) -> bytes:
-        """What such a collective is, in words; ``said`` keeps them."""
+        """The description of a collective with this label; ``said`` caches it."""
         if len(self.said) >= LABELS:
             self.said.clear()
         self.said[label] = words = (self._text + (f" ({label})" if label else "")).encode()
@@ -107,8 +107,8 @@ class Kind:
 
 
 class _Means(NamedTuple):
-    """In what messages are: tensors of a dtype or arrays of one; how they are reduced, and kept, in place of the first
-    of two."""
+    """How messages are handled, as tensors or as numpy arrays: their dtype, and the functions ``reduce`` and ``keep``,
+    which write to the first of their two arguments."""
 
     dtype: Any
     reduce: Callable[[Any, Any], object]
@@ -116,8 +116,8 @@ class _Means(NamedTuple):
 
 
 def _arrays(dtype: torch.dtype, op: str) -> _Means:
-    """By numpy, in a context in which it does not warn of infinities and the like, or raise, as PyTorch does not. To
-    enter a context takes a tenth of what ``np.errstate`` does."""
+    """Reduction and copy by numpy. They run in a context without floating-point warnings and errors, as in PyTorch.
+    Entering a context takes a tenth of the time of ``np.errstate``."""
     quiet = copy_context()
     quiet.run(lambda: np.seterr(all="ignore"))
     return _Means(np.dtype(ARRAY_TYPES[dtype]), partial(quiet.run, REDUCE_ARRAY[op]), np.copyto)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Runs the steps of collectives among the ranks of a group: one executor, over any lanes."""
+"""Runs the steps of collectives among the ranks of a group: one executor for every kind of lane."""
 
 import time
 from collections import deque
@@ -16,18 +16,18 @@ from meshwright.errors import MeshwrightError, RankError
 from meshwright.schedules.collectives import operations
 
 HEAR_S = 1.0
-"""How long a rank that gives up waits for what the others, who hear of it now, say of themselves."""
+"""Seconds that a rank that gives up waits for the other ranks' reports; they learn of it only now."""
 
 _Table = tuple[tuple[int, ...], ...]
 _Key = tuple[str, str, int, torch.dtype, str, int, _Table | None]
-"""A kind: operation, algorithm, length, dtype, how it reduces, root, counts of an all-to-all."""
+"""Key of a kind of collective: operation, algorithm, length, dtype, reduction, root, counts of an all-to-all."""
 
 
 class Collectives:
-    """The collectives of one rank among those of a group; all of them must start the same ones in the same order.
+    """One rank's collectives in a group. All ranks of the group must start the same collectives in the same order.
 
-    Starting sends what the first round has to send, as far as there is room; waiting does the rest, so no thread works
-    beside the model. Waiting for one collective finishes those that were started before it.
+    Starting a collective sends the first round's messages as far as the lanes have room. Waiting does the rest, so no
+    extra thread runs. Waiting for one collective also finishes all that were started before it.
     """
 
     def __init__(self, rank: int, num_ranks: int, lanes: Mapping[int, Lane], name: str = "") -> None:
@@ -57,12 +57,12 @@ class Collectives:
     def reduce_scatter(
         self, value: Tensor, into: Tensor, op: str = "sum", algorithm: str = "star", label: str = ""
     ) -> Work:
-        """Reduce a contiguous ``[size, ...]`` and lay this rank's ``[...]`` of it into ``into``; ``value`` stays."""
+        """Reduce a contiguous ``[size, ...]`` and write this rank's ``[...]`` to ``into``; ``value`` is unchanged."""
         flat, part = value.view(-1), into.view(-1)
         length, begin, end = flat.numel(), self.rank * part.numel(), (self.rank + 1) * part.numel()
         kind = self._kind(("reduce_scatter", algorithm, length, value.dtype, op, 0, None))
         if all(begin <= first and last <= end for first, last in kind.writes):
-            # Only the own part is written: it is added up where it is wanted, and nothing else is copied.
+            # The steps write only this rank's part: it is added up in ``into``, and nothing else is copied.
             part.copy_(flat[begin:end])
             return self._start("reduce_scatter", algorithm, length, _Written(flat, part, begin), op, label)
         memory = flat.clone()
@@ -70,33 +70,33 @@ class Collectives:
         return self._start("reduce_scatter", algorithm, length, memory, op, label, lambda: part.copy_(mine))
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "star", label: str = "") -> Work:
-        """Lay every rank's ``value`` into ``into``, a contiguous ``[size, ...]``."""
+        """Collect every rank's ``value`` in ``into``, a contiguous ``[size, ...]``."""
         into[self.rank].copy_(value)
         return self._start("all_gather", algorithm, into.numel(), into.view(-1), "sum", label)
 
     def broadcast(self, value: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
-        """Give every rank ``root``'s value of a contiguous tensor."""
+        """Copy ``root``'s value of a contiguous tensor to every rank."""
         return self._start("broadcast", algorithm, value.numel(), value.view(-1), "sum", label, root=root)
 
     def reduce(self, value: Tensor, root: int = 0, op: str = "sum", algorithm: str = "tree", label: str = "") -> Work:
-        """Reduce a contiguous tensor in place at ``root``; elsewhere its value is not defined afterwards."""
+        """Reduce a contiguous tensor in place on ``root``. On other ranks its value is undefined afterwards."""
         return self._start("reduce", algorithm, value.numel(), value.view(-1), op, label, root=root)
 
     def gather(self, value: Tensor, into: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
-        """Lay every rank's ``value`` into ``root``'s ``into``, a contiguous ``[size, ...]``, which the others need as
-        room."""
+        """Collect every rank's ``value`` in ``root``'s ``into``, a contiguous ``[size, ...]``. The other ranks need
+        ``into`` as working memory."""
         into[self.rank].copy_(value)
         return self._start("gather", algorithm, into.numel(), into.view(-1), "sum", label, root=root)
 
     def scatter(self, value: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
-        """Give each rank its ``value[rank]`` of ``root``'s contiguous ``[size, ...]``, at that place."""
+        """Copy ``value[rank]`` of ``root``'s contiguous ``[size, ...]`` to ``value[rank]`` of each rank."""
         return self._start("scatter", algorithm, value.numel(), value.view(-1), "sum", label, root=root)
 
     def all_to_all(
         self, value: Tensor, into: Tensor, counts: operations.Counts, algorithm: str = "partitioned", label: str = ""
     ) -> Work:
-        """Send ``counts[rank][j]`` elements of a flat ``value`` to each rank j, and lay what comes into ``into``, by
-        sender. All ranks give the same counts."""
+        """Send ``counts[rank][j]`` elements of a flat ``value`` to each rank j. Write the received elements to
+        ``into``, ordered by sender. All ranks pass the same counts."""
         table = tuple(map(tuple, counts))
         base = max(map(sum, table))
         memory = value.new_empty(base + max(map(sum, zip(*table, strict=True))))
@@ -106,13 +106,13 @@ class Collectives:
         return self._start("all_to_all", algorithm, length, memory, "sum", label, lambda: into.copy_(came), table)
 
     def barrier(self, algorithm: str = "dissemination", label: str = "") -> None:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have reached the barrier."""
         self._start("barrier", algorithm, 0, torch.empty(0, dtype=torch.uint8), "sum", label).wait()
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     def _kind(self, key: _Key) -> Kind:
-        """What all collectives of that kind have in common."""
+        """The shared state of all collectives with that key; made at the first call."""
         found = self._kinds.get(key)
         if found is None:
             operation, algorithm, length, dtype, op, root, counts = key
@@ -165,19 +165,19 @@ class Collectives:
             self._open.popleft()
 
     def _fail(self, error: MeshwrightError, run: "_Run") -> NoReturn:
-        """For good: nobody knows what is still on its way."""
+        """Fail for good: the messages still under way are unknown, so no later collective can run."""
         self._failed = self._report(error, run)
         raise self._failed from error
 
     def _look(self) -> None:
-        """Whether somebody keeps the first collective from an end, be it one that this rank waits for or not."""
+        """Raise if any rank prevents the first open collective from finishing, even a rank that is not awaited here."""
         number = self._open[0].number if self._open else self._number
         troubles = [found for lane in self._lanes.values() if (found := lane.trouble(number))]
         for trouble in sorted(troubles, key=lambda trouble: trouble.problem != ENDED):
             raise trouble.error()
 
     def _report(self, error: MeshwrightError, run: "_Run") -> MeshwrightError:
-        """The error, with what this rank was in and what the others say of themselves; and they hear of it."""
+        """The error, extended by the current collective of every rank. Also tells the other ranks of the failure."""
         words = run.kind.say(run.label) + f", and has given up: {error.where}: {error.problem}".encode()
         for lane in self._each:
             lane.give_up(run.number, words, error.where)
@@ -186,7 +186,7 @@ class Collectives:
         return kind("\n     ".join(lines), where=error.where, remedy=error.remedy)
 
     def _heard(self) -> list[str]:
-        """A line for each of the others that says something; over a lane that sends, it may be on its way."""
+        """One line for each other rank that reports. Reports over wires may still be under way."""
         deadline = time.monotonic() + (HEAR_S if self._expects else 0)
         while True:
             lines = [lane.told() for _, lane in sorted(self._lanes.items())]
@@ -196,7 +196,7 @@ class Collectives:
 
 
 class _Run:
-    """A collective under way."""
+    """A collective that has been started."""
 
     __slots__ = ("_early", "_finish", "_kept", "_means", "_memory", "_owner", "done", "kind", "label", "number", "tag")
 
@@ -210,7 +210,7 @@ class _Run:
         finish: Callable[[], object] | None,
     ) -> None:
         self._owner, self.kind, self.number = owner, kind, number
-        self._means, self._kept = kind.tensors, memory  # kept, because an array over its memory does not hold it
+        self._means, self._kept = kind.tensors, memory  # kept: an array over the memory does not keep it alive
         self._memory: Any = memory
         if kind.arrays is not None and isinstance(memory, Tensor) and memory.is_cpu and memory.is_contiguous():
             self._means, self._memory = kind.arrays, kind.array(memory)
@@ -221,14 +221,14 @@ class _Run:
 
     @property
     def has_sent(self) -> bool:
-        """Whether nothing is left to send, so that what the next one sends comes behind it."""
+        """Whether all its messages are sent, so that the next collective's messages follow them."""
         return self.done or (self._early == len(self.kind.first) and not self.kind.rest_puts)
 
     def text(self) -> str:
         return f"#{self.number} {self.kind.say(self.label).decode()}"
 
     def begin(self) -> None:
-        """Send ahead, as far as there is room."""
+        """Send the first messages, as far as the lanes have room."""
         kind, tag, memory = self.kind, self.tag, self._memory
         for step in kind.first:
             what, lane, begin, end, _ = step
@@ -243,7 +243,7 @@ class _Run:
             self._owner._finish(self)
 
     def go_on(self) -> None:
-        """Do all that is left."""
+        """Run all remaining steps."""
         kind, left = self.kind, self.kind.rest
         if self._early < kind.num_first:
             early = set(kind.ahead[: self._early])
@@ -258,7 +258,7 @@ class _Run:
 
     def _do(self, steps: tuple[LaneStep, ...]) -> None:
         memory, tag, whole = self._memory, self.tag, self.kind.whole
-        dtype, reduce, keep = self._means  # whole: to make a view takes longer than to send a short one
+        dtype, reduce, keep = self._means  # whole: making a view takes longer than sending a short message
         for what, lane, begin, end, into in steps:
             if what == ADD:
                 mine = memory if whole else self._into(begin, end)
@@ -281,7 +281,7 @@ class _Run:
 
 
 class _Written:
-    """A memory that is read in one tensor and written, only in its part from ``begin`` on, in another."""
+    """A memory that reads from one tensor and writes to another, which holds only the elements from ``begin`` on."""
 
     def __init__(self, read: Tensor, written: Tensor, begin: int) -> None:
         self._read, self._written, self._begin = read, written, begin

@@ -1,12 +1,12 @@
-"""A rank's part of a collective's steps as a flat list of messages, so short that they stay in cache.
+"""A rank's part of a collective's steps as a flat list of messages, each short enough to stay in cache.
 
-In each round messages leave ahead of those that come, and a message is added up while the next is under way:
+In each round take n follows put n + ``LAG``, so a rank adds up one message while the next is under way:
 
     put 0   put 1   put 2   take 0   put 3   take 1   put 4   take 2   take 3   take 4
 
-All ranks order their messages alike: by round, and in it by which part of its lane's messages goes before. So the rank
-that is furthest behind can always go on: what it waits for has been put, and of the lane that it puts into no more than
-``LAG`` messages have not been taken. So a lane needs room for ``LAG`` + 1.
+All ranks order their messages alike: by round, then by the fraction of the lane's messages that precede the message.
+So the rank that is furthest behind can always go on: the message that it waits for has been put, and the lane that it
+puts into holds at most ``LAG`` messages that have not been taken. So a lane needs room for ``LAG`` + 1 messages.
 """
 
 from typing import NamedTuple
@@ -15,14 +15,14 @@ from meshwright.errors import ScheduleError
 from meshwright.schedules.collectives.steps import Program
 
 LAG = 2
-"""How many messages leave before the first is awaited."""
+"""Messages by which takes follow puts: a rank puts message n + ``LAG`` before it takes message n."""
 
 PUT, EXPECT, ADD, KEEP, COPY = range(5)
 
 
 class Step(NamedTuple):
-    """One thing to do with elements ``begin`` to ``end``: put them into the lane to ``peer``, or expect as many from
-    it, or take as many and add them to these, or keep them there. A COPY goes to ``into`` of the own memory."""
+    """One action on elements ``begin`` to ``end``: PUT sends them to ``peer``. EXPECT announces a message from ``peer``
+    of this length. ADD takes a message and adds it to the elements; KEEP stores it there. COPY copies to ``into``."""
 
     kind: int
     peer: int
@@ -32,22 +32,22 @@ class Step(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """``steps`` in order. Those at ``ahead`` are puts and expectations of the first round, which may be done before all
-    others while there is room; ``rest_puts`` says whether there are puts among the others."""
+    """One rank's ``steps``, in order. ``ahead`` holds the indices of PUT and EXPECT steps of the first round that may
+    run before all others while the lanes have room. ``rest_puts``: whether the other steps include a PUT."""
 
     steps: tuple[Step, ...]
     ahead: tuple[int, ...]
     rest_puts: bool
     writes: tuple[tuple[int, int], ...]
-    """What is written, by the begin and end of each receive and copy."""
+    """(begin, end) of the elements that each receive or copy writes."""
 
 
 def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int, *, expects: bool) -> Compiled:
-    """The messages of at most ``num_per_message`` elements that the rank puts and takes, and (``expects``) expects; at
-    most so many to (and from) each peer ahead of all others.
+    """The rank's program as steps with messages of at most ``num_per_message`` elements. ``expects`` adds EXPECT steps.
+    ``ahead`` lists at most ``most_ahead`` puts and ``most_ahead`` expectations for each peer.
 
     Raises:
-        ScheduleError: a round would overwrite what it has still to send.
+        ScheduleError: a round would overwrite elements that it has still to send.
     """
     found: list[Step] = []
     ahead: list[int] = []
@@ -78,8 +78,8 @@ def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int,
 
 
 def _in_turn(puts: list[list[Step]], takes: list[list[Step]], expects: bool) -> list[Step]:
-    """The messages of a round: of each lane one after the other, lanes with few of them as far as those with many;
-    takes ``LAG`` behind puts, and expected as early."""
+    """The messages of a round in order. All lanes advance by equal fractions of their messages. Takes follow puts by
+    ``LAG`` messages; expectations are as early as puts."""
     found: list[tuple[float, int, Step]] = []
     for parts in puts:
         found += [(number / len(parts), 1, one) for number, one in enumerate(parts)]
@@ -91,7 +91,7 @@ def _in_turn(puts: list[list[Step]], takes: list[list[Step]], expects: bool) -> 
 
 
 def _first_of_each(steps: list[Step], most: int) -> list[int]:
-    """Where puts and expectations are, before one that would be more than ``most`` of its kind and peer."""
+    """The indices of PUT and EXPECT steps, up to the first that exceeds ``most`` for its kind and peer."""
     counts: dict[tuple[int, int], int] = {}
     found = []
     for number, one in enumerate(steps):

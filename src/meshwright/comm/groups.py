@@ -1,4 +1,4 @@
-"""Process groups of a mesh, by name: the one place that resolves a name to a group."""
+"""Process groups of a mesh, by name: the only module that resolves a name to a group."""
 
 import functools
 import itertools
@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.comm import collective_kind, watch
 from meshwright.comm.collectives import Collectives
@@ -30,6 +29,7 @@ from meshwright.ir.amendment import Amendment, amended
 from meshwright.ir.mesh import AxisGroup, Mesh, members, sizes_of
 from meshwright.ir.placement import Placements, Shard, axis_cut, flat_axis, local_shape, unflattened
 from meshwright.schedules.collectives.choice import MPI, NATIVE, chosen, names
+from meshwright.torch_private import resolve_process_group
 
 log = logging.getLogger("meshwright")
 
@@ -39,10 +39,10 @@ T = TypeVar("T")
 def axis_groups(
     mesh: Mesh, rank: int, algorithms: dict[str, str] | None = None, *, first_rank: int = 0
 ) -> dict[str, AxisGroup]:
-    """Make the process groups of every axis (all ranks of the world must call this), and return this rank's.
+    """Make the process groups of every axis and return this rank's, by axis. All ranks of the world must call it.
 
-    ``algorithms`` are by axis; joined axes that it names (``dp+tp``) have a group too. The mesh is laid over the ranks
-    from ``first_rank`` on; a rank that is not there has no groups.
+    ``algorithms`` maps axes to algorithms; joined axes in it (``dp+tp``) get a group too. The mesh covers the ranks
+    from ``first_rank`` on; a rank outside the mesh gets no groups.
     """
     world, algorithms = dist.group.WORLD, algorithms or {}
     assert world is not None
@@ -65,9 +65,9 @@ def axis_groups(
             carrier(group, wanted)
         mine = member(group)
         mine.axis = f"axis {name}"
-        if name in algorithms and mine.watch is None and dist.get_backend(group) == "gloo":  # else NCCL carries all
+        if name in algorithms and mine.watch is None and dist.get_backend(group) == "gloo":  # else NCCL runs all
             boxes = boxes_of(group)
-            if len(boxes) > 1:  # inside of one there are no links
+            if len(boxes) > 1:  # no links within one box
                 mine.watch = Watch(group, boxes, functools.partial(started, group))
         index = mesh.group_ranks(name, rank - first_rank).index(rank - first_rank)
         result[name] = AxisGroup(group.group_name, size, index, algorithm)
@@ -79,12 +79,12 @@ def axis_groups(
 
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    return resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def look_at_links(step: int, groups: Mapping[str, AxisGroup]) -> tuple[Amendment, ...]:
-    """After ``step`` steps, and only each ``EVERY``: look at every group with links. What all ranks of the world change
-    from the next step on, which is logged too; all of them call it with their groups by axis."""
+    """Every ``watch.EVERY`` steps, check the groups that span several boxes. Returns, and logs, the amendments that all
+    ranks of the world apply from step ``step + 1`` on. Every rank calls it with its groups by axis."""
     world = dist.group.WORLD
     if step % watch.EVERY or world is None or not member(world).has_links:
         return ()
@@ -103,10 +103,10 @@ def look_at_links(step: int, groups: Mapping[str, AxisGroup]) -> tuple[Amendment
 
 
 def amend(groups: Mapping[str, AxisGroup], amendments: Iterable[Amendment]) -> None:
-    """Run the groups' collectives by a plan's amendments, and by no others that were taken before.
+    """Run the groups' collectives by a plan's amendments; earlier amendments no longer hold.
 
     Raises:
-        PlanError: there is no such algorithm.
+        PlanError: an amendment names an unknown algorithm.
     """
     for axis, one in groups.items():
         group = process_group(one.name)
@@ -123,7 +123,7 @@ def amend(groups: Mapping[str, AxisGroup], amendments: Iterable[Amendment]) -> N
 
 
 def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: str) -> Work | None:
-    """Start an operation on a flat vector, to see what it takes."""
+    """Start an operation on a flat vector, to measure its time."""
     rows = value.view(group.size(), -1)
     part = torch.empty_like(rows[0])
     runs = carrier(group, algorithm)
@@ -135,16 +135,16 @@ def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: 
 
 
 def told_of(axis: str, group: AxisGroup, world_size: int) -> str:
-    """An axis in traces, with the ranks of this group where there are several, which communicate at once."""
+    """The name of an axis in traces; with the ranks of this group where it is not the whole world."""
     if group.size == world_size:
         return axis
     return f"{axis} of ranks {' '.join(map(str, dist.get_process_group_ranks(process_group(group.name))))}"
 
 
 def collectives(group: dist.ProcessGroup) -> Collectives:
-    """Our collectives among the ranks of a group; all of them must ask for it the first time.
+    """Meshwright's collectives in a group. All ranks of the group must make the first call together.
 
-    Ranks of one machine share memory, others send and receive.
+    Ranks of one machine communicate by shared memory, other ranks by send and receive.
     """
     mine = member(group)
     if mine.collectives is None:
@@ -161,10 +161,10 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
 
 
 def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | Mpi:
-    """Who runs an algorithm; all ranks of the group must ask for one of ours, or of MPI, the first time.
+    """The object that runs an algorithm. All ranks of the group must make the first call together, unless native.
 
     Raises:
-        RankError: it is MPI's, and the ranks were not started by MPI.
+        RankError: the algorithm is MPI's, and the ranks were not started by MPI.
     """
     if algorithm == NATIVE:
         return Native(group)
@@ -178,15 +178,15 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | 
 
 @naming("all ranks of the group")
 def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a group (as they count in it) by the boxes in which they share memory, in the order of the first of
-    each; all of them must call this."""
+    """The ranks of a group, numbered within the group, by box; boxes are ordered by their first rank. Ranks of a box
+    share memory. All ranks of the group must call it."""
     each: list[Any] = [None] * group.size()
     dist.all_gather_object(each, box(), group)
     return tuple(tuple(rank for rank, place in enumerate(each) if place == one) for one in dict.fromkeys(each))
 
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:
-    """Messages to and from other ranks of the world, by rank; each of them must ask for this rank's in its own call."""
+    """Channels to other ranks of the world, by rank. Each of these ranks must call it too, and ask for this rank."""
     wanted = set(peers)
     if not wanted:
         return {}
@@ -199,12 +199,12 @@ def channels(peers: Iterable[int]) -> dict[int, Channel]:
 
 
 def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots: int) -> dict[int, SharedMemory | None]:
-    """Memory shared with each peer, where that can be; a rank that has none left ends the others' waiting."""
+    """Memory shared with each peer; None where impossible. A rank without memory left makes its peers fail too."""
     rank, store, timeout_s = dist.get_rank(), group.get_group_store(), timeout_of(group).total_seconds()
     attendance = attend()
     assert attendance is not None, "there are peers"
     found: dict[int, SharedMemory | None] = {}
-    ordered = sorted(peers, key=lambda peer: sorted((rank, peer)))  # else ranks in a circle wait for each other
+    ordered = sorted(peers, key=lambda peer: sorted((rank, peer)))  # else ranks could wait for each other in a circle
     for peer in ordered:
         try:
             found[peer] = SharedMemory.connect(store, name, rank, peer, timeout_s, slots, attendance.check)
@@ -224,7 +224,7 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
 
 @naming("all ranks of the group")
 def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
-    """Give all ranks of the group the value of the one at ``index``."""
+    """Copy the value of the rank at ``index`` to all ranks of the group."""
     ranks = process_group(group.name)
     with blocking("broadcast", group.name, value.nbytes):
         dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
@@ -232,7 +232,7 @@ def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
 
 @naming("all ranks")
 def meet() -> None:
-    """Wait for all ranks of the world, where there are several."""
+    """Wait until all ranks of the world have called this."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
@@ -248,7 +248,7 @@ def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
 
 @naming("all ranks")
 def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> None:
-    """Give every rank rank 0's values, in chunks of one dtype."""
+    """Copy rank 0's values to every rank, in chunks of one dtype and device."""
     pending: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         pending.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -265,7 +265,7 @@ def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> N
 
 @naming("all ranks of the group")
 def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Tensor:
-    """The whole tensor from its shards (every rank of the axes must call it); ``value`` itself where it is whole."""
+    """The whole tensor, gathered from its shards; ``value`` itself where it is whole. All ranks of the axes call it."""
     now = {axis: one for axis, one in placements.items() if isinstance(one, Shard)}
     if flat := flat_axis(placements):
         parts = [torch.empty_like(value) for _ in range(groups[flat].size)]
@@ -289,11 +289,11 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
 
 @naming("all ranks")
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank. ``make`` runs on rank 0 only.
+    """The result of ``make``, on every rank. ``make`` runs on rank 0 only.
 
     Raises:
-        MeshwrightError: rank 0's, on every rank.
-        RankError: on the other ranks, where rank 0 failed in another way; rank 0 raises what it was.
+        MeshwrightError: ``make`` raised it on rank 0; every rank raises it.
+        RankError: ``make`` raised another error; the other ranks raise RankError, rank 0 the original error.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
@@ -304,7 +304,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
             box[0] = make()
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
             own = error
-            text = f"it failed: {type(error).__name__}: {error}"  # words can be sent whatever the error holds
+            text = f"it failed: {type(error).__name__}: {error}"  # text can always be pickled, the error may not
             words = RankError(text, where="rank 0", remedy="look at the error that rank 0 raised")
             box[1] = error if isinstance(error, MeshwrightError) else words
     dist.broadcast_object_list(box, src=0)
@@ -316,7 +316,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 @naming("all ranks")
 def from_every_rank(value: T) -> list[T]:
-    """Every rank's value, on every rank."""
+    """The values of all ranks, by rank, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     every: list[Any] = [None] * dist.get_world_size()

@@ -1,7 +1,7 @@
-"""Halo exchange between the ranks of a group, each with its part of one dim, and its adjoint (``ops.collectives``).
+"""Halo exchange and its adjoint between the ranks of a group; each rank holds a part of one dim (``ops.collectives``).
 
-Each rank knows from the ranges which rows it sends to whom and receives from whom; shards that are thinner than the
-halo have more neighbours than two.
+From the ranges each rank knows the rows that it sends to, and receives from, every other rank. A shard thinner than
+the halo has more than two neighbours.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from meshwright.ir.halo import Rows, fetched, given, outside, overlap, owned
 
 
 class Part(NamedTuple):
-    """Part ``number`` of a dim that is cut at ``edges``; ``ranges`` are the rows that each part reads."""
+    """Part ``number`` of a dim that is cut at ``edges``. ``ranges`` holds the rows that each part reads."""
 
     dim: int
     ranges: Sequence[Rows]
@@ -25,8 +25,8 @@ class Part(NamedTuple):
 
 
 def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -> tuple[Tensor, UnderWay]:
-    """Start to fetch the rows that this part reads and other parts own. Returns the strips, complete after waiting, and
-    the work to wait for."""
+    """Start to fetch the rows that this part reads and other parts own. Returns the strips and the work to wait for;
+    the strips are complete after waiting. Rows that no part owns hold ``fill``."""
     dim, ranges, edges, number = part
     own = owned(edges, number)
     before, after = outside(ranges[number], own)
@@ -42,8 +42,8 @@ def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -
 
 
 def reduce(value: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
-    """Start to add up rows at their owners; ``value`` holds this part's terms for all rows that it reads. Returns as
-    :func:`exchange`."""
+    """Start to add up rows at their owners; ``value`` holds this part's terms for all rows that it reads. Returns this
+    part's own rows and the work to wait for."""
     dim, ranges, edges, number = part
     own, low = owned(edges, number), ranges[number][0]
     shape = list(value.shape)
@@ -59,8 +59,8 @@ def reduce(value: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor,
 
 
 def give_back(strips: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
-    """Start to send ``strips``, the rows before and after one's own, to their owners. What comes is for one's first
-    rows, then for one's last (zeros where there is no neighbour)."""
+    """Start to send ``strips``, the rows before and after this part's own, to their owners. Returns the values for this
+    part's first rows, then for its last rows (zeros where it has no neighbour), and the work to wait for."""
     dim, ranges, edges, number = part
     first, last = owned(edges, number)
     before, after = outside(ranges[number], (first, last))
@@ -101,5 +101,5 @@ def _start(
 
 
 def sendable(value: Tensor) -> Tensor:
-    """What can be sent in place of a tensor whose dtype cannot."""
+    """``value``, or a view of it as bytes if its dtype cannot be sent."""
     return value.view(torch.uint8) if value.dtype == torch.bool else value

@@ -1,4 +1,4 @@
-"""What this rank keeps of the process groups that it is in, and which ranks of them are gone."""
+"""The state that this rank keeps for each of its process groups, and the ranks that are gone."""
 
 import functools
 from collections.abc import Callable
@@ -24,12 +24,12 @@ TOLD = 4096
 
 
 class Member:
-    """What this rank keeps of a group, for which torch.distributed's own table of groups by name has no room.
+    """The state that this rank keeps for one group; torch.distributed's table of groups by name cannot hold it.
 
-    ``axis``: of which it was made (``axis dp``); nothing for others. ``watch``: who looks at what its collectives take,
-    where that may change. ``begun``: how many collectives have. ``blocks``: memory that results take turns in.
-    ``progress``: this rank's streams, which all groups share. Of the world: ``has_links``, whether any group of it has;
-    ``attendance``, once the rank has begun to ``attend``.
+    ``axis``: the mesh axis of the group (``axis dp``), else empty. ``watch``: measures the group's collectives where
+    their algorithm may change. ``begun``: the number of collectives begun. ``blocks``: memory that results reuse.
+    ``progress``: this rank's streams, shared by all groups. Only for the world: ``has_links``, whether any watched
+    group spans several boxes; ``attendance``, set by ``attend``.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -48,7 +48,7 @@ class Member:
         return chosen(text, operation, num_bytes) if watch is None else watch.algorithm(text, operation, num_bytes)
 
     def told(self, label: str, where: object) -> str:
-        """What a collective is of: axis, tensor, stage, micro-batch."""
+        """The description of a collective in errors: axis, label of the tensor, place in the schedule."""
         found = self._told.get((label, where))
         if found is None:
             if len(self._told) >= TOLD:
@@ -59,11 +59,11 @@ class Member:
 
 
 _MEMBERS: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
-"""An entry ends with its group, or where what it keeps holds that (wires, MPI, a watch) with the process."""
+"""An entry ends with its group, or with the process if the entry refers to the group (wires, MPI, a watch)."""
 
 
 def member(group: dist.ProcessGroup) -> Member:
-    """What this rank keeps of a group."""
+    """The state that this rank keeps for a group; made at the first call."""
     found = _MEMBERS.get(group)
     if found is None:
         world = dist.group.WORLD
@@ -73,7 +73,7 @@ def member(group: dist.ProcessGroup) -> Member:
 
 
 def attend() -> Attendance | None:
-    """Let other ranks of the world see when this one is gone, and see it of them; None where it is alone."""
+    """This rank's attendance, by which ranks see which other ranks are gone; None in a world of one rank."""
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return None
@@ -84,7 +84,7 @@ def attend() -> Attendance | None:
 
 
 def close_all() -> None:
-    """Close this rank's connections: it will communicate no more."""
+    """Close this rank's connections; it no longer communicates."""
     for group in list(_MEMBERS):
         close(group)
 
@@ -97,7 +97,7 @@ def culprit() -> Trouble | None:
 
 
 def naming(awaited: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Raise as a LostRankError what torch.distributed says of a lost rank; it names that rank and the ``awaited``."""
+    """Decorator: if torch.distributed lost a rank, raise a LostRankError with that rank and the ``awaited`` ranks."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Notes of what a rank does and when, taken by whoever does it while somebody records."""
+"""Records what a rank does and when. The code that does the work takes the notes while a recorder is set."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from meshwright.ir.trace import MemorySample, Span, Trace, TraceSource
 
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
-"""Streams: computing, what is under way between ranks, and how long computing stood still for that."""
+"""Streams of a trace: computing, communication between ranks, and time that computing waits for communication."""
 
 SAMPLE_EVERY_S = 0.002
 
@@ -16,7 +16,7 @@ SAMPLE_EVERY_S = 0.002
 class Recorder:
     """Spans and memory samples of one rank, since ``clear``; a note costs less than a microsecond.
 
-    ``axes`` says which a process group (by name) is; ``memory`` tells the bytes that the rank holds now.
+    ``axes`` maps the name of a process group to its axis; ``memory`` returns the bytes that the rank holds now.
     """
 
     def __init__(self, axes: Mapping[str, str] | None = None, memory: Callable[[], int] | None = None) -> None:
@@ -30,13 +30,13 @@ class Recorder:
         self._samples.clear()
 
     def span(self, stream: str, what: object, start_s: float, end_s: float, num_bytes: int = 0) -> None:
-        """Something that was done; ``what`` becomes text only where it is read."""
+        """Note work that was done; ``what`` becomes text only when the trace is made."""
         self._spans.append((stream, what, start_s, end_s, num_bytes))
 
     def collective(self, what: str, group: str, times: tuple[float, float, float, float], num_bytes: int) -> None:
-        """A collective of ``num_bytes``: when starting it began and was done, when waiting for it began and was done.
+        """Note a collective of ``num_bytes``. ``times``: begin and end of the start call, begin and end of the wait.
 
-        It is under way from the first to the last; both calls keep the rank from computing.
+        The collective is under way from the first time to the last. During both calls the rank does not compute.
         """
         name = f"{what} {self._axes.get(group, 'world')}"
         begun, started, waiting, done = times
@@ -46,13 +46,13 @@ class Recorder:
             self._spans.append((WAIT, name, waiting, done, 0))
 
     def sample(self) -> None:
-        """The memory that is held now, unless that was asked for just before (asking costs about 10 µs)."""
+        """Note the memory held now, unless a sample is under ``SAMPLE_EVERY_S`` old (reading it takes about 10 µs)."""
         now_s = time.perf_counter()
         if self._memory is not None and (not self._samples or now_s - self._samples[-1][0] >= SAMPLE_EVERY_S):
             self._samples.append((now_s, self._memory()))
 
     def trace(self, rank: int, source: TraceSource = "measured") -> Trace:
-        """All notes, as those of rank number ``rank``, on its own clock (``time.perf_counter``)."""
+        """All notes as the trace of rank ``rank``, on the rank's own clock (``time.perf_counter``)."""
         return Trace(
             source=source,
             spans=tuple(
@@ -67,13 +67,13 @@ _CURRENT: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 def current() -> Recorder | None:
-    """Whoever records what this thread does, if anybody."""
+    """The recorder of this thread, or None."""
     return _CURRENT.get()
 
 
 @contextmanager
 def recording(recorder: Recorder | None) -> Iterator[None]:
-    """Let what is done inside be noted (or, None, not)."""
+    """Record the work inside the block with ``recorder``; with None, record nothing."""
     token = _CURRENT.set(recorder)
     try:
         yield
@@ -85,18 +85,18 @@ _PLACE: ContextVar[object] = ContextVar("place", default=None)
 
 
 def place() -> object:
-    """Where in a schedule this thread is, if anywhere; it becomes text only where it is read."""
+    """The place in the schedule where this thread is, or None. Errors convert it to text."""
     return _PLACE.get()
 
 
 def be_at(where: object) -> None:
-    """Say where in a schedule this thread is: collectives are named by it in errors."""
+    """Set the place in the schedule where this thread is. Errors name collectives by it."""
     _PLACE.set(where)
 
 
 @contextmanager
 def blocking(what: str, group: str, num_bytes: int) -> Iterator[None]:
-    """Note a collective that is over when it returns."""
+    """Note a collective that runs to its end inside the block."""
     begun = time.perf_counter()
     yield
     if (recorder := current()) is not None:

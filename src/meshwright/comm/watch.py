@@ -1,9 +1,9 @@
-"""Links that change while a run goes on: ranks of several boxes look at what their collectives take, and all take
-another algorithm from the same step on where that has become faster.
+"""Adapts to links that change during a run: ranks of several boxes measure their collectives, and all switch to another
+algorithm at the same step when it has become faster.
 
-Every ``EVERY`` steps the ranks of a group tell each other the median of each collective since the last look. The rank
-that came last stood still for the shortest time: for the links, not for others. Where that is ``FACTOR`` times what it
-was, or has become, and still is at the next look, all algorithms are measured again, at that size.
+Every ``EVERY`` steps the ranks of a group exchange the median time of each collective since the last look. The rank
+that came last has the shortest time: it waited only for the links, not for other ranks. If this time has changed by
+``FACTOR``, up or down, and still has at the next look, all algorithms are measured again at that size.
 """
 
 import logging
@@ -22,26 +22,27 @@ from meshwright.schedules.collectives.hierarchy import Boxes, named_boxes
 
 EVERY, FACTOR = 10, 1.5
 LEAST_S = 2e-3
-"""Collectives that have become slower or faster by less are left alone."""
+"""Seconds; a smaller change of a collective's time is ignored."""
 TRIES = 3
+"""Timed runs of each algorithm, of which the fastest counts, after a first run that is slower."""
 MOST_BYTES = 2**28
-"""A larger vector is tried at this size."""
+"""Upper limit on the size of a vector that is measured again; larger vectors are measured at this size."""
 
 log = logging.getLogger("meshwright")
 
 Start = Callable[[str, Tensor, str], Work | None]
-"""Start an operation on a vector (the whole one, flat, in float32) by an algorithm."""
+"""Starts an operation on the whole vector (flat, float32) by an algorithm: (operation, vector, algorithm)."""
 
 
 class Key(NamedTuple):
-    """Which collective: they are told apart by operation and bytes of the whole vector."""
+    """Identifies a collective by its operation and the bytes of its whole vector."""
 
     operation: str
     num_bytes: int
 
 
 class Switch(NamedTuple):
-    """A change of algorithm: from ``step`` on; seconds of the collective before and now, and by the one taken."""
+    """A change of algorithm from ``step`` on, with seconds: usual and now by ``before``, measured by ``after``."""
 
     step: int
     key: Key
@@ -63,9 +64,9 @@ class Switch(NamedTuple):
 
 
 class Watch:
-    """What the collectives of one group take. ``boxes``: how its ranks lie; in one there are no links to look at.
+    """The times of one group's collectives. ``boxes``: its ranks by box; a single box has no links to watch.
 
-    ``amended`` are the algorithms that hold in place of the plan's text: what the ranks have switched to.
+    ``amended``: the algorithms that the ranks have switched to, used in place of the plan's text.
     """
 
     def __init__(self, group: dist.ProcessGroup, boxes: Boxes, start: Start) -> None:
@@ -79,7 +80,7 @@ class Watch:
         self._doubted: set[Key] = set()
 
     def algorithm(self, text: str, operation: str, num_bytes: int) -> str:
-        """What a plan's text says, unless it is amended."""
+        """The amended algorithm of a collective if it has one, else the algorithm in the plan's text."""
         if operation not in CHOSEN:
             return chosen(text, operation, num_bytes)
         key = Key(operation, num_bytes)
@@ -88,13 +89,13 @@ class Watch:
         return name
 
     def note(self, operation: str, num_bytes: int, seconds: float) -> None:
-        """For how long this rank stood still for a collective."""
+        """Record the seconds for which a collective kept this rank from computing."""
         key = Key(operation, num_bytes)
         if self.has_links and key in self._names:
             self._seconds.setdefault(key, []).append(seconds)
 
     def look(self, step: int) -> tuple[Switch, ...]:
-        """What changes from ``step`` on; all ranks of the group call it with the same step, between collectives."""
+        """The switches from ``step`` on. All ranks of the group call it with the same step, between collectives."""
         mine = {key: statistics.median(each) for key, each in self._seconds.items()}
         self._seconds.clear()
         every: list[Any] = [None] * self._group.size()
@@ -107,7 +108,7 @@ class Watch:
             elif max(now_s, usual_s) <= FACTOR * min(now_s, usual_s) or abs(now_s - usual_s) <= LEAST_S:
                 self._doubted.discard(key)
             elif key not in self._doubted:
-                self._doubted.add(key)  # somebody may just have used the machine
+                self._doubted.add(key)  # the machine may have been busy for a moment
             else:
                 self._doubted.remove(key)
                 found.append(self._again(step, key, usual_s, now_s))
@@ -121,7 +122,7 @@ class Watch:
         return Switch(step, key, before, after, usual_s, now_s, seconds[after])
 
     def _measured(self, key: Key) -> Mapping[str, float]:
-        """The seconds of every algorithm that may be the fastest, of the slowest rank: alike on all of them."""
+        """The slowest rank's seconds of each algorithm that may be the fastest; all ranks get the same numbers."""
         names = dict.fromkeys((*candidates(key.operation, self._group.size(), self._boxes), self._names[key]))
         num_bytes = min(key.num_bytes, MOST_BYTES)
         part = -(-num_bytes // 4 // self._group.size())

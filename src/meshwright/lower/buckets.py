@@ -31,7 +31,7 @@ class Value:
 
 
 class Gathers:
-    """Parameters that are stored Flat, made whole with their bucket at their first use."""
+    """Gathers parameters that are stored Flat, a bucket at a time, at the first use of one of its parameters."""
 
     def __init__(self, plan: Plan, groups: Mapping[str, AxisGroup], tensors: Mapping[str, Tensor], emit: Emit) -> None:
         self._groups, self._tensors, self._emit = groups, tensors, emit
@@ -44,8 +44,8 @@ class Gathers:
         return name in self._bucket_of
 
     def whole(self, name: str, stored: Mapping[str, Value], phase: str) -> Value:
-        """The parameter, whole over the axis over which ``stored`` has it Flat. What is released after its use is
-        marked so (``meta["released"]``), and gathered again by ``lower/partition.py``."""
+        """The parameter, whole over the axis over which ``stored`` has it Flat. Nodes of parameters that are released
+        after use are marked (``meta["released"]``); ``lower/partition.py`` gathers them again in backward."""
         if name not in self._found:
             bucket = self._bucket_of[name]
             group, names = self._groups[bucket.axis], [one for one in bucket.parameters if one in stored]
@@ -75,21 +75,21 @@ class Gathers:
 
 
 def label_of(bucket: Bucket) -> str:
-    """What the reduction of a bucket is called in errors."""
+    """The label of a bucket's reduction in error messages."""
     return f"gradients of {bucket.label}"
 
 
 def is_cut(plan: Plan, bucket: Bucket) -> bool:
-    """Whether the gradients of a bucket are reduced to parts of them."""
+    """Whether the gradients of a bucket are reduce-scattered: each rank gets only its Flat part."""
     return isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
 
 
 def start_cut(
     emit: Emit, nodes: Sequence[fx.Node], bucket: Bucket, groups: Mapping[str, AxisGroup], *, again: bool = False
 ) -> fx.Node:
-    """Start to reduce gradients to their parts.
+    """Start the reduce-scatter of a bucket's gradients.
 
-    ``again``: done in every micro-batch; the result is added to a running sum and its memory is used again.
+    ``again``: it runs in every micro-batch; the result is added to a running sum and its memory is reused.
     """
     group = groups[bucket.axis]
     return emit(
@@ -106,7 +106,7 @@ def start_cut(
 def finish(
     emit: Emit, started: fx.Node, bucket: Bucket, groups: Mapping[str, AxisGroup], shapes: Sequence[tuple[int, ...]]
 ) -> list[fx.Node]:
-    """Wait for a bucket, sum it over the other axes, and take the gradients, of these shapes, out of it."""
+    """Wait for a bucket's reduction, all-reduce it over the other axes, and split it into gradients of ``shapes``."""
     flat = emit(collectives.WAIT, started)
     for group in (groups[axis] for axis in bucket.across):
         started = emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm, label=label_of(bucket))

@@ -1,11 +1,10 @@
-"""What one call of a lowered graph does on its rank: kernels with FLOPs and bytes, and what it communicates."""
+"""The kernels (with FLOPs and bytes) and collectives of each call of a lowered graph, on one rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from meshwright.capture.rules import Rules
 from meshwright.ir.halo import most_rows
@@ -16,6 +15,7 @@ from meshwright.lower.fuse import FUNCTIONAL
 from meshwright.ops import collectives
 from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
 from meshwright.ops.table import operator_rule
+from meshwright.torch_private import OpOverload
 
 aten, ours = torch.ops.aten, torch.ops.meshwright
 
@@ -34,8 +34,8 @@ _PASSES = {
     ours.cross_entropy_backward.default: (("activation", 2, 1), ("pointwise", 2, 9)),
     aten.cumsum.default: (("reduction", 2, 1),),
 }
-"""Operators that run as several kernels: kinds, how often each reads or writes the largest tensor, how many there are.
-"""
+"""Operators that run as several kernels. Each entry: kind, how often the largest tensor is read or written in all,
+number of kernels."""
 _NOTHING = frozenset({aten.empty.memory_format, aten.new_empty.default})
 _ACROSS: dict[Any, Target] = {
     ours.attention_ring.default: ours.attention.default,
@@ -43,9 +43,9 @@ _ACROSS: dict[Any, Target] = {
     ours.experts_across.default: ours.experts.default,
     ours.experts_across_backward.default: ours.experts_backward.default,
 }
-"""Operators whose kernel communicates, and what each is on one rank alone."""
+"""Operators whose kernel communicates, and the operator that computes the same on a single rank."""
 _SETTINGS = {ours.attention.default: 4, ours.attention_backward.default: 7}
-"""Where dropout is among the arguments of attention, and then whether it is causal."""
+"""Position of the dropout probability in the arguments of attention; the causal flag follows it."""
 _RINGS = (ours.attention_ring.default, ours.attention_ring_backward.default)
 
 
@@ -55,13 +55,13 @@ def num_bytes(*values: Tensor) -> int:
 
 
 class Counter:
-    """Counts kernels; calls that are alike are counted once. ``own`` are the user's rules."""
+    """Counts the kernels of calls; rules are evaluated once for equal calls. ``own`` are the user's operator rules."""
 
     def __init__(self, own: Mapping[Target, OperatorRule]) -> None:
         self._own, self._rules = own, Rules(own)
 
     def kernels(self, call: Call) -> tuple[Kernel, ...]:
-        """The kernels of a call that makes no view."""
+        """The kernels of a call. The call must not be a view."""
         target, outputs = call.target, call.outputs
         if target in _NOTHING:
             return ()
@@ -77,7 +77,7 @@ class Counter:
         if target is aten.convolution_backward.default:
             return tuple(self._convolution_backward(call, dtype))
         kind = kind_of_target(str(target)) if isinstance(target, OpOverload) else "pointwise"
-        if kind == "gather":  # rows that are looked up, not the table
+        if kind == "gather":  # reads the rows that are looked up, not the whole table
             return (Kernel(kind, dtype, 0.0, read - max(map(num_bytes, call.tensors), default=0) + 2 * made),)
         flops = self._flops(call)
         if target in _RINGS:
@@ -95,7 +95,7 @@ class Counter:
         return self._rules.of(call).flops if by_rule else operator.flops(call, None)
 
     def _convolution_backward(self, call: Call, dtype: str) -> Sequence[Kernel]:
-        """The gradients of input and weight, those that are asked for: a kernel each."""
+        """One kernel for each requested gradient: of the input, of the weight."""
         found: list[Kernel] = []
         for index, kind in enumerate(("convolution_input", "convolution_weight")):
             if call.args[-1][index]:
@@ -108,7 +108,7 @@ class Counter:
 
 
 def _kernel(call: Call, kind: str, dtype: str, flops: float, moved_bytes: int) -> Kernel:
-    """A call as one kernel, with its sizes where it is a product or attention."""
+    """The call as one kernel, with the sizes of its matrix product or attention if it is one."""
     operands = [_operand(one) for one in call.tensors]
     product = product_of(str(call.target), kind, operands, _operand(call.outputs[0]), flops) if call.outputs else None
     attention: Attention | None = None
@@ -124,14 +124,14 @@ def _operand(value: Tensor) -> Operand:
 
 
 def _functional(call: Call) -> Call:
-    """The call with the same arithmetic that makes a new tensor, alone on its rank."""
+    """A call with the same arithmetic that returns a new tensor and does not communicate."""
     target, args, kwargs = call.target, call.args, call.kwargs
     if target in (aten.addmm.default, aten.addmm_.default):
         target, args = aten.mm.default, args[1:3]
     elif target in _ACROSS:
         target = _ACROSS[target]
         args = args[: len(target._schema.arguments)]  # type: ignore[attr-defined]
-        if call.target in _RINGS:  # the mask may be of all ranks' keys
+        if call.target in _RINGS:  # the mask may cover the keys of all ranks
             place = 3 if call.target is ours.attention_ring.default else 4
             args = (*args[:place], None, *args[place + 1 :])
     elif target in FUNCTIONAL:
@@ -143,7 +143,7 @@ def _functional(call: Call) -> Call:
 
 
 def started(call: Call, axes: Mapping[str, int]) -> Collective | None:
-    """The collective that a call starts, over one of ``axes`` (sizes); None where it starts none."""
+    """The collective that a call starts; None if it starts none. ``axes`` are sizes by mesh axis."""
     if call.target not in _KINDS:
         return None
     given = arguments(call)
@@ -157,7 +157,7 @@ def started(call: Call, axes: Mapping[str, int]) -> Collective | None:
 
 
 def inside(call: Call, label: str) -> tuple[Collective, ...]:
-    """The collectives inside of a kernel. What goes round a ring is what a gather would bring."""
+    """The collectives inside a kernel. A ring is counted as an all-gather: it moves the same bytes."""
     if call.target not in _ACROSS:
         return ()
     *given, axis, size = call.args

@@ -1,4 +1,4 @@
-"""A stage's lowered functions -> ``ir.program.Program``: the same calls as data, with storages, costs and frees."""
+"""A stage's lowered functions -> ``ir.program.Program``: the calls as data, with storages, kernels and frees."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from meshwright.ir import program as ir
 from meshwright.ir.stages import BACKWARD, FORWARD, INPUT, LATE, PROLOGUE, WEIGHT
@@ -15,14 +14,15 @@ from meshwright.lower.counts import Counter, inside, started
 from meshwright.lower.partition import LoweredStage
 from meshwright.ops import collectives
 from meshwright.ops.base import Call
+from meshwright.torch_private import OpOverload
 
 _INTO = ("out", "grad_input")
 
 
 @dataclass
 class _Function:
-    """One function: its calls, where their results lie, and who reads a storage last. ``stored`` has the storages of
-    what the function is given, where these are not its own; ``counter`` and ``axes`` (sizes) say what calls cost."""
+    """One function: its calls, the storages of their results, and the last reader of each storage. ``stored`` maps
+    inputs to their storages, where an input does not own its memory. ``counter`` counts kernels; ``axes`` are sizes."""
 
     graph: fx.Graph
     counter: Counter
@@ -74,7 +74,7 @@ class _Function:
                 storage = self.values[self._names[into][0]].storage
                 self._storages[value.untyped_storage()._cdata] = storage
             elif storage is None:
-                name = f"{name} again" if name in self._taken else name  # computed again, beside what is kept
+                name = f"{name} again" if name in self._taken else name  # recomputed while the first copy is kept
                 new, storage = True, name
             made.append(self._put(name, value, storage))
         self._names[node] = tuple(one.name for one in made)
@@ -88,7 +88,7 @@ class _Function:
         at = len(self.calls)
         for name in (*inputs, *self._names[node]):
             self.last[self.values[name].storage] = at
-        if waits:  # what travels is read until then
+        if waits:  # a collective reads its inputs until it is waited for
             begun = self._positions.get(waits)
             for name in self.calls[begun]["inputs"] if begun is not None else ():
                 self.last[self.values[name].storage] = at
@@ -102,8 +102,8 @@ class _Function:
         })  # fmt: skip
 
     def phases(self, cuts: Sequence[tuple[str, int]], kept: Iterable[str]) -> Iterator[ir.Phase]:
-        """The calls as phases, each up to (not including) a position. Storages ``kept`` stay when the last has read
-        them."""
+        """The calls split into phases; each cut is a phase's name and its end position (exclusive). Storages in
+        ``kept`` are not freed by their last reader."""
         stays = {*kept, *(self.values[name].storage for name in self.returned)}
         freed: dict[int, list[str]] = {}
         for storage, at in self.last.items():
@@ -122,7 +122,7 @@ class _Function:
 
 
 def _item(node: Any, index: int) -> str:
-    """What a result of several is called."""
+    """The name of one of several results of a node: that of its getitem, or ``node.index``."""
     for user in node.users:
         if user.target is getitem and user.args[1] == index:
             return str(user.name)
@@ -130,7 +130,7 @@ def _item(node: Any, index: int) -> str:
 
 
 def _results(node: fx.Node) -> list[tuple[str, Tensor]]:
-    """The tensors that a node stands for, with their names."""
+    """The tensors that a node returns, with their names."""
     value = node.meta["val"]
     if isinstance(value, Tensor):
         return [(node.name, value)]
@@ -143,12 +143,12 @@ def _text(target: Any) -> str:
 
 
 def nodes_of(calls: fx.Graph, counter: Counter, axes: Mapping[str, int]) -> tuple[ir.Node, ...]:
-    """The calls of a graph with fake values (:func:`meshwright.lower.fuse.propagate`)."""
+    """The calls of a graph as nodes. The graph needs fake values (:func:`meshwright.lower.fuse.propagate`)."""
     return tuple(ir.Node(**call) for call in _Function(calls, counter, axes, {}).calls)
 
 
 def describe(lowered: LoweredStage, axes: Mapping[str, int], counter: Counter) -> ir.Program:
-    """The program of a lowered stage, with phases. ``axes`` are sizes of groups by name; ``counter`` may serve many."""
+    """The program of a lowered stage, with its phases. ``axes`` are sizes of groups; stages can share ``counter``."""
     if lowered.program.together:
         phases = _of_one_function(_Function(lowered.functions[PROLOGUE].graph, counter, axes, {}))
     else:
@@ -157,7 +157,7 @@ def describe(lowered: LoweredStage, axes: Mapping[str, int], counter: Counter) -
 
 
 def _of_one_function(function: _Function) -> Iterator[ir.Phase]:
-    """A whole step, in which reductions go on beside backward."""
+    """The phases of a whole step that runs as one function; its reductions overlap backward and are part of it."""
     places = [one.meta["phase"] for one in function.sources]
     first = next((at for at, phase in enumerate(places) if phase != PROLOGUE), len(places))
     last = max((at for at, phase in enumerate(places) if phase == FORWARD), default=first - 1)
@@ -166,7 +166,7 @@ def _of_one_function(function: _Function) -> Iterator[ir.Phase]:
 
 
 def _of_functions(lowered: LoweredStage, counter: Counter, axes: Mapping[str, int]) -> Iterator[ir.Phase]:
-    """Phases that the executor calls one by one."""
+    """The phases of a stage whose functions the executor calls one by one."""
     program, functions = lowered.program, lowered.functions
     memory = [*(one.value for one in program.accumulators), *program.buckets]
     stored = {one.name: one.storage for one in memory if not one.owns}

@@ -1,7 +1,7 @@
-"""A rank's graph under construction: nodes with their phase, and tensors in every placement that a reader wants.
+"""A rank's graph under construction: nodes with their phase, and tensors in every placement that an operator reads.
 
-A tensor of the whole step (a parameter, an input, a result of the prologue) is brought to a placement once a step, one
-of a micro-batch in every micro-batch. Where a step has only one micro-batch both happen at the first use.
+A tensor of the whole step (a parameter, an input, a result of the prologue) is resharded once a step; a tensor of a
+micro-batch, in every micro-batch. In a step with one micro-batch both are resharded at their first use.
 """
 
 from collections.abc import Iterator
@@ -30,15 +30,15 @@ aten = torch.ops.aten
 
 @dataclass
 class _Version:
-    """A tensor on its way to a placement: ``node`` is there when ``steps`` are done."""
+    """A tensor that is being resharded to a placement: ``node`` is set when ``steps`` are done."""
 
     steps: Steps | None
     node: fx.Node | None = None
 
 
 class Emission:
-    """The graph of one rank. ``wants`` holds, by tensor, the phases and placements in which it will be read; what can
-    be started when the tensor is made is started then. ``groups`` has the axes with more than one rank, and time."""
+    """The graph of one rank. ``wants`` holds, by tensor, the phases and placements in which it will be read, so that
+    resharding can start as soon as the tensor exists. ``groups`` are the axes with more than one rank, and time."""
 
     def __init__(self, graph: ir.Graph, plan: Plan, stage: int, groups: dict[str, AxisGroup]) -> None:
         self.ir, self.groups, self.plan = graph, groups, plan
@@ -64,7 +64,7 @@ class Emission:
     # --- nodes -------------------------------------------------------------------------------------------------------
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call in the present phase.
+        """Add a call to the current phase.
 
         Raises:
             PlanError: a collective over micro-batches.
@@ -83,19 +83,19 @@ class Emission:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Emit into another phase."""
+        """Emit into another phase within this context."""
         before, self.phase = self.phase, phase
         yield
         self.phase = before
 
     def given(self, name: str, phase: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
-        """A value that the executor provides."""
+        """Add a placeholder for a value that the executor provides."""
         node = self.graph.placeholder(name)
         node.meta.update(local_shape=shape, dtype=dtype, phase=phase)
         return node
 
     def returned(self, node: fx.Node) -> fx.Node:
-        """A value that the executor takes, by the name of its node."""
+        """Mark a node whose value is returned to the executor, under the name of the node."""
         node.meta["returned"] = True
         self.roots.append(node)
         return node
@@ -103,7 +103,7 @@ class Emission:
     # --- tensors -----------------------------------------------------------------------------------------------------
 
     def known(self, placements: Placements) -> Placements:
-        """Without the axes that have one rank."""
+        """The placements without the axes that have one rank."""
         return {axis: placement for axis, placement in placements.items() if axis in self.groups}
 
     def local_shape(self, shape: tuple[int, ...], placements: Placements) -> tuple[int, ...]:
@@ -112,8 +112,7 @@ class Emission:
 
     @staticmethod
     def memory(node: fx.Node, storage: str = "") -> program.Value:
-        """A value whose memory the executor provides. ``storage`` names the value in whose memory it lies, if not its
-        own."""
+        """The value of a node whose memory the executor provides. ``storage`` names its owner (empty: the node)."""
         dtype = str(node.meta["dtype"]).removeprefix("torch.")
         return program.Value(node.name, node.meta["local_shape"], dtype, storage or node.name)
 
@@ -123,30 +122,30 @@ class Emission:
         return dtype
 
     def make(self, name: str, node: fx.Node, placements: Placements, *, owned: bool = False) -> Value:
-        """Make ``node`` this rank's part of a tensor. ``owned``: nobody else reads its memory."""
+        """Record ``node`` as this rank's part of a tensor. ``owned``: no other node reads its memory."""
         node.meta.setdefault("local_shape", self.local_shape(self.ir.tensors[name].shape, placements))
         node.meta.setdefault("dtype", self.dtype(name))
         value = self.values[name] = Value(node, placements, owned=owned, phase=self.phase)
         return value
 
     def start(self, name: str) -> None:
-        """Start the resharding of a tensor that is there now."""
+        """Start the reshardings of a tensor that was just made."""
         value = self.values[name]
         for phase, wanted in self.wants.get(name, ()):
             ready = phase == self.phase or value.phase in (STEP, PROLOGUE)
-            if phase == FINISH:  # with several micro-batches it is read when all are done
+            if phase == FINISH:  # with several micro-batches it is read after the last one
                 ready = not self.microbatched
             if ready:
                 self._version(name, value, wanted, finish=False)
 
     def want(self, name: str, wanted: Placements) -> fx.Node:
-        """This rank's part of a tensor in the placements ``wanted``."""
+        """This rank's part of a tensor under the placements ``wanted``; finishes the resharding."""
         node = self._version(name, self.values[name], wanted, finish=True)
         assert node is not None
         return node
 
     def reshard(self, node: fx.Node, shape: tuple[int, ...], have: Placements, want: Placements, label: str) -> fx.Node:
-        """Start to bring a value from one placement to another now, and finish in ``FINISH``."""
+        """Start resharding a value in the current phase, and finish it in the phase ``FINISH``."""
         steps = self._resharder.steps(
             node, shape, have, want, item_bytes=node.meta["dtype"].itemsize, owned=True, label=label
         )
@@ -209,7 +208,7 @@ class Emission:
             version.node = stop.value
 
     def _share(self, name: str, value: Value) -> Value:
-        """What is the same in all micro-batches, as a term of a sum over them."""
+        """A tensor that is equal in all micro-batches, divided by their number: a term of a sum over them."""
         if name not in self._shared:
             node = self.emit(aten.div.Tensor, value.node, self.plan.microbatches)
             node.meta.update({key: value.node.meta[key] for key in ("local_shape", "dtype") if key in value.node.meta})
@@ -217,7 +216,7 @@ class Emission:
         return self._shared[name]
 
     def _slice(self, name: str, node: fx.Node, divided: Shard, rest: Placements) -> fx.Node:
-        """A micro-batch's part of a value of the step, which the executor cuts out."""
+        """A placeholder for a micro-batch's part of a value of the whole step; the executor slices it."""
         blocks = divided.outer
         for axis, one in rest.items():
             if isinstance(one, Shard) and one.dim == divided.dim and one.outer < divided.outer:

@@ -1,4 +1,4 @@
-"""A per-rank graph as a function: boxed arguments, so that nothing keeps a value beyond its last use."""
+"""Compile a per-rank graph to a function with boxed arguments, so that a value is freed after its last use."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -11,9 +11,9 @@ from meshwright.capture.fx_graph import Graph
 
 BoxedFunction = Callable[[list[Any]], list[Any]]
 Kernels = Mapping[Any, Callable[..., Any]]
-"""By operator, what a graph calls in its place: PyTorch's dispatcher takes longer than a short collective."""
+"""Functions by the operator that they replace in a graph: PyTorch's dispatcher takes longer than a short collective."""
 DISPATCHED: Kernels = MappingProxyType({})
-"""None: all operators go through the dispatcher."""
+"""No replacements: all operators go through the dispatcher."""
 
 
 class _Boxed(fx.graph.CodeGen):
@@ -26,8 +26,8 @@ class _Boxed(fx.graph.CodeGen):
 
 
 def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels: Kernels = DISPATCHED) -> BoxedFunction:
-    """Compile a graph whose placeholders are taken from one list; the list is emptied. ``graph`` stays as it is, also
-    where ``kernels`` take the place of its operators."""
+    """Compile a graph to a function that takes its placeholders in one list and empties the list. ``kernels`` replace
+    operators in a copy; ``graph`` itself is not changed."""
     root = nn.Module()
     for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
         root.register_buffer(name, constants[name], persistent=False)

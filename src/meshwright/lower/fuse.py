@@ -1,4 +1,4 @@
-"""Passes over a per-rank graph: put together what capture took apart, drop what computes nothing, reuse memory."""
+"""Passes over a per-rank graph: fuse operators that capture decomposed, drop redundant ones, reuse memory."""
 
 import operator
 from collections import defaultdict
@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from meshwright.capture.outputs import fake_mode, fake_scalar, outputs_of
 from meshwright.ir.stages import FINISH
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
+from meshwright.torch_private import OpOverload
 
 aten = torch.ops.aten
 Key = TypeVar("Key", bound=Hashable)
@@ -34,15 +34,15 @@ _IN_PLACE: dict[Any, tuple[Any, str]] = {
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
     aten.scatter_add.default: (aten.scatter_add.out, "out"),
 }
-"""Operators that can write into their input's memory, and how that memory is passed."""
+"""Operators that can write into their input's memory: the overload that does, and its keyword for that memory."""
 _INTO: dict[Any, tuple[Any, str]] = {
     aten.mm.default: (aten.mm.out, "out"),
     aten.add.Tensor: (aten.add.out, "out"),
     aten.sum.dim_IntList: (aten.sum.IntList_out, "out"),
 }
-"""Operators that gradients end with, and how they write into given memory."""
+"""Operators that commonly compute a gradient last: the overload that writes into given memory, and its keyword."""
 FUNCTIONAL = {into: (target, keyword) for target, (into, keyword) in {**_IN_PLACE, **_INTO}.items()}
-"""By operator that writes into given memory: the operator that makes a new tensor, and how the memory is passed."""
+"""For each operator that writes into given memory: the operator that returns a new tensor, and the memory's keyword."""
 _FIRST_ONLY = frozenset({aten.scatter_add.default})
 _ALIASES = VIEWS | {
     aten.contiguous.default, aten.reshape.default, collectives.ALL_REDUCE, collectives.ADD_ROWS, collectives.WAIT,
@@ -50,14 +50,14 @@ _ALIASES = VIEWS | {
 
 
 _SAME = frozenset({collectives.ALL_REDUCE, collectives.WAIT, collectives.ADD_ROWS, aten.add_.Tensor})
-"""Operators that give their first input, written to."""
+"""Operators that return their first input, written in place."""
 
 
 def fuse(graph: fx.Graph) -> None:
-    """mm + add of a bias -> addmm, where both run on the same rank without a collective between them; both gradients of
-    a convolution in one call; relu -> clamp_min, which can write into its input; argmax -> max, which finds
-    the same indices in less time; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x), and one of x for all that want the
-    same: it may be a copy. What is known by its name (``meta["returned"]``) keeps its node."""
+    """Fuse operators: mm + add of a bias -> addmm, unless a collective stands between them; both gradients of a
+    convolution in one call; relu -> clamp_min, which can write into its input; argmax -> max, which finds the same
+    indices in less time; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x); equal reshapes of x (each may copy) -> one.
+    Nodes that are returned by name (``meta["returned"]``) stay."""
     gradients: dict[tuple[object, ...], fx.Node] = {}
     shaped: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
@@ -79,7 +79,7 @@ def fuse(graph: fx.Graph) -> None:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.target is aten.reshape.default:
                 node.args = (source.args[0], *node.args[1:])
-            when = node.meta.get("phase"), node.meta.get("backward")  # what is computed again is not kept instead
+            when = node.meta.get("phase"), node.meta.get("backward")  # backward must not keep forward's copy alive
             first = shaped.setdefault((node.args[0], str(node.args[1]), *when), node)
             if first is not node and not node.meta.get("returned"):
                 node.replace_all_uses_with(first)
@@ -113,8 +113,8 @@ def _fuse_argmax(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _fuse_gradients(node: fx.Node, before: dict[tuple[object, ...], fx.Node]) -> None:
-    """Let the gradients of a convolution's input and weight be computed together: they read the same. But where other
-    ranks wait for the first, the second is computed while it travels."""
+    """Compute the gradients of a convolution's input and weight in one call: they read the same tensors. They stay
+    apart where a collective sends the first gradient: the second is then computed during the transfer."""
     key = (*map(str, node.args[:-1]), node.meta.get("phase"))
     first = before.setdefault(key, node)
     if first is node or _is_sent(first) or any(one.meta.get("returned") for one in (first, node)):
@@ -125,7 +125,7 @@ def _fuse_gradients(node: fx.Node, before: dict[tuple[object, ...], fx.Node]) ->
 
 
 def _is_sent(node: fx.Node) -> bool:
-    """Whether a collective starts with the node's result."""
+    """Whether a collective sends the node's result."""
     for user in node.users:
         again = user.target in (operator.getitem, aten.clone.default, aten.reshape.default, aten.contiguous.default)
         if user.target in collectives.STARTS or (again and _is_sent(user)):
@@ -134,8 +134,8 @@ def _is_sent(node: fx.Node) -> bool:
 
 
 def propagate(graph: fx.Graph) -> None:
-    """Give every node the fake value that it has on this rank (``meta["val"]``). What is given (a placeholder or a
-    constant) has ``local_shape`` and ``dtype`` in its ``meta``, or is a number."""
+    """Give every node its fake value on this rank (``meta["val"]``). A placeholder or constant needs ``local_shape``
+    and ``dtype`` in its ``meta``, unless it is a number."""
     values: dict[fx.Node, Any] = {}
     lookup: Callable[[fx.Node], Any] = values.__getitem__
     with fake_mode() as mode:
@@ -156,9 +156,9 @@ def propagate(graph: fx.Graph) -> None:
 
 
 def separate(graph: fx.Graph, results: Mapping[Key, fx.Node], others: Iterable[fx.Node]) -> dict[Key, fx.Node]:
-    """Give ``results`` (gradients, new values of buffers) memory of their own, so that who writes into a result, or
-    into a buffer, writes into nothing else: a copy, where the memory is an input's, another result's or that of one of
-    ``others``, or where elements of it overlap. Returns the results as they are now.
+    """Give each of ``results`` (gradients, new values of buffers) memory of its own, so that writing into one changes
+    no other tensor. A result is copied if its memory belongs to an input, to another result or to one of ``others``,
+    or if its elements overlap. Returns the nodes of the results after this.
 
     Needs :func:`propagate`.
     """
@@ -184,7 +184,7 @@ def separate(graph: fx.Graph, results: Mapping[Key, fx.Node], others: Iterable[f
 
 
 def write_into_buckets(graph: fx.Graph) -> None:
-    """Let gradients be computed into their bucket, instead of being copied into it.
+    """Compute gradients directly in their bucket's memory, instead of copying them into it.
 
         g0 = mm(a, b)                            flat = empty(n)
         g1 = layer_norm_backward(...)            g0 = mm(a, b, out=flat[:k])
@@ -192,7 +192,7 @@ def write_into_buckets(graph: fx.Graph) -> None:
         all_reduce_start(flat)                   cat(g1, out=flat[k:])
                                                  all_reduce_start(flat)
 
-    Needs :func:`propagate`. The pass looks at what is concatenated for a collective.
+    Needs :func:`propagate`. The pass handles every ``cat`` whose only reader is an all-reduce.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in order:
@@ -216,7 +216,7 @@ def _write_into(graph: fx.Graph, joined: fx.Node, order: Mapping[fx.Node, int]) 
     offset, between = 0, list[Any]()
 
     def copy(until: int) -> None:
-        """Parts that lie side by side, in one call."""
+        """Copy the neighbouring parts collected in ``between`` into the bucket, in one call."""
         if between:
             begin = until - sum(part.meta["val"].numel() for part in between)
             with graph.inserting_before(joined):
@@ -254,12 +254,13 @@ def _slice(value: Tensor, begin: int, end: int) -> Tensor:
 
 
 def _like(node: fx.Node, value: Tensor) -> dict[str, Any]:
-    """The meta of a call that belongs to a node, with a result of its own."""
+    """Meta for a new call that belongs to ``node`` and returns ``value``."""
     return {key: node.meta[key] for key in ("operator", "phase", "backward") if key in node.meta} | {"val": value}
 
 
 def _gradient(part: Any) -> fx.Node | None:
-    """The operator that may compute ``part`` (a flattened gradient) in place, where nobody else reads its result."""
+    """The node that can compute ``part`` (a flattened gradient) into the bucket; None if other nodes read its result
+    or its operator cannot write into given memory."""
     source = part.args[0] if part.target is aten.reshape.default else part
     value = source.meta.get("val")
     ours = isinstance(value, Tensor) and value.is_contiguous() and len(source.users) == 1
@@ -267,7 +268,7 @@ def _gradient(part: Any) -> fx.Node | None:
 
 
 def accumulate_products(graph: fx.Graph) -> None:
-    """Let products be added into gradients while they are made: ``total.add_(mm(a, b))`` -> ``total.addmm_(a, b)``."""
+    """Add products into gradients as they are computed: ``total.add_(mm(a, b))`` -> ``total.addmm_(a, b)``."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.add_.Tensor:
             continue
@@ -284,10 +285,10 @@ def accumulate_products(graph: fx.Graph) -> None:
 
 
 def reuse_memory(graph: fx.Graph) -> None:
-    """Let element-wise operators write into an input that nobody reads again: less memory, fewer page faults.
+    """Let element-wise operators write into an input that no node reads later: less memory, fewer page faults.
 
-    Needs :func:`propagate`. An input is dead when no alias of its memory is read later (by a view's reader, or by a
-    collective in flight), and it is neither a placeholder nor returned.
+    Needs :func:`propagate`. An input may be overwritten if no node reads its memory later (also through a view, or in
+    a collective in flight), and if it is neither a placeholder, a constant, nor returned.
     """
     nodes = list(graph.nodes)
     index = {node: position for position, node in enumerate(nodes)}
@@ -304,7 +305,7 @@ def reuse_memory(graph: fx.Graph) -> None:
     members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node, own in root.items():
         members[own].append(node)
-    for node in nodes:  # what a collective in flight reads must stay until it is awaited
+    for node in nodes:  # the inputs of a collective in flight must stay until its wait
         if node.op == "call_function" and node.target in collectives.STARTS:
             waits = [index[user] for user in node.users if user.target is collectives.WAIT] or [len(nodes)]
             for source in node.all_input_nodes:
@@ -320,7 +321,7 @@ def reuse_memory(graph: fx.Graph) -> None:
             continue
         node.target, keyword = _IN_PLACE[node.target]
         node.kwargs = {**node.kwargs, keyword: target}
-        # the result lives in the memory of its input from now on
+        # from here on the result shares the memory of its input
         mine, theirs = root[node], root[target]
         last[theirs] = max(last[theirs], last[mine])
         if mine in kept:
@@ -331,14 +332,14 @@ def reuse_memory(graph: fx.Graph) -> None:
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:
-    """The node whose memory this one shares, if any."""
+    """The node whose memory ``node`` shares; None if it has its own."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     given = node.kwargs.get("out")
     if isinstance(given, fx.Node):
         return given
     source = node.args[0]
-    if node.target is operator.getitem:  # the outputs of one operator are apart, unless they are views of its input
+    if node.target is operator.getitem:  # outputs of one operator share no memory, unless they are views of its input
         return source if source.target in VIEWS else None
     return source if node.target in _ALIASES else None
 

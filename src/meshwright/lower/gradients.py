@@ -1,8 +1,8 @@
-"""The gradients of a stage: reduced as soon as they are made, or first summed up over micro-batches.
+"""The gradients of a stage: reduced as soon as they are computed, or first accumulated over micro-batches.
 
-one micro-batch    a bucket is reduced when its last gradient is made; the step's end waits for it
-several            every gradient is added to memory of its own or in its bucket, which is reduced once a step;
-                   or buckets are reduced to parts in every micro-batch, and the parts are summed up
+one micro-batch    a bucket is reduced when its last gradient is computed; the end of the step waits for it
+several            gradients accumulate, each in memory of its own or in its bucket's, and are reduced once a step;
+                   or buckets are reduce-scattered in every micro-batch, and the parts accumulate
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Total:
-    """What a parameter's gradient is summed up in."""
+    """The memory in which a parameter's gradient accumulates."""
 
     parameter: str
     node: fx.Node
@@ -35,9 +35,9 @@ class _Total:
 
 
 class Gradients:
-    """Emits what becomes of gradients. Once :meth:`finish` is done, ``results`` are their nodes by parameter, and
-    ``accumulators`` and ``buckets`` the memory that they are summed up in. Gradients of the parameters ``apart`` lie in
-    memory that nothing else shares."""
+    """Emits the accumulation and reduction of gradients. After :meth:`finish`, ``results`` are the gradients' nodes by
+    parameter; ``accumulators`` and ``buckets`` are the memory in which they accumulate. Gradients of the parameters in
+    ``apart`` share their memory with no other tensor."""
 
     def __init__(self, emission: Emission, divided: Cut, stage: int, device: torch.device):
         self._to, self._device = emission, device
@@ -61,24 +61,24 @@ class Gradients:
         self.apart: set[str] = set()
 
     def wants(self) -> list[tuple[str, Placements]]:
-        """The gradients that are read when all operators are emitted, and the placements in which they are."""
+        """The gradients that :meth:`finish` reads, each with the placements in which it reads them."""
         if self._to.microbatched:
             return [(name, {}) for terms in self._terms.values() for name in terms]
         return [(name, self._stored(parameter)) for parameter in self._rest for name in self._terms[parameter]]
 
     def reads(self, name: str) -> bool:
-        """Whether a tensor is a gradient that goes into a bucket as it is made."""
+        """Whether a tensor is a gradient that enters a bucket as soon as it is computed."""
         return name in self._waiting
 
     def made(self, name: str) -> None:
-        """Reduce the buckets for which a tensor was the last one to be made."""
+        """Note that a tensor was computed, and start reducing each bucket that is now complete."""
         for index in self._waiting.get(name, ()):
             self._left[index].discard(name)
             if not self._left[index]:
                 self._start(index)
 
     def finish(self) -> None:
-        """Everything that the tensors' making did not start."""
+        """Emit the accumulations and reductions that :meth:`made` did not start, and wait for all."""
         self._to.meta = {"operator": "gradients", "backward": True}
         if self._to.microbatched:
             self._accumulate()
@@ -107,7 +107,7 @@ class Gradients:
         bucket, names = self._buckets[index]
         nodes = [self._to.values[self._terms[name][0]].node for name in names]
         if buckets.is_cut(self._to.plan, bucket):
-            self._finish_started()  # one at a time: gradients are let go when they are reduced
+            self._finish_started()  # one at a time: gradients are freed when they are reduced
             self._started[index] = buckets.start_cut(self._to.emit, nodes, bucket, self._to.groups)
             return
         flat = self._to.emit(aten.cat.default, [self._to.emit(aten.reshape.default, node, [-1]) for node in nodes])
@@ -147,7 +147,7 @@ class Gradients:
                 self._reduce_bucket(bucket, members)
 
     def _summed(self, parameter: str, terms: Sequence[str]) -> Placements:
-        """As what a gradient is summed up: as its only term is made; several are first reduced."""
+        """The placements in which a gradient accumulates: those of its term; as stored, if it has several terms."""
         if len(terms) > 1:
             return self._stored(parameter)
         placements = self._to.values[terms[0]].placements
@@ -157,7 +157,7 @@ class Gradients:
         self._to.returned(self._to.emit(aten.add_.Tensor, total.node, term))
 
     def _keep(self, total: _Total, bucket: str = "", offset: int = 0) -> None:
-        """Let the executor give it memory."""
+        """Let the executor provide the memory of a total: its own, or from element ``offset`` of ``bucket`` on."""
         self.accumulators.append(Accumulator(total.parameter, self._to.memory(total.node, bucket), offset))
 
     def _reduce(self, total: _Total, placements: Placements) -> None:
@@ -170,7 +170,7 @@ class Gradients:
         self.apart.add(total.parameter)
 
     def _reduce_each(self, bucket: Bucket, totals: Sequence[_Total]) -> None:
-        """Reduce a bucket in every micro-batch, and sum up the parts."""
+        """Reduce-scatter a bucket in every micro-batch, and accumulate the parts."""
         with self._to.during(BACKWARD):
             nodes = [self._term(self._terms[total.parameter][0]) for total in totals]
             started = buckets.start_cut(self._to.emit, nodes, bucket, self._to.groups, again=True)
@@ -182,11 +182,11 @@ class Gradients:
                 self.apart.add(total.parameter)
 
     def _term(self, name: str) -> fx.Node:
-        """A gradient as it is made, of a micro-batch: what is the same in all of them is a term of a sum."""
+        """A micro-batch's term of a gradient; a value equal in all micro-batches is divided by their number."""
         return self._to.want(name, {**self._to.known(self._to.values[name].placements), TIME: Partial("sum")})
 
     def _reduce_to_parts(self, bucket: Bucket, totals: Sequence[_Total]) -> None:
-        """Reduce once a step what was summed up whole, each to its part."""
+        """Accumulate whole gradients, and reduce-scatter them once a step."""
         for total in totals:
             self._keep(total)
         with self._to.during(REDUCE):
@@ -197,7 +197,7 @@ class Gradients:
             self._finish_bucket(started, bucket, names, [self._shape(name, self._stored(name)) for name in names])
 
     def _reduce_bucket(self, bucket: Bucket, totals: Sequence[_Total]) -> None:
-        """Sum up a bucket in one piece of memory, which is reduced once a step."""
+        """Accumulate a bucket's gradients in one piece of memory, and all-reduce it once a step."""
         count, dtype, offset = sum(prod(total.shape) for total in totals), totals[0].node.meta["dtype"], 0
         flat = self._to.given("bucket", STEP, (count,), dtype)
         self.buckets.append(self._to.memory(flat))

@@ -1,10 +1,10 @@
-"""Emits halo exchanges: a part of a dim with the rows around it that an operator reads, and the way back.
+"""Emits halo exchanges: they extend a part of a dim by the neighbours' rows that an operator reads, and sum them back.
 
     own rows        4 5 6 7              strips = halo_exchange(own)       rows 3, 8
     extended      3 4 5 6 7 8            cat(strips[:1], own, strips[1:])
 
-What is exchanged is kept by value and rows, so that the backward pass, which reads the same rows, exchanges nothing.
-A dim over several axes is first gathered over the inner ones.
+Exchanged rows are cached by value and range, so that backward, which reads the same rows, needs no second exchange.
+A dim that is split over several axes is first gathered over the inner axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ aten = torch.ops.aten
 
 @dataclass
 class Exchanged:
-    """What has been exchanged in a graph: ``strips`` by value, dim, rows, filling and group; ``extended`` tells, of
-    values with their halo, which those are, for the next dim's exchange."""
+    """The exchanges of a graph. ``strips`` are the nodes of received rows by value, dim, rows, fill and group.
+    ``extended`` maps a value with its halo to the key of its exchange, so that the next dim's exchange finds it."""
 
     strips: dict[tuple[object, ...], fx.Node] = field(default_factory=dict)
     extended: dict[fx.Node, tuple[object, ...]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Begun:
-    """An exchange, under way (``node``) or done: rows ``before`` a part and ``after`` it."""
+    """An exchange in flight (``node``) or done (None), with the numbers of rows ``before`` and ``after`` the part."""
 
     node: fx.Node | None
     key: tuple[object, ...]
@@ -42,8 +42,7 @@ class Begun:
 
 
 class HaloEmitter:
-    """Emits for one dim, ``dim`` counted from the back, whose parts over the ``axes`` (outermost first) have these
-    ``edges``."""
+    """Emits the halo exchanges of one dim (counted from the back), cut at ``edges`` over ``axes`` (outermost first)."""
 
     def __init__(self, emit: Callable[..., fx.Node], axes: Sequence[AxisGroup], dim: int, edges: Sequence[int]) -> None:
         assert dim < 0
@@ -59,14 +58,14 @@ class HaloEmitter:
         self._within = [edge - self._own[0] for edge in edges[first : first + self._places + 1]]
 
     def extended(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> fx.Node:
-        """The rows of this rank's range, given its part."""
+        """The rows of this rank's range: its part ``value``, extended or cut. Rows that no rank owns are ``fill``."""
         mine = self._mine(ranges)
         key = self._key(value, mine, fill, known)
         result = self._extended(self._joined(value), mine, fill, key, known)
         if result is value:
             if all(one == owned(self._edges, part) for part, one in enumerate(mine)):
                 return value
-            # of others it is not itself; a node of its own, so that all of them know the same exchanges
+            # Other ranks' parts change. The alias is a separate node, so that all ranks know the same exchanges.
             result = self._emit(aten.alias.default, value)
         known.extended[result] = key
         return result
@@ -89,12 +88,13 @@ class HaloEmitter:
         strips = known.strips[key]
         if before and after and pieces:
             pieces = [self._slice(strips, 0, before), *pieces, self._slice(strips, before, before + after)]
-        else:  # a rank that gets nothing reads its strips too, for it has something to send
+        else:  # a rank that receives no rows also reads its (empty) strips: it takes part in order to send
             pieces = [*pieces, strips] if after else [strips, *pieces]
         return self._emit(aten.cat.default, pieces, self._dim) if len(pieces) > 1 else strips
 
     def begun(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> Begun | None:
-        """The exchange of rows around a part, all of which is read, if all parts take part in one."""
+        """Start the exchange of the rows around this rank's part. None if no rows travel, if this rank does not read
+        all of its own rows, or if the dim is split over several axes."""
         mine = self._mine(ranges)
         here, key = mine[self._group.index], self._key(value, mine, fill, known)
         whole = overlap(here, self._own) == self._own
@@ -109,7 +109,7 @@ class HaloEmitter:
         )
 
     def ended(self, begun: Begun, known: Exchanged) -> tuple[fx.Node | None, fx.Node | None]:
-        """The rows before and after, waited for."""
+        """Wait for an exchange; return the rows before the part and those after it (None: no such rows)."""
         if begun.node is not None:
             known.strips[begun.key] = self._emit(collectives.WAIT, begun.node)
         strips = known.strips[begun.key]
@@ -117,12 +117,12 @@ class HaloEmitter:
         return before, self._slice(strips, begun.before, begun.before + begun.after) if begun.after else None
 
     def returned(self, strips: Sequence[fx.Node], ranges: Sequence[Rows]) -> fx.Node:
-        """``strips``, which one has of others, on their way, as those that others have of one's own, which come."""
+        """Start to send ``strips`` (terms of neighbours' rows) to their owners, and to receive terms of own rows."""
         joined = self._emit(aten.cat.default, list(strips), self._dim) if len(strips) > 1 else strips[0]
         return self._start(collectives.HALO_RETURN, joined, self._mine(ranges))
 
     def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
-        """This rank's part of a sum whose terms each have the rows of a range."""
+        """This rank's part of a sum over ranks, whose terms each cover the rows of a rank's range."""
         mine = self._mine(ranges)
         here = mine[self._group.index]
         kept = overlap(here, self._own)
@@ -150,11 +150,11 @@ class HaloEmitter:
         return self._emit(target, value, self._dim, lows, highs, self._edges, *fill, group.name, group.index)
 
     def _mine(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
-        """The ranges of the ranks of the outermost group, which have one place inside of their parts."""
+        """The ranges of the ranks of the outermost axis' group; they have the same coordinates on the inner axes."""
         return tuple(ranges[part * self._places + self._place] for part in range(self._group.size))
 
     def _meets(self, mine: tuple[Rows, ...]) -> bool:
-        """Whether any of them needs a row of another, or none of its own: then all of them take part."""
+        """Whether any rank of the group needs a row of another, or none of its own. Then all ranks take part."""
         for part in range(self._group.size):
             low, high = overlap(mine[part], owned(self._edges, part))
             if low >= high or fetched(mine, self._edges, part):
@@ -162,7 +162,7 @@ class HaloEmitter:
         return False
 
     def _joined(self, value: fx.Node) -> fx.Node:
-        """All that the ranks of the inner axes have of the outermost axis' part."""
+        """The part of the outermost axis, gathered from the ranks of the inner axes."""
         edges, place = self._within, self._place
         for axis in reversed(self._inner):
             first = place // axis.size * axis.size

@@ -1,4 +1,4 @@
-"""One operator on one rank: what its local rewrite may ask for."""
+"""One operator on one rank: the shapes, splits and collectives that its local rewrite can ask for."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ from meshwright.ops.library import mix
 
 @dataclass
 class Emitter:
-    """What the operators of one rank's graph share. ``emit`` adds a call, and ``random_key`` is the micro-batch's.
-    ``drawn`` tells how operators that draw under a name are split; ``exchanged`` holds the halos that there are."""
+    """State that the operators of one rank's graph share. ``emit`` adds a call; ``random_key`` is the micro-batch's.
+    ``drawn`` is, by name of a random draw, how its operators are split; ``exchanged`` holds the halos so far."""
 
     graph: Graph
     groups: dict[str, AxisGroup]
@@ -37,7 +37,7 @@ class Emitter:
 
 
 class LocalCall:
-    """One operator on this rank, as ``ops`` sees it (:class:`meshwright.ops.base.Local`)."""
+    """One operator on this rank; implements :class:`meshwright.ops.base.Local`, which documents the methods."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LocalCall:
         call: tuple[Target, tuple[Any, ...], dict[str, Any]],
         interior: bool = False,
     ) -> None:
-        """``interior``: it computes its interior while halos travel."""
+        """``interior``: the operator computes its interior rows while halos travel."""
         self.target, self.args, self.kwargs = call
         self.name, self.call = operator.name, shared.emit
         self._shared, self._graph, self._groups = shared, shared.graph, shared.groups
@@ -61,29 +61,34 @@ class LocalCall:
         return self._operator.rule
 
     def shape(self, output: int = 0) -> list[int]:
+        """The shape of an output on this rank, as the strategy places it."""
         name = self._operator.outputs[output]
         placements = output_placements(self._rule, self._strategy, output, self._sizes)
         return list(local_shape(self._graph.tensors[name].shape, placements, self._sizes, self._at))
 
     def input_shape(self, position: int) -> list[int]:
+        """The shape of a tensor input on this rank, as the strategy places it."""
         placements = input_placements(self._rule, self._strategy, position, self._sizes)
         tensor = self._graph.tensors[self._operator.inputs[position]]
         return list(local_shape(tensor.shape, placements, self._sizes, self._at))
 
     def dtype(self, output: int = 0) -> torch.dtype:
+        """The dtype of an output, from the graph."""
         dtype: torch.dtype = getattr(torch, self._graph.tensors[self._operator.outputs[output]].dtype)
         return dtype
 
     def _axes(self, factor: str) -> list[str]:
-        """The mesh axes that split the factor, outermost first: by its letters, then as in the mesh."""
+        """The mesh axes that split the factor, outermost first: in order of its letters, then of the mesh."""
         became = self._letters.get(factor, ())
         axes = [axis for axis in self._groups if axis != TIME]
         return [axis for letter in became for axis in axes if self._strategy.get(axis) == letter]
 
     def is_split(self, factor: str) -> bool:
+        """Whether any mesh axis splits the factor."""
         return bool(self._axes(factor))
 
     def coordinate(self, factor: str) -> tuple[int, int]:
+        """(this rank's index, number of parts) of a factor, counted over its axes with the outermost first."""
         index, count = 0, 1
         for axis in self._axes(factor):
             group = self._groups[axis]
@@ -91,9 +96,11 @@ class LocalCall:
         return index, count
 
     def size(self, factor: str) -> int:
+        """The size of a factor over all ranks, in one micro-batch."""
         return prod(self._rule.sizes[letter] for letter in self._letters[factor]) // self.times(factor)
 
     def length(self, factor: str) -> int:
+        """The size of a factor on this rank, from the bounds of its part on each axis."""
         total = 1
         for letter in self._letters[factor]:
             axes = [axis for axis in self._groups if self._strategy.get(axis) == letter]
@@ -105,6 +112,7 @@ class LocalCall:
         return total
 
     def bounds(self, factor: str, of: str = "") -> tuple[int, ...]:
+        """The first index of each part of a factor, by coordinate, then the end of the last part."""
         name = of or factor
         outermost, total = self._letters[name][0], self.size(name)
         units = self._rule.sizes[outermost]
@@ -114,11 +122,13 @@ class LocalCall:
         return tuple(edge * unit for edge in edges)
 
     def times(self, factor: str) -> int:
+        """The number of micro-batches into which the factor is divided; 1 if it is not divided."""
         divided = self._strategy.get(TIME) in self._letters.get(factor, ())
         return self._groups[TIME].size if divided else 1
 
     def key(self, name: str = "") -> tuple[fx.Node, int]:
-        if self._operator.prologue:  # once a step, where every micro-batch needs numbers of its own
+        """The micro-batch's random key, and the salt: a hash of the operator's name and its split coordinates."""
+        if self._operator.prologue:  # it runs once a step, but every micro-batch needs its own numbers
             raise RuleError(
                 "its rule draws random numbers and does not say so",
                 where=self.name,
@@ -141,15 +151,18 @@ class LocalCall:
         return self._shared.random_key, mix(zlib.crc32((name or self.name).encode()), *coordinates)
 
     def group(self, factor: str) -> tuple[str, int]:
+        """The name and size of the group of the one axis that splits the factor."""
         (axis,) = self._axes(factor)
         return self._groups[axis].name, self._groups[axis].size
 
     def outside(self, factor: str, other: str) -> bool:
+        """Whether the axis of ``factor`` precedes the axis of ``other`` in the mesh."""
         order = list(self._groups)
         ((one,), (two,)) = self._axes(factor), self._axes(other)
         return order.index(one) < order.index(two)
 
     def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
+        """Emit an all-reduce and its wait for each axis that splits the factor."""
         for axis in self._axes(factor):
             group = self._groups[axis]
             node = self.call(collectives.ALL_REDUCE, node, op, group.name, group.algorithm)
@@ -157,6 +170,7 @@ class LocalCall:
         return node
 
     def all_gather(self, node: fx.Node, factor: str) -> fx.Node:
+        """Emit an all-gather and its wait for each axis that splits the factor, the innermost axis first."""
         for axis in reversed(self._axes(factor)):
             group = self._groups[axis]
             node = self.call(collectives.ALL_GATHER, node, group.name, group.size, group.algorithm)
@@ -166,17 +180,21 @@ class LocalCall:
     def halo(
         self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows], fill: float = 0.0
     ) -> fx.Node:
+        """Emit the exchange of a halo; return the rows of this rank's range."""
         return self._halos(factor, dim, edges).extended(value, ranges, fill, self._exchanged)
 
     def interior_first(self, factor: str) -> bool:
+        """Whether the plan asks for interior rows first and one axis splits the factor."""
         return self._interior and len(self._axes(factor)) == 1
 
     def halo_begin(self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Any:
+        """Emit the start of a halo's exchange; return its state for ``halo_end``, or None if it cannot be started."""
         emitter = self._halos(factor, dim, edges)
         begun = emitter.begun(value, ranges, 0.0, self._exchanged)
         return (emitter, begun) if begun is not None else None
 
     def halo_end(self, begun: Any) -> tuple[fx.Node | None, fx.Node | None]:
+        """Emit the wait for a halo's exchange; return the rows before and after this rank's part."""
         emitter, exchange = begun
         strips: tuple[fx.Node | None, fx.Node | None] = emitter.ended(exchange, self._exchanged)
         return strips
@@ -184,9 +202,11 @@ class LocalCall:
     def halo_return(
         self, strips: Sequence[fx.Node], factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]
     ) -> fx.Node:
+        """Emit the start of sending ``strips``, terms for halo rows, to the rows' owners."""
         return self._halos(factor, dim, edges).returned(strips, ranges)
 
     def halo_sum(self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> fx.Node:
+        """Emit the adjoint of ``halo``: terms for the rows of this rank's range are added up at their owners."""
         return self._halos(factor, dim, edges).reduced(value, ranges)
 
     def _halos(self, factor: str, dim: int, edges: Sequence[int]) -> HaloEmitter:

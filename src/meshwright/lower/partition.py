@@ -1,4 +1,4 @@
-"""One graph whose nodes belong to phases -> a function for every phase; backward computes again what is not kept."""
+"""One graph whose nodes belong to phases -> one function per phase; backward recomputes values that are not kept."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ _AGAIN = _VIEWS | {aten._to_copy.default}
 
 
 class PhaseFunction:
-    """A function with the names of the values that it takes (in one list, which it empties) and returns. It is made
-    when first asked for: a schedule runs backward in one piece or in two, and none in an evaluation."""
+    """A phase's function, with the names of the values that it takes (in one list, which it empties) and returns. It
+    is compiled at first use: a schedule runs backward in one piece or in two, and an evaluation runs no backward."""
 
     def __init__(
         self,
@@ -42,15 +42,17 @@ class PhaseFunction:
         self._compile = compile
 
     def forget(self) -> None:
-        """Let go of what it would be made of, which is the whole stage: nobody will ask for it."""
+        """Free the stage's graph, from which this function would be compiled: it will not be called."""
         self._make = None
 
     @cached_property
     def function(self) -> BoxedFunction:
+        """The compiled function of the phase's graph; compiled at first use."""
         return self._compile(self.graph)
 
     @cached_property
     def graph(self) -> fx.Graph:
+        """The phase's graph; made at first use."""
         assert self._make is not None, "it was forgotten"
         made = self._make()
         self._make = None
@@ -59,8 +61,8 @@ class PhaseFunction:
 
 @dataclass(frozen=True)
 class LoweredStage:
-    """A stage's program, and by phase the function that runs it. The program's own phases are left to
-    :func:`meshwright.lower.describe.describe`, for running does not need them."""
+    """A stage's program, and its function by phase. The program's ``phases`` are empty, because running does not need
+    them; :func:`meshwright.lower.describe.describe` fills them in."""
 
     program: Program
     functions: Mapping[str, PhaseFunction]
@@ -77,9 +79,9 @@ def partition(
 ) -> LoweredStage:
     """The function of every phase. Needs ``meta["phase"]`` of every node, and :func:`propagate`.
 
-    ``backward`` also comes in two parts: ``input`` makes what is sent down, ``weight`` the rest. Phases that run
-    ``together``, one after the other and once, are one function, that of the first; it calls ``note`` where forward and
-    backward begin. ``compiler`` joins operators, ``kernels`` run some of them.
+    ``backward`` also comes in two parts: ``input`` computes the gradients that are sent to the previous stage,
+    ``weight`` the rest. If the phases run ``together``, all are one function, that of the prologue; it calls ``note``
+    where forward and backward begin. ``compiler`` joins operators; ``kernels`` replace some.
     """
     split = _Partition(graph, again, compiler, note)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
@@ -101,7 +103,7 @@ def partition(
 
 
 def _input_and_weight(backward: list[fx.Node], program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Backward in two: what the gradients that are sent depend on, and what only parameters need."""
+    """Split backward in two: the nodes on which sent gradients depend, and the rest."""
     sent_down = {one.value.name for one in program.crossing(ActionKind.SEND_B)}
     needed: set[fx.Node] = set()
     inside = set(backward)
@@ -115,7 +117,7 @@ def _input_and_weight(backward: list[fx.Node], program: Program) -> tuple[list[f
 
 
 def _accumulations(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """The additions to gradients, each with the one to the same gradient before it: all phases add in one order."""
+    """Each addition to a gradient, with the previous addition to the same gradient: all phases keep this order."""
     latest: dict[fx.Node, fx.Node] = {}
     result: dict[fx.Node, fx.Node | None] = {}
     for node in nodes:
@@ -135,9 +137,9 @@ class _Partition:
         self.cheap: dict[fx.Node, bool] = {}
 
     def order(self, phase: str, nodes: list[fx.Node]) -> list[fx.Node]:
-        """The nodes of a phase; in backward, with the forward nodes that are computed again before their first use, and
-        every gradient added up as soon as it is made: until then it holds memory, and so does what it is made of.
-        Buckets are reduced as soon as their last gradient is made, one at a time."""
+        """The nodes of a phase, in the order in which they run. In backward, recomputed forward nodes come just before
+        their first use. Every gradient is accumulated as soon as it is computed, because until then it and its inputs
+        hold memory. Buckets are reduced as soon as their last gradient is computed, one at a time."""
         inside = set(nodes)
         order: list[fx.Node] = []
         done: set[fx.Node] = set()
@@ -175,7 +177,7 @@ class _Partition:
 
     @staticmethod
     def taken(order: list[fx.Node]) -> dict[fx.Node, None]:
-        """What a function takes from outside."""
+        """The values that a function takes from outside, constants excepted."""
         made = set(order)
         return {
             source: None
@@ -187,7 +189,7 @@ class _Partition:
     def graph_of(
         self, phase: str, order: list[fx.Node], taken: dict[fx.Node, None], outputs: list[fx.Node]
     ) -> fx.Graph:
-        """The nodes as a graph of their own."""
+        """The nodes of a phase as a separate graph, after all passes."""
         constants = {source: None for node in order for source in node.all_input_nodes if source.op == "get_attr"}
         new = Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -211,7 +213,7 @@ class _Partition:
 
     @staticmethod
     def _note(graph: fx.Graph, note: Callable[[str], None]) -> None:
-        """Call ``note`` where forward and backward begin, if they do in this function."""
+        """Insert calls of ``note`` where forward and backward begin in this function."""
         for begun in _NOTED:
             first = next(
                 (node for node in graph.nodes if node.meta.get("phase") == begun and node.op != "placeholder"), None
@@ -221,7 +223,7 @@ class _Partition:
                     graph.call_function(note, (begun,))
 
     def _computed_again(self, node: fx.Node) -> bool:
-        """Whether backward computes a forward node again, instead of getting it from forward."""
+        """Whether backward recomputes a forward node, instead of taking its value from forward."""
         if node in self.cheap:
             return self.cheap[node]
         self.cheap[node] = self._released(node)
@@ -231,7 +233,7 @@ class _Partition:
         if node.op != "call_function" or node.meta.get("returned") or not self.again.holds(operator):
             return False
         if node.target in (collectives.WAIT, *collectives.STARTS):
-            # A reduction in place of something that is kept would reduce it once more.
+            # A collective may work in place: run again on a value that is kept, it would reduce it twice.
             source = node.args[0]
             if not (isinstance(source, fx.Node) and self._computed_again(source)):
                 return False
@@ -239,12 +241,12 @@ class _Partition:
             block = self.again.block(operator)
             for user in node.users:
                 if user is not self.output and self.again.block(str(user.meta.get("operator", ""))) != block:
-                    return False  # it enters another block, and is kept for that
+                    return False  # another block reads it, so it is kept
         self.cheap[node] = True
         return True
 
     def _released(self, node: fx.Node) -> bool:
-        """Whether it is a parameter that was gathered for forward only, or a view or a cast of it."""
+        """Whether a node is a parameter that is released after forward, or a view or cast of such a parameter."""
         if node.op != "call_function" or node.meta.get("returned"):
             return False
         source = node.args[0] if node.args else None

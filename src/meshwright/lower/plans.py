@@ -1,4 +1,4 @@
-"""A plan -> the programs of its stages, without processes: planning costs them, ``plan --program`` shows them."""
+"""A plan -> the programs of its stages, without processes: planning prices them, ``plan --program`` shows them."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from meshwright.ops.base import OperatorRule, Target
 
 
 class PlanLowering:
-    """Lowers plans of one graph; ``rules`` are the user's. An ``ir.program.Lower``."""
+    """Lowers plans of one graph; implements ``ir.program.Lower``. ``rules`` are the user's operator rules."""
 
     def __init__(self, graph: Graph, rules: Mapping[Target, OperatorRule] | None = None) -> None:
         self._graph, self._rules, self._counter = graph, rules or {}, Counter(rules or {})
@@ -28,8 +28,8 @@ class PlanLowering:
 
     @nothing_collected()
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
-        """The programs of all stages, each on the rank of its submesh at the place of ``rank``. The first has the
-        largest parts, where parts differ."""
+        """The programs of all stages, each on the rank of its submesh that corresponds to ``rank``. Where parts are
+        uneven, rank 0 has the largest."""
         divided, found = cut(self._graph, plan.firsts), []
         for stage in range(divided.num_stages):
             groups = groups_of(plan, stage, rank)
@@ -40,7 +40,7 @@ class PlanLowering:
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
     ) -> OperatorProgram:
-        """An operator on the first rank of axes of these sizes. Calls that are alike are lowered once."""
+        """The program of an operator on the first rank of axes with ``sizes``. Equal calls are lowered once."""
         splits = {axis: choice for axis, choice in strategy.items() if choice and not is_linear(choice)}
         used = {axis: size for axis, size in sizes.items() if axis in splits}
         key = (*self._call_of(operator), tuple(splits.items()), tuple(used.items()), interior_first)
@@ -51,7 +51,7 @@ class PlanLowering:
         return self._operators[key]
 
     def _call_of(self, operator: Operator) -> tuple[object, ...]:
-        """All but the strategy that an operator's program depends on: equal for calls that are alike."""
+        """A key of everything that an operator's program depends on, except its strategy."""
         if operator.name not in self._calls:
             tensors = [self._graph.tensors[name] for name in (*operator.inputs, *operator.outputs)]
             rule = operator.rule
@@ -63,7 +63,7 @@ class PlanLowering:
 
 
 def groups_of(plan: Plan, stage: int, rank: int) -> dict[str, AxisGroup]:
-    """The groups of a rank of a stage's submesh, called as their axes."""
+    """The groups of a rank within a stage's submesh, by the names of their axes; groups of one rank are left out."""
     mesh = plan.submesh(stage)
     joined = [name for name in plan.algorithms if len(members(name)) > 1 and mesh.has(name)]
     found = {}

@@ -1,5 +1,5 @@
-"""When collectives start and are waited for: parameters are gathered one bucket ahead, halos waited for when read,
-sums that a step returns made together.
+"""Passes that move collectives: gather parameters one bucket ahead, wait for halo sums at their first reader, and join
+the all-reduces of returned values.
 """
 
 import operator
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def prefetch(graph: fx.Graph) -> None:
-    """Start to gather the next bucket when one has arrived.
+    """Start to gather the next bucket of parameters as soon as the previous bucket has arrived.
 
     a = wait(gather_parts_start(a0))                  a1 = gather_parts_start(a0)
     x = mm(x, a)                                      a = wait(a1)
@@ -36,8 +36,8 @@ def prefetch(graph: fx.Graph) -> None:
 
 
 def sink_waits(graph: fx.Graph) -> None:
-    """Wait for rows that go back to their owners when somebody reads the sum: the gradient of a convolution's weight is
-    computed while those of its input travel.
+    """Move the wait of a halo reduction to the first reader of its sum. So the gradient of a convolution's weight is
+    computed while the halo rows of its input's gradient travel.
 
     gx = wait(halo_reduce_start(...))                 s  = halo_reduce_start(...)
     gw = convolution_backward(...)        becomes     gw = convolution_backward(...)
@@ -54,8 +54,8 @@ def sink_waits(graph: fx.Graph) -> None:
 
 
 def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.device) -> dict[fx.Node, fx.Node]:
-    """Those sums that a step returns (loss, metrics, running statistics) and that nobody reads before are made
-    together, when the last of their terms is there. Returns what takes the place of the nodes that go.
+    """Join all-reduces whose results only the step returns (loss, metrics, running statistics) into one, started when
+    the last term is computed. Returns the new node of each result that was replaced.
 
     s = all_reduce_start(a)                           flat = cat(a, b)
     t = all_reduce_start(b)               becomes     s = all_reduce_start(flat)
@@ -76,7 +76,7 @@ def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.
 
 
 def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], device: torch.device) -> dict[fx.Node, fx.Node]:
-    """Where the terms lie one after the other."""
+    """Join all-reduces of equal settings: concatenate their terms, reduce once, split the result."""
     (last, end), joined = pairs[-1], dict[fx.Node, fx.Node]()
     shapes = [list(wait.meta["local_shape"]) for _, wait in pairs]
     labels = [str(start.kwargs["label"]) for start, _ in pairs]
@@ -113,7 +113,7 @@ def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], device: torch.d
 
 
 def _own(start: fx.Node) -> fx.Node:
-    """What is summed: of a copy that was made to be summed in place, what it is of."""
+    """The term of an all-reduce; if it is a copy made only to be reduced in place, the original."""
     value = start.args[0]
     assert isinstance(value, fx.Node)
     copied = value.args[0] if value.target is aten.clone.default and len(value.users) == 1 else value

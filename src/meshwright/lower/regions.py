@@ -1,15 +1,14 @@
-"""Neighbouring element-wise operators, norms and softmaxes -> one kernel each, made by torch.compile's inductor.
+"""Runs of neighbouring element-wise operators, norms and softmaxes -> one kernel per run, by torch.compile's inductor.
 
     mm, add, layer_norm, mm, log_softmax, nll_loss, exp, mul, scatter_add, mm
         [ region     ]      [ region                                  ]
 
-Everything else stays as it was lowered, in its order: products, attention, random numbers, what writes in place, and
-collectives, which a compiler that moves operators would have to be kept from moving (docs/decisions/0020).
+All other operators stay as lowered, in their order: products, attention, random numbers, in-place operators, and
+collectives, which a compiler must not reorder (docs/decisions/0020).
 """
 
 import math
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,11 +19,12 @@ from meshwright.errors import CompileError
 from meshwright.ops import collectives
 from meshwright.ops.pointwise import is_pointwise
 from meshwright.ops.view import VIEWS
+from meshwright.torch_private import inductor
 
 aten = torch.ops.aten
 
 _FREE = VIEWS | {operator.getitem, aten.reshape.default, aten.contiguous.default}
-"""What moves nothing inside of a kernel."""
+"""Operators that move no data inside a kernel."""
 _JOINED = frozenset(
     {
         aten.native_layer_norm.default, aten._fused_rms_norm.default, aten._softmax.default, aten._log_softmax.default,
@@ -32,38 +32,34 @@ _JOINED = frozenset(
         aten.scatter_add.default, aten.gather.default,
     }
 )  # fmt: skip
-"""Operators that are no element-wise ones, and gain by being joined with such."""
+"""Operators that are not element-wise, but run faster when they are joined with element-wise ones."""
 _SLOW = frozenset({aten.gelu.default, aten.gelu_backward.default, aten.erf.default, aten.clone.default})
-"""Element-wise operators that are faster alone (the error function, 1.5 times), or whose result a compiler may take
-for its input."""
+"""Element-wise operators that are faster alone (erf: 1.5 times), or that a compiler may replace with their input."""
 _MADE = frozenset(
     {aten.full.default, aten.arange.default, aten.arange.start, aten.new_zeros.default, aten.zeros.default}
 )
-"""What is made of nothing, wherever it stands."""
+"""Operators that create a tensor from no input: they can stand anywhere."""
 
 WORTH = 4096
-"""Elements below which a call of a kernel takes longer than the operators."""
+"""The smallest number of elements for which a kernel pays: below it, its call takes longer than the operators."""
 Region = Callable[..., tuple[Tensor, ...]]
 
 
 class Compiler:
-    """Makes kernels of regions, once for all that are alike. One a trainer.
+    """Compiles regions to kernels; equal regions share a kernel. Each trainer has one compiler.
 
     Raises:
-        CompileError: there is no C++ compiler, or the device is none that this was tried on.
+        CompileError: no C++ compiler is installed, or the device is not a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
         if device.type != "cpu":
             raise CompileError(
                 f"steps are compiled for the CPU only, not for {device.type}", where="compile", remedy="leave it out"
             )
         try:
-            self.compiler = get_cpp_compiler()
-        except InvalidCxxCompiler:
+            self.compiler = inductor().get_cpp_compiler()
+        except inductor().InvalidCxxCompiler:
             raise CompileError(
                 "there is no C++ compiler",
                 where="compile",
@@ -73,11 +69,11 @@ class Compiler:
 
     @property
     def num_kernels(self) -> int:
-        """Kernels that were made."""
+        """The number of kernels compiled so far."""
         return sum(one is not None for one in self._known.values())
 
     def compile(self, graph: fx.Graph) -> None:
-        """Replace every region of the graph by a call of its kernel. Needs ``meta["val"]`` of every node."""
+        """Replace every region of the graph with a call of its kernel. Needs ``meta["val"]`` of every node."""
         for node in graph.find_nodes(op="call_function", target=aten.gelu_backward.default):
             _share_exponential(graph, node)
         for members in _regions(graph):
@@ -93,7 +89,7 @@ class Compiler:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    """What must stay though nobody reads its result: collectives, what writes, notes of time."""
+    """Whether a node must stay even if no node reads its result: collectives, in-place operators, calls of ``note``."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     schema = getattr(node.target, "_schema", None)
@@ -101,27 +97,23 @@ def _is_impure(node: fx.Node) -> bool:
 
 
 def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | None:
-    """The kernel; None where a result of it would lie in the memory of what it is given."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, of parts of it that inductor imports
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-        from torch._inductor.config import patch
-
+    """The kernel of a region; None if one of its results would share memory with an input."""
+    tool = inductor()
     bare: list[Callable[[list[Tensor]], Sequence[Tensor]]] = []
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        made: Any = compile_fx_inner(*args, **kwargs)
+        made: Any = tool.compile_fx_inner(*args, **kwargs)
         bare.append(made.current_callable)
         return made
 
     examples = [_example(value) for value in values]
-    with torch.no_grad(), patch(compile_threads=1):
-        made: Any = compile_fx(fx.GraphModule(torch.nn.Module(), inner), examples, inner_compile=compiled)
+    with torch.no_grad(), tool.patch(compile_threads=1):
+        made: Any = tool.compile_fx(fx.GraphModule(torch.nn.Module(), inner), examples, inner_compile=compiled)
         results = made(*examples)
     given = {value.untyped_storage().data_ptr() for value in examples}
     if any(one.untyped_storage().data_ptr() in given for one in results):
         return None
-    (call,) = bare  # what torch.compile wraps around it, for what no region has, takes 0.1 ms where caches are cold
+    (call,) = bare  # without torch.compile's wrapper, which no region needs: it costs 0.1 ms with cold caches
 
     def region(*arguments: Tensor) -> tuple[Tensor, ...]:
         return tuple(call(list(arguments)))
@@ -143,8 +135,8 @@ _SCALE, _TAIL = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027
 
 
 def _share_exponential(graph: fx.Graph, backward: fx.Node) -> None:
-    """gelu and its gradient need exp(-x^2 / 2), for the error function and for the density: it is computed once, in the
-    forward pass, which leaves the slope in place of x. In float32, which the error function's formula is as good as."""
+    """Compute exp(-x^2 / 2) once for gelu and its gradient: the error function and the density both need it. Forward
+    then keeps the slope instead of x. Only in float32, whose precision the formula of the error function reaches."""
     gradient, x = backward.args[:2]
     assert isinstance(gradient, fx.Node)
     assert isinstance(x, fx.Node)
@@ -175,7 +167,7 @@ def _share_exponential(graph: fx.Graph, backward: fx.Node) -> None:
     backward.target, backward.args = aten.mul.Tensor, (gradient, slope)
 
 
-# --- which operators --------------------------------------------------------------------------------------------------
+# --- operators of a region --------------------------------------------------------------------------------------------
 
 
 def _joins(node: fx.Node) -> bool:
@@ -208,7 +200,7 @@ def _is_one_a_row(node: fx.Node) -> bool:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """What a region may be moved behind: nothing waits for it, and it takes no time."""
+    """Whether a region may continue past this node and run after it: the node takes no time, and delays nothing."""
     if node.target in _MADE:
         return True
     value = node.meta.get("val")
@@ -216,10 +208,10 @@ def _is_light(node: fx.Node) -> bool:
 
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Runs of operators that may be one kernel: nothing between the first and the last needs any of them."""
+    """Runs of operators that can be one kernel: no operator outside a run reads its results before its end."""
     found: list[list[fx.Node]] = []
     members: list[fx.Node] = []
-    made: set[fx.Node] = set()  # by the run, views included
+    made: set[fx.Node] = set()  # results of the run, and views of them
     for node in graph.nodes:
         depends = not made.isdisjoint(node.all_input_nodes)
         if _joins(node):
@@ -244,7 +236,7 @@ def _size(node: fx.Node) -> int:
 
 
 class _Extraction:
-    """Takes operators out of a graph; views that only they read, or that are of them, come along."""
+    """Extracts a region's operators into a graph of their own, with views of their results and views only they read."""
 
     def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         self.graph, self.members, self.inside = graph, members, set(members)
@@ -259,7 +251,7 @@ class _Extraction:
         self.inputs: dict[fx.Node, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
         self.softmaxes: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
-        """By logarithm of a softmax (all in ``inner``), the exponentials and their sums."""
+        """The exponentials and their sums, by log_softmax node (all nodes in ``inner``)."""
 
     def replace(self, kernel: Callable[[fx.Graph, Sequence[Tensor]], Region | None]) -> None:
         for node in self.members:
@@ -291,7 +283,7 @@ class _Extraction:
             place = node
 
     def _views_before(self, last: fx.Node) -> list[fx.Node]:
-        """Views of what the region makes that stand before its end, and are read by others."""
+        """Views of the region's results that stand before its end and that other operators read."""
         found: list[fx.Node] = []
         node = self.members[0]
         while node is not last:
@@ -316,7 +308,7 @@ class _Extraction:
         return node.op == "call_function" and node.target is operator.getitem and node.args[0] in self.inside
 
     def _as_expected(self, node: fx.Node) -> fx.Node:
-        """A value that comes from outside may have other strides than a kernel was made for."""
+        """An input with the strides for which the kernel was compiled: values that the executor gives may differ."""
         value = node.meta["val"]
         root = node
         while root.op == "call_function" and root.target in _FREE and isinstance(root.args[0], fx.Node):
@@ -328,7 +320,7 @@ class _Extraction:
         return made
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
-        """What others read of an operator: its result, or of several those that are read."""
+        """The results of an operator that nodes outside the region read."""
 
         def is_read(value: fx.Node) -> bool:
             return any(user not in self.inside and user not in self.absorbed for user in value.users)
@@ -363,7 +355,7 @@ class _Extraction:
         return node in self.inside
 
     def _log_softmax(self, args: Any) -> fx.Node:
-        """In parts, so that the exponentials are there for the gradient, which wants exp(log_softmax(x))."""
+        """log_softmax in parts: the gradient reuses the exponentials, because it needs exp(log_softmax(x))."""
         x, dim, _ = args
         call = self.inner.call_function
         shifted = call(aten.sub.Tensor, (x, call(aten.amax.default, (x, [dim], True))))
@@ -374,7 +366,7 @@ class _Extraction:
         return made
 
     def _add_to_rows(self, node: fx.Node, args: Any) -> fx.Node:
-        """A scatter of one number a row, as element-wise operators."""
+        """A scatter of one number per row, as element-wise operators."""
         into, _, index, values = args
         value = node.meta["val"]
         columns = self.inner.call_function(aten.arange.default, (value.shape[-1],), {"device": value.device})

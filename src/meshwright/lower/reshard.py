@@ -1,4 +1,4 @@
-"""From one placement to another: which collective, on which part, started early and finished at first use."""
+"""Reshard tensors from one placement to another: collectives start early, and are waited for at the first use."""
 
 from collections.abc import Callable, Generator, Mapping
 from math import prod
@@ -26,11 +26,11 @@ from meshwright.ops import collectives
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
 Steps = Generator[None, None, fx.Node]
-"""Emits what can be started now, yields, and emits the rest when resumed; returns the resharded node."""
+"""Emits the calls that can start now, yields, and emits the rest when resumed; returns the resharded node."""
 
 
 class Resharder:
-    """Emits resharding into one per-rank graph."""
+    """Emits resharding calls into one per-rank graph."""
 
     def __init__(self, emit: Emit, groups: dict[str, AxisGroup], links: Mapping[str, Link] | None = None) -> None:
         self._emit = emit
@@ -51,15 +51,15 @@ class Resharder:
     ) -> Steps:
         """Reshard ``node`` (global ``shape``) from ``have`` to ``want``.
 
-        The moves and their order are those of ``ir.resharding``. ``owned`` says that nobody else reads the node's
-        memory, so that it may be reduced in place; ``label`` names the tensor in errors.
+        The moves and their order are those of ``ir.resharding``. ``owned`` says that no other node reads the memory of
+        ``node``, so that it may be reduced in place; ``label`` names the tensor in errors.
         """
         for move in self._mover.moves(have, want, shape, item_bytes):
             group, placement, before = self._groups[move.axis], move.placement, move.before
             if move.kind == "slice":
                 assert not isinstance(placement, Partial)
                 node = self._slice(node, move.axis, placement, before, shape)
-                continue  # a view, as much its own as what it is of
+                continue  # a view: ``owned`` stays as it is
             if isinstance(placement, Partial):
                 if not owned:
                     node = self._emit(aten.clone.default, node)
@@ -95,7 +95,7 @@ class Resharder:
         if cut.even:
             node = yield from self._gathered(node, group, label)
             return self._joined(node, group.size, lead, whole)
-        # all parts are padded to the largest, which is longer by a unit, and what was added is left out again
+        # all parts are padded to the largest, which is longer by a unit; the padding is cut off after the gather
         node = self._emit(aten.reshape.default, node, [lead, cut.length(group.index), prod(whole[dim + 1 :])])
         node = yield from self._gathered(self._padded(node, cut, group.index), group, label)
         parts = [self._emit(aten.select.int, node, 0, index) for index in range(group.size)]
@@ -110,24 +110,24 @@ class Resharder:
         return self._emit(collectives.WAIT, node)
 
     def _padded(self, node: fx.Node, cut: AxisCut, index: int) -> fx.Node:
-        """A part [lead, indices, tail] as long as the largest."""
+        """A part [lead, indices, tail], padded to the length of the largest part."""
         missing = cut.length(0) - cut.length(index)
         return self._emit(aten.constant_pad_nd.default, node, [0, 0, 0, missing]) if missing else node
 
     def _joined(self, node: fx.Node, parts: int, lead: int, whole: list[int]) -> fx.Node:
-        """Equal parts put side by side: [parts, lead, block] -> [lead, parts, block]."""
+        """Join equal parts: [parts, lead, block] -> [lead, parts, block], in the shape ``whole``."""
         if lead > 1:
             node = self._emit(aten.view.default, node, [parts, lead, -1])
             node = self._emit(aten.transpose.int, node, 0, 1)
         return self._emit(aten.reshape.default, node, whole)
 
     def _apart(self, node: fx.Node, parts: int, lead: int) -> fx.Node:
-        """What goes to each of ``parts`` ranks: [lead, parts, block] -> [parts, lead, block]."""
+        """Put the blocks for each of ``parts`` ranks together: [lead, parts, block] -> [parts, lead, block]."""
         node = self._emit(aten.reshape.default, node, [lead, parts, -1])
         return self._emit(aten.transpose.int, node, 0, 1)
 
     def _all_to_all(self, node: fx.Node, move: Move, shape: tuple[int, ...], label: str) -> Steps:
-        """Each rank sends every other the part that it will hold of what this one holds; all of them are equal."""
+        """Each rank sends to each other rank the part of its shard that this other rank will hold. Parts are equal."""
         group, source, target = self._groups[move.axis], move.placement, move.target
         assert isinstance(source, Shard)
         assert target is not None
@@ -169,7 +169,7 @@ class Resharder:
         return self._emit(aten.reshape.default, node, self._local(shape, after))
 
     def _in_rows(self, node: fx.Node, local: list[int], parts: int) -> fx.Node:
-        """A tensor of shape ``local`` as [parts, elements], padded with zeros where it must be."""
+        """A tensor of shape ``local`` as [parts, elements], padded with zeros if ``parts`` does not divide its size."""
         missing = prod(flat_shape(tuple(local), parts)) * parts - prod(local)
         if missing:
             node = self._emit(aten.reshape.default, node, [-1])
@@ -177,7 +177,7 @@ class Resharder:
         return self._emit(aten.reshape.default, node, [parts, -1])
 
     def unpadded(self, node: fx.Node, local: list[int]) -> fx.Node:
-        """The tensor of shape ``local`` whose elements, and then padding, ``node`` holds."""
+        """The tensor of shape ``local`` in ``node``, which holds its elements followed by padding."""
         node = self._emit(aten.view.default, node, [-1])
         return self._emit(aten.view.default, self._emit(aten.slice.Tensor, node, 0, 0, prod(local)), local)
 
@@ -202,7 +202,7 @@ class Resharder:
 
 
 def local_part(value: torch.Tensor, placements: Placements, groups: dict[str, AxisGroup]) -> torch.Tensor:
-    """This rank's part of a whole tensor (a view where one block is cut out, and nothing is padded)."""
+    """This rank's part of a whole tensor (a view, if it is a single block without padding)."""
     shape = tuple(value.shape)
     now: Placements = {}
 
@@ -211,7 +211,7 @@ def local_part(value: torch.Tensor, placements: Placements, groups: dict[str, Ax
 
     resharder = Resharder(emit, groups)
     cuts: list[tuple[str, Placement | None]] = [(axis, placements.get(axis)) for axis in groups]
-    cuts.sort(key=lambda cut: isinstance(cut[1], Flat))  # last
+    cuts.sort(key=lambda cut: isinstance(cut[1], Flat))  # Flat comes last: it divides what the shards leave
     for axis, placement in cuts:
         if isinstance(placement, Shard | Flat):
             value = resharder._slice(value, axis, placement, now, shape)  # type: ignore[arg-type,assignment]

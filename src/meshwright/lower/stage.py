@@ -1,13 +1,13 @@
-"""One stage of a plan -> its program on one rank: functions that the executor calls, and what flows between them.
+"""One stage of a plan -> its program on one rank: functions that the executor calls, and the values between them.
 
-prologue   once a step       what depends on no parameter, for the whole batch; whole versions of split parameters
-forward    each micro-batch  what it returns is sent, or kept for backward
-backward   each micro-batch  makes the gradients; or in two parts, ``input`` (what is sent) and ``weight``
-reduce     once a step       starts the reduction of gradients that were summed up over micro-batches
+prologue   once a step       values that depend on no parameter, for the whole batch; whole versions of split parameters
+forward    each micro-batch  its results are sent, or kept for backward
+backward   each micro-batch  computes the gradients; or in two parts, ``input`` (gradients that are sent) and ``weight``
+reduce     once a step       starts the reduction of gradients that were accumulated over micro-batches
 finish     once a step       waits for reductions; loss, metrics and buffers
 
-A whole step is the program of one stage and one micro-batch. Its phases run one after the other, and are one function
-unless something is computed or gathered again.
+With one stage and one micro-batch, one program is the whole step. Its phases run one after the other, as one function
+unless backward recomputes values or gathers parameters again.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ aten = torch.ops.aten
 _PHASE_OF = {
     ActionKind.RECV_F: FORWARD, ActionKind.SEND_F: FORWARD, ActionKind.RECV_B: BACKWARD, ActionKind.SEND_B: BACKWARD,
 }  # fmt: skip
-"""The phase that a transfer belongs to."""
+"""The phase to which a transfer belongs."""
 
 
 def lower_stage(
@@ -74,11 +74,11 @@ def lower_stage(
     than one rank).
 
     Args:
-        rules: the caller's own, by operator.
-        constants: the values of the graph's constants; without them the program can be read, and not run.
-        divided: how the plan cuts the graph, where that is known.
-        compiler: joins operators; ``kernels`` run some of them.
-        note: called with the name of a phase where it begins within a function of several.
+        rules: the user's rules, by operator.
+        constants: the values of the graph's constants; without them the program can be read, but not run.
+        divided: the plan's cut of the graph; computed if it is not given.
+        compiler: joins operators; ``kernels`` replace some operators.
+        note: called with the name of a phase at its beginning, if the phase is part of a larger function.
 
     Raises:
         PlanError: an operator would have to communicate with other micro-batches.
@@ -143,7 +143,7 @@ class _StageLowering:
         again = Recomputation(stage.recompute, {one.name: one.module for one in self.ir.operators})
         return partition(graph, program, values, again, compiler, kernels, note)
 
-    # --- what is there before ----------------------------------------------------------------------------------------
+    # --- values that exist before the step ---------------------------------------------------------------------------
 
     def _inputs(self) -> None:
         emission, graph = self.emission, self.ir
@@ -165,8 +165,8 @@ class _StageLowering:
         self.emission.make(name, node, placements)
 
     def _as_given(self, placements: Placements) -> Placements:
-        """How a rank gets an input: where stages differ, its part of every micro-batch, so that all stages have the
-        same samples in a micro-batch."""
+        """The placements in which a rank gets an input. If stages have different submeshes, a rank gets its part of
+        every micro-batch, so that a micro-batch has the same samples in all stages."""
         if not self.plan.uneven:
             return placements
         return {
@@ -176,7 +176,7 @@ class _StageLowering:
         }
 
     def _rows_of_input(self, name: str) -> Placements:
-        """How all that read an input cut it over axes that do not divide the batch: a rank need have no more."""
+        """Shards over axes that do not divide the batch, if all readers of an input share them: enough for a rank."""
         if self.plan.uneven:
             return {}
         wants = [
@@ -223,8 +223,8 @@ class _StageLowering:
     # --- operators ---------------------------------------------------------------------------------------------------
 
     def _wants(self) -> tuple[list[Operator], dict[str, int]]:
-        """The operators of the stage, and how often the memory behind each tensor is read, other than by views of it.
-        Notes what every tensor is wanted for."""
+        """The operators of the stage, and the number of readers of each storage, without operators that make views of
+        it. Records in ``emission.wants`` where every tensor is read."""
         emission = self.emission
         up, down = self.divided.sent(self.stage)
         wants = [
@@ -270,7 +270,7 @@ class _StageLowering:
         self._made(operator, result, readers)
 
     def _made(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:
-        """Put the results of an operator where their readers find them, and start what can be started."""
+        """Record an operator's results for their readers, and start the reshardings and reductions that can start."""
         for name, index in zip(operator.outputs, operator.positions or (0,), strict=True):
             node = result
             if operator.positions:
@@ -304,8 +304,8 @@ class _StageLowering:
         return self.stage in self.divided.owners[buffer] and buffer in self.ir.buffer_updates
 
     def _update_buffers(self) -> None:
-        """What is the same in all micro-batches, and what is a sum over them, is updated once a step; the rest by
-        every micro-batch, which leaves it to the next."""
+        """Update buffers once a step if their new value is equal in all micro-batches or is a sum over them; update
+        the others in every micro-batch, which passes them to the next."""
         self.emission.meta = {"operator": "buffers"}
         updates = {buffer: name for buffer, name in self.ir.buffer_updates.items() if self._updates(buffer)}
         often = differing_buffers(self.ir, self._sums()) if self.emission.microbatched else frozenset()
@@ -313,14 +313,14 @@ class _StageLowering:
             if buffer in often and self.emission.values[name].phase != PROLOGUE:
                 with self.emission.during(FORWARD):
                     node = self.emission.want(name, {})
-                    if node.op == "placeholder":  # another buffer, as this micro-batch has it
+                    if node.op == "placeholder":  # the new value is another buffer's current value
                         node = self.emission.emit(aten.clone.default, node)
                 self.buffer_updates[buffer] = self.emission.returned(node).name
             else:
                 self.buffers[buffer] = self._at_the_end(name, f"buffer {buffer}")
 
     def _sums(self) -> set[str]:
-        """The buffers, of all stages, whose new value is a sum over micro-batches."""
+        """The buffers (of all stages) whose new value is a sum over micro-batches."""
         makers = ((buffer, name) for buffer, name in self.ir.buffer_updates.items() if name in self.makers)
         return {buffer for buffer, name in makers if isinstance(self._placed(name).get(TIME), Partial)}
 
@@ -331,7 +331,7 @@ class _StageLowering:
             self.scalars[label] = self._at_the_end(name, label)
 
     def _at_the_end(self, name: str, label: str) -> fx.Node:
-        """A tensor of the whole step, whole; of a tensor that micro-batches make, their values joined, or the last."""
+        """A whole tensor at the end of the step; values of micro-batches are joined by sum, max or min, or the last."""
         emission, value = self.emission, self.emission.values[name]
         if not emission.microbatched or value.phase in (STEP, PROLOGUE):
             with emission.during(FINISH):
@@ -347,13 +347,13 @@ class _StageLowering:
             return emission.reshard(joined, shape, placements, {}, label)
 
     def _results(self) -> list[fx.Node]:
-        """What a step gives, and what phases hand to the executor."""
+        """The nodes that the graph returns: results of the step, and values that phases hand to the executor."""
         ends = (*self.scalars.values(), *self.gradients.results.values(), *self.buffers.values())
         return [*self.emission.roots, *map(self.emission.returned, dict.fromkeys(ends))]
 
     def _named_results(self, joined: Mapping[fx.Node, fx.Node]) -> dict[str, Any]:
-        """The results of a step, by field of ``Program``. Gradients and buffers get memory of their own, for users
-        write to it."""
+        """The results of a step, by field of ``Program``. Gradients and buffers get memory of their own, because users
+        write to them."""
         gradients = self.gradients
         scalars = {label: joined.get(node, node) for label, node in self.scalars.items()}
         buffers = {name: joined.get(node, node) for name, node in self.buffers.items()}
@@ -394,7 +394,7 @@ class _StageLowering:
         return Held(name, memory.name, memory.num_bytes)
 
     def _held_whole(self, name: str) -> Held:
-        """A buffer or an input. Its value is empty where the stage does not read it."""
+        """A buffer or an input; its value is empty if the stage does not read it."""
         node = self.nodes[name]
         read = node.users or any(part.source == node.name for part in self.emission.slices.values())
         return Held(name, node.name if read else "", self.ir.tensors[name].num_bytes)

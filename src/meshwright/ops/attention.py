@@ -24,8 +24,8 @@ def _mask_pattern(mask: torch.Tensor | None, keys: str) -> str:
 
 
 def attention_rule(call: Call) -> Rule:
-    """``b h s !d, b h !t !d, b h !t !e -> b h s !e, b h s``; split over the keys, shards' softmaxes are merged; over
-    queries and keys at once (``st``), keys and values go round a ring."""
+    """``b h s !d, b h !t !d, b h !t !e -> b h s !e, b h s``; over split keys, the softmaxes of the shards are merged.
+    Over queries and keys at once (``st``), keys and values go round a ring."""
     mask = _mask_pattern(call.args[3], "!t")
     pattern = f"b h s !d, b h !t !d, b h !t !e{mask} -> b h s !e, b h s"
     decompositions = {"t": "gather", "st": "ring"}
@@ -33,7 +33,7 @@ def attention_rule(call: Call) -> Rule:
 
 
 def attention_backward_rule(call: Call) -> Rule:
-    """Split over ``s``, the gradients of key and value are sums; split over ``t``, that of the query is."""
+    """Over split ``s``, the gradients of key and value are sums; over split ``t``, the query's gradient is a sum."""
     mask = _mask_pattern(call.args[4], "t")
     q, k, v, o = "b h s !d", "b h t !d", "b h t !e", "b h s !e"
     pattern = f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}"
@@ -44,7 +44,7 @@ _ACROSS = {
     ours.attention.default: ours.attention_ring.default,
     ours.attention_backward.default: ours.attention_ring_backward.default,
 }
-"""What goes round a ring instead."""
+"""For each operator, the operator that computes it around a ring of ranks."""
 
 
 def attention_local(local: Local) -> Any:
@@ -58,7 +58,7 @@ def attention_local(local: Local) -> Any:
     shape = [local.coordinate("t")[1], *local.shape(1)]
     every = local.call(aten.reshape.default, local.all_gather(own, "t"), shape)
     merged = local.call(aten.logsumexp.default, every, [0])
-    # a query without any key: its output is zero
+    # a query without any allowed key has the output zero
     finite = local.call(aten.masked_fill.Scalar, merged, local.call(aten.eq.Scalar, merged, -math.inf), 0.0)
     weight = local.call(aten.exp.default, local.call(aten.sub.Tensor, own, finite))
     part = local.call(aten.mul.Tensor, output, local.call(aten.unsqueeze.default, weight, -1))
@@ -67,10 +67,10 @@ def attention_local(local: Local) -> Any:
 
 
 def emit_attention(local: Local) -> Any:
-    """The operator on this rank, or around a ring. Backward needs no more: given the whole output and
-    log-sum-exp, every part of the weights has its gradient alone."""
+    """Emit the operator on this rank's parts, or around a ring. Backward needs no other communication: given the whole
+    output and log-sum-exp, the gradient of each part of the attention weights depends on no other part."""
     *tensors, dropout, causal, scale, _, number = local.args
-    # forward and backward of one call carry one number, and draw the same mask
+    # forward and backward of one call have the same number, so that they draw the same mask
     key = local.key(f"attention {number}") if dropout else (0, 0)
     if local.is_split("st"):
         return local.call(_ACROSS[local.target], *tensors, dropout, causal, scale, *key, *_ring(local, causal))
@@ -80,7 +80,7 @@ def emit_attention(local: Local) -> Any:
 
 
 def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
-    """(this rank's first query, its number in the ring, whether ranks swap halves, the ring's group and size)."""
+    """(this rank's first query, its index in the ring, whether ranks swap halves, the ring's group and size)."""
     if local.is_split("t"):
         raise RuleError(
             "keys that go round a ring are split over another axis too", where=local.name, remedy="split queries there"
@@ -93,7 +93,7 @@ def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
 
 
 def _shifted_mask(local: Local, query: Value, mask: Value, causal: bool) -> tuple[Value, bool]:
-    """A causal mask of a part of queries and keys: which of them these are matters."""
+    """(mask, causal) for this rank's part; a causal mask depends on the part's place, so it becomes explicit."""
     if not causal or not (local.is_split("s") or local.is_split("t")):
         return mask, causal
     row, column = (local.bounds(factor)[local.coordinate(factor)[0]] for factor in "st")

@@ -1,4 +1,4 @@
-"""What a rule of an operator is made of: its pattern, its FLOPs, and how it runs on one rank's part."""
+"""The parts of an operator's rule: its pattern, its FLOPs, and its rewrite for one rank's part."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,18 +40,18 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def arguments(call: "Call | Local") -> dict[str, Any]:
-    """Every argument of a call of an ATen operator by its name; those that were not given have their default."""
+    """All arguments of a call of an ATen operator by name; an argument that the call leaves out has its default."""
     schema = call.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip([one.name for one in schema], call.args, strict=False))
     return {one.name: one.default_value for one in schema if one.has_default_value()} | given | dict(call.kwargs)
 
 
 Value = Any
-"""What a local rewrite computes with: a node of the per-rank graph."""
+"""A value in a local rewrite: a node of the per-rank graph."""
 
 
 class Local(Protocol):
-    """One operator on one rank: what a local rewrite may use."""
+    """One operator on one rank, with the methods that a local rewrite may use."""
 
     target: Any
     args: tuple[Any, ...]
@@ -59,96 +59,95 @@ class Local(Protocol):
     name: str
 
     def shape(self, output: int = 0) -> list[int]:
-        """This rank's shape of an output."""
+        """The shape of an output on this rank."""
 
     def input_shape(self, position: int) -> list[int]:
-        """This rank's shape of a tensor input."""
+        """The shape of a tensor input on this rank."""
 
     def dtype(self, output: int = 0) -> torch.dtype:
         """The dtype of an output."""
 
     def is_split(self, factor: str) -> bool:
-        """Whether the factor is split over any axis."""
+        """Whether any mesh axis splits the factor."""
 
     def coordinate(self, factor: str) -> tuple[int, int]:
-        """(this rank's index, number of parts) of a factor; (0, 1) where it is not split."""
+        """(this rank's index, number of parts) of a factor; (0, 1) if the factor is not split."""
 
     def size(self, factor: str) -> int:
-        """The size of a factor over all ranks (of one micro-batch, where the factor is divided in time). Parts differ
-        by one unit where it does not divide."""
+        """The size of a factor over all ranks (in one micro-batch, if it is divided into micro-batches). Parts differ
+        by one unit where the size is not divisible by their number."""
 
     def length(self, factor: str) -> int:
         """The size of a factor on this rank."""
 
     def bounds(self, factor: str, of: str = "") -> tuple[int, ...]:
-        """Where the parts of a factor begin, and where the last one ends, in the order of their coordinates; they are
-        runs of indices: what is split is the outermost of the factor's letters. Of a joint factor, the parts ``of`` one
-        of those that it joins."""
+        """The first index of each part of a factor, by coordinate, then the end of the last part. Parts are runs of
+        indices: the split letter is the factor's outermost. For a joint factor, ``of`` names the member to use."""
 
     def times(self, factor: str) -> int:
-        """In how many micro-batches the factor is divided."""
+        """The number of micro-batches into which the factor is divided."""
 
     def key(self, name: str = "") -> tuple[Value, int]:
-        """The step's random key (a value) and this operator's salt, a number that differs by split coordinates.
-        Operators that give one ``name`` draw the same numbers; without a name, nobody else does."""
+        """The micro-batch's random key (a value) and this operator's salt, a number that differs by split coordinates.
+        Operators with the same ``name`` draw the same numbers; an operator without a name draws its own."""
 
     def group(self, factor: str) -> tuple[str, int]:
-        """The name and size of the group of ranks over which a factor is split (over one axis)."""
+        """The name and size of the group of ranks that hold the parts of a factor (split over one axis)."""
 
     def outside(self, factor: str, other: str) -> bool:
-        """Whether a factor is split over an axis outside of that of another (each over one axis)."""
+        """Whether the axis that splits ``factor`` is outside of the axis that splits ``other`` (one axis each)."""
 
     def all_reduce(self, value: Value, factor: str, op: str = "sum") -> Value:
-        """Reduce over the axes on which the factor is split; ``value`` itself may be overwritten."""
+        """Reduce over all axes that split the factor; ``value`` itself may be overwritten."""
 
     def all_gather(self, value: Value, factor: str) -> Value:
-        """All parts on new leading dims (one for each axis on which the factor is split), in the factor's order."""
+        """Gather all parts on new leading dims, one for each axis that splits the factor, in the factor's order."""
 
     def halo(
         self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows], fill: float = 0.0
     ) -> Value:
-        """Of a dim (counted from the back) in the parts of a factor, which have these ``edges``, the rows that
-        ``ranges`` has for this rank's part, from whichever ranks they lie on; ``fill``, where they lie on none."""
+        """The rows of ``dim`` (counted from the back) in this rank's range, from the ranks that own them. ``edges``
+        bound the factor's parts; ``ranges`` has the rows that each part reads. Rows that no rank owns are ``fill``."""
 
     def interior_first(self, factor: str) -> bool:
-        """Whether the plan computes rows that need no halo of the factor first, while that travels; never where the
-        factor is split over several axes."""
+        """Whether the plan first computes the rows that need no halo of the factor, while the halo travels. Never true
+        for a factor that is split over several axes."""
 
     def halo_begin(self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Any:
-        """Start the exchange of :meth:`halo`, for :meth:`halo_end`; None where no rows travel, or not all of one's own
-        are read."""
+        """Start the exchange of :meth:`halo`; return its state for :meth:`halo_end`. None if no rows travel, if this
+        rank does not read all of its own rows, or if several axes split the factor."""
 
     def halo_end(self, begun: Any) -> tuple[Value | None, Value | None]:
-        """The rows before and after, once they are there."""
+        """Wait for an exchange; return the rows before and after this rank's part, None for an empty side."""
 
     def halo_return(
         self, strips: Sequence[Value], factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]
     ) -> Value:
-        """Start what :meth:`halo_sum` does with the rows before and after one's own, ``strips``, where parts and their
-        ranges are alike. What is waited for are terms of one's first rows, then of one's last."""
+        """Start to send ``strips``, terms for the rows before and after this part, to these rows' owners. Parts and
+        ranges must be alike. Once waited for, the result has terms for own first rows, then for own last rows."""
 
     def halo_sum(self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Value:
-        """The adjoint of :meth:`halo`: rows of ``value``, those of ``ranges``, are added up at their owners."""
+        """The adjoint of :meth:`halo`: add up ``value``, terms for the rows of this rank's range, at their owners."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
-        """Run an operator (emit it into the per-rank graph)."""
+        """Emit a call of an operator into the per-rank graph."""
 
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums and squares are computed in: they could leave the range, or the precision, of half a float."""
+    """The dtype for sums and squares: float32 for half precision, whose range or precision they could exceed."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 def widened(local: Local, value: Value) -> Value:
-    """``value`` in float32 where the operator works in half precision: statistics and sums need it."""
+    """``value`` in float32 if the operator works in half precision: statistics and sums need it."""
     return local.call(aten._to_copy.default, value, dtype=torch.float32) if local.dtype() in HALVES else value
 
 
 def narrowed(local: Local, value: Value, output: int = 0) -> Value:
-    """A value that was computed from widened ones, in the dtype of the output."""
+    """A value that was computed from widened values, in the dtype of the output."""
     return local.call(aten._to_copy.default, value, dtype=local.dtype(output)) if local.dtype() in HALVES else value
 
 
@@ -159,16 +158,17 @@ def emit_unchanged(local: Local) -> Any:
 
 @dataclass(frozen=True)
 class Unsplit:
-    """Why a call has no rule: it runs replicated, and the plan says so."""
+    """The reason why a call has no rule. The call runs replicated, and the plan says so."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class OperatorRule:
-    """``rule`` gives a call's rule; ``local`` emits it on one rank's part; ``flops`` counts the whole call;
-    ``contiguous`` names letters whose parts must be one run of indices (a vocabulary); ``random``: it draws random
-    numbers (``local`` uses ``local.key``), as operators do that PyTorch tags so."""
+    """The rule of an operator. ``rule`` returns one call's rule; ``local`` emits the call on one rank's part;
+    ``flops`` counts the whole call; ``contiguous`` names letters whose parts must be one run of indices (a
+    vocabulary). ``random``: ``local`` draws random numbers (with ``local.key``); operators that PyTorch tags as
+    random need no mark."""
 
     rule: Callable[[Call], Rule | Unsplit]
     local: Callable[[Local], Any] = emit_unchanged
@@ -187,7 +187,7 @@ def make_rule(
     equal: Sequence[str] = (),
     **sizes: int,
 ) -> Rule:
-    """A rule whose sizes are read from the call's shapes (``sizes`` helps where a dim has several unknown factors).
+    """Return a rule with sizes from the call's shapes (``sizes`` helps where a dim has several unknown factors).
 
     Raises:
         RuleError: the pattern does not fit the call, or a decomposition is unknown.
@@ -236,11 +236,11 @@ def contraction_flops(call: Call, rule: Rule | None) -> float:
 
 
 def elementwise_flops(call: Call, rule: Rule | None) -> float:
-    """One operation for each output element."""
+    """One operation for each element of the first output."""
     return float(sum(output.numel() for output in call.outputs[:1]))
 
 
 def with_gradients(names: Sequence[str], forward: OperatorRule, backward: OperatorRule) -> dict[Target, OperatorRule]:
-    """The rules of the ATen operators of these names, and of their gradients, which are called ``NAME_backward``."""
+    """The rules of the ATen operators of these names and of their gradients, which are named ``NAME_backward``."""
     pair = (("", forward), ("_backward", backward))
     return {getattr(aten, name + suffix).default: rule for name in names for suffix, rule in pair}

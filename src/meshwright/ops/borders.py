@@ -1,11 +1,11 @@
-"""Convolutions of a part's own rows first, as if there were no others; then what the halo adds at both borders.
+"""Convolutions that compute a part's own rows first, without the halo, and then add the halo's terms at both borders.
 
     rows read           -1 [ 0  1  2  3 ] 4            windows of 3, padding 1
     own rows first           0  1  2  3                all rows are made, with zeros for rows -1 and 4
     then the halo            0        3                row -1 adds to row 0, row 4 to row 3
 
-A convolution is linear in its input, so that the sum is what it makes of all rows. The halo travels meanwhile, and no
-part is copied to lie beside it. Gradients are linear in the same rows.
+A convolution is linear in its input, so this sum is the convolution of all rows. The halo travels while own rows are
+computed, and the part is not copied to be joined with its halo. Gradients are linear in the same rows.
 """
 
 import operator
@@ -23,13 +23,13 @@ from meshwright.ops.halo import Side, Window
 aten = torch.ops.aten
 
 INPUT, WEIGHT = [True, False, False], [False, True, False]
-"""Output masks of convolution_backward."""
+"""Output masks of convolution_backward: only the gradient of the input, or only the gradient of the weight."""
 
 
 @dataclass(frozen=True)
 class Borders:
-    """One split dim of a convolution on a rank: its halo has ``before`` and ``after`` rows, which the first ``top`` and
-    the last ``bottom`` of the ``made`` rows read."""
+    """One split dim of a convolution on a rank. Its halo has ``before`` and ``after`` rows. The first ``top`` and the
+    last ``bottom`` of the ``made`` rows read the halo."""
 
     local: Local
     side: Side
@@ -41,8 +41,9 @@ class Borders:
 
     @classmethod
     def of(cls, local: Local, side: Side, window: Window) -> "Borders | None":
-        """None where the plan does not want it, parts differ, or own rows do not make all rows by padding alike before
-        and after: unless strides fit the parts, and the padding is that of windows around their rows."""
+        """The borders of a split dim. None if the plan does not compute own rows first, if parts differ in size, or if
+        own rows with equal padding before and after do not make all rows: the stride must fit the parts, and the
+        padding must put each window around its row."""
         rows, made = side.image[1] - side.image[0], side.made[1] - side.made[0]
         alike = all(
             len({after - before for before, after in pairwise(edges)}) == 1 for edges in (side.image, side.made)
@@ -55,16 +56,16 @@ class Borders:
 
     @property
     def top(self) -> int:
-        """Rows made that read the halo before."""
+        """The number of made rows that read the halo before the part."""
         return -(-self.before // self.window.stride)
 
     @property
     def bottom(self) -> int:
-        """Rows made that read the halo after."""
+        """The number of made rows that read the halo after the part."""
         return -(-self.after // self.window.stride)
 
     def convolved(self, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
-        """The convolution of own rows, to which the borders' are added."""
+        """The convolution of own rows, plus the halo's terms at the borders."""
         local, dim = self.local, self.side.dim
         begun = self._begun(source)
         result = local.call(local.target, source, weight, None, *self._padded(rest))
@@ -74,7 +75,7 @@ class Borders:
         return result
 
     def weight_gradient(self, grad: Value, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
-        """Of own rows, and of the halo, whose rows were kept."""
+        """(None, the weight's gradient, None): terms of own rows plus terms of the halo, which forward has kept."""
         local = self.local
         begun = self._begun(source)
 
@@ -88,7 +89,7 @@ class Borders:
         return None, result, None
 
     def input_gradient(self, grad: Value, shape: list[int], weight: Value, rest: tuple[Any, ...]) -> Value:
-        """Of own rows; those of the halo go to their owners, and what others have of one's own comes."""
+        """The gradient of own rows: terms for halo rows go to their owners, and neighbours' terms are added."""
         local, dim, window = self.local, self.side.dim, self.window
 
         def gradient(grad: Value, rows: int, rest: tuple[Any, ...]) -> Value:
@@ -112,8 +113,8 @@ class Borders:
 
     @property
     def _edges(self) -> tuple[tuple[int, int, Rows], ...]:
-        """The rows made that read the halo before, and after: the first, how many, and where the halo lies among the
-        rows that they read."""
+        """For the halo before and the halo after: the first made row that reads it, the number of such rows, and the
+        place of the halo among the rows that they read."""
         last = self.window.rows(self.bottom)
         return (0, self.top, (0, self.before)), (self.made - self.bottom, self.bottom, (last - self.after, last))
 
@@ -123,8 +124,8 @@ class Borders:
         return begun
 
     def _strips(self, begun: Any) -> list[tuple[Value, int, int]]:
-        """The halo before and after, each with zeros in place of own rows: with the first row made of it, and how many
-        there are."""
+        """For the halo before and the halo after, if not empty: its rows with zeros in place of own rows, the first
+        made row that reads them, and the number of such rows."""
         local, dim, found = self.local, self.side.dim, []
         for strip, (start, count, (low, high)) in zip(local.halo_end(begun), self._edges, strict=True):
             if count:
@@ -136,7 +137,7 @@ class Borders:
         return self.local.call(aten.slice.Tensor, value, self.side.dim, start, start + count)
 
     def _padded(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The settings for own rows, with zeros around them in this dim too."""
+        """The settings for own rows, with zero padding around them in this dim too."""
         padding = list(rest[1])
         padding[self.side.index] = self.before
         return (rest[0], padding, *rest[2:])

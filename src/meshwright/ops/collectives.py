@@ -1,26 +1,26 @@
-"""Collectives as operators of two halves, start and wait: lowered graphs call them, compilers see through them.
+"""Collectives as pairs of operators, start and wait, that lowered graphs call and that compilers can trace.
 
-``comm`` gives them their kernels; ``algorithm`` is a text of a plan (``schedules/collectives/choice.py``), ``label``
-names the tensor or the operator in errors. A value that has been started must be waited for before it is read.
-``exchange_rows`` is only called inside of other operators' kernels, because how many rows come is known at run time: it
-sends ``rows``, of which ``counts[rank].sum()`` go to each rank in order, and returns what came, by sender, with the
-senders' counts for this rank; ``shift`` starts to send to the next rank of the group and gives what the last one sends.
+``comm`` registers their kernels. ``algorithm`` is a text of a plan (``schedules/collectives/choice.py``); ``label``
+names the tensor or the operator in errors. A started value must be waited for before it is read. ``exchange_rows`` is
+called only inside other operators' kernels, because the number of received rows is known only at run time. It sends
+``counts[rank].sum()`` of ``rows``, in order, to each rank, and returns the received rows by sender, with the senders'
+counts for this rank. ``shift`` starts to send to the next rank of the group; its result comes from the rank before.
 
-``gather_parts`` and ``reduce_to_parts`` move the Flat parts of many tensors together (``ir.placement.Flat``). Tensors
-that were gathered lie one after the other, each with its padding; so do the parts that are left of a sum:
+``gather_parts`` and ``reduce_to_parts`` move the Flat parts of many tensors together (``ir.placement.Flat``). Gathered
+tensors lie one after the other, each with its padding; so do the parts that this rank keeps of a sum:
 
     parts a [2], b [1] on each of 2 ranks    ->    a0 a0 a1 a1 b0 b1           a0: rank 0's
     tensors a [4], b [2]                     ->    a0 a0 b0 on rank 0, a1 a1 b1 on rank 1
 
-``again``: the result goes soon, and others like it follow; on a CPU they take turns in the same memory.
+``again`` says that the result is freed soon and that similar results follow; on a CPU they reuse the same memory.
 
-Halos (``ir.halo``): part ``index`` of a dim has the rows from ``edges[index]`` up to ``edges[index + 1]``, and reads
-those from ``lows[index]`` up to ``highs[index]``.
-``halo_exchange`` gives those of them that are not its own, the rows before its part first; rows that no part has are
-``fill``. ``halo_reduce`` is its adjoint: of ``value``, which has all of these rows, each goes to the part that owns it,
-where they are added up; the result has the part's own rows. ``halo_return`` gives the rows that are not a part's own
-(``strips``) to neighbours, whose ranges are alike: what comes is for the part's first rows, as many as a range has
-after a part, and for its last, as many as it has before. ``add_rows`` adds some rows in place, on this rank alone.
+Halos (``ir.halo``): part ``index`` of a dim owns the rows from ``edges[index]`` up to ``edges[index + 1]`` and reads
+the rows from ``lows[index]`` up to ``highs[index]``. ``halo_exchange`` returns the rows that the part reads but does
+not own, the rows before the part first; rows that no part owns are ``fill``. ``halo_reduce`` is its adjoint: ``value``
+has terms for all rows that the part reads; each term is added at the part that owns the row, and the result has the
+part's own rows. ``halo_return`` sends ``strips``, terms for rows that the part does not own, to neighbours whose ranges
+are alike. Its result has terms for the part's first rows, as many as a range has after its part, then for the part's
+last rows, as many as a range has before it. ``add_rows`` adds rows in place, on this rank alone.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ NAMESPACE = "meshwright_comm"
 LIBRARY = Library(NAMESPACE, "DEF")
 
 Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``exchange_rows`` over a group: rows by destination and their counts, to what came by sender and its counts."""
+"""``exchange_rows`` over a group: rows by destination and their counts to received rows by sender and their counts."""
 
 
 def exchange_over(group: str, size: int) -> Exchange:
@@ -96,7 +96,7 @@ _SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
     "add_rows(Tensor(a!) value, Tensor rows, int dim, int start) -> Tensor(a!)": lambda value, *_: value,
     "wait(Tensor(a!) value) -> Tensor(a!)": lambda value: value,
 }
-"""By schema, what the operator makes of fake tensors; None where graphs never call it by itself."""
+"""By schema, the function that makes the operator's result on fake tensors; None if graphs never call it directly."""
 for _schema, _fake in _SCHEMAS.items():
     LIBRARY.define(_schema)
     if _fake is not None:

@@ -1,8 +1,8 @@
 """Convolution split over samples, channels, filters, groups and space, forward and backward.
 
-Split over space, each rank convolves its rows and the halo around them without padding; a transposed convolution
-makes the halo's rows too, which are added up at their owners. The gradients are the other way round (Dryden et al.,
-"Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", 2019, section III).
+Split over space, each rank convolves its rows and the halo around them, without padding. A transposed convolution also
+makes rows of the halo, which are added up at their owners. The gradients do the opposite (Dryden et al., "Improving
+Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", 2019, section III).
 """
 
 import operator
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    """Canonical convolution: the bias is an addition of its own."""
+    """Canonical convolution: the bias is added by a separate operator."""
     if bias is None:
         return NotImplemented
     output = aten.convolution.default(input, weight, None, *settings)
@@ -45,7 +45,7 @@ def convolution_backward(
 
 @dataclass
 class _Settings:
-    """What follows input, weight and bias in a call."""
+    """The arguments of a call after input, weight and bias."""
 
     stride: list[int]
     padding: list[int]
@@ -64,22 +64,20 @@ class _Settings:
         return cls(stride, padding, dilation, transposed, more, groups, windows(kernel, stride, padding, dilation))
 
     def arguments(self, local: Local, sides: Sequence[Side]) -> tuple[Any, ...]:
-        """For a rank's part: no padding in dims whose halo is there, and the groups that are."""
+        """The settings for a rank's part: its own groups, and no padding in dims whose halo was fetched."""
         groups = local.length("g") if local.is_split("g") else self.groups
         padding, output_padding = without(self.padding, sides), without(self.output_padding, sides)
         return self.stride, padding, self.dilation, self.transposed, output_padding, groups
 
     def channels(self) -> tuple[str, str, str]:
-        """Patterns of the channels of the input, of the output, and of the weight: channels and filters, or those of
-        each group, which are whole."""
+        """The patterns of the channels of input, output and weight; with several groups, no group is split inside."""
         if self.groups == 1:
             return "c", "f", "c f" if self.transposed else "f c"
         return "(g !c)", "(g !f)", "(g !c) !f" if self.transposed else "(g !f) !c"
 
 
 def _rule(call: Call, given: tuple[Any, ...], source: Tensor, weight: Tensor, output: Tensor, pattern: str) -> Rule:
-    """The rule of a pattern that names the input ``{source}``, the ``{weight}`` and the ``{output}`` of the
-    convolution."""
+    """The rule of a pattern that names the convolution's input ``{source}``, its ``{weight}`` and its ``{output}``."""
     kernel = weight.shape[2:]
     settings = _Settings.of(given, kernel)
     space = Space.of(source.shape, output.shape, [not window.alone for window in settings.windows])
@@ -93,19 +91,20 @@ def _rule(call: Call, given: tuple[Any, ...], source: Tensor, weight: Tensor, ou
 
 
 def convolution_rule(call: Call) -> Rule:
-    """``n c ~y ~x, f c !p !q -> n f ~y ~x``; where a stride or missing padding changes a size, ``~y1`` on the right."""
+    """``n c ~y ~x, f c !p !q -> n f ~y ~x``; a resized dim (stride, missing padding) is ``~y1`` on the right."""
     source, weight = call.args[:2]
     return _rule(call, call.args[3:9], source, weight, call.outputs[0], "^{source}, ^^{weight} -> {output}")
 
 
 def convolution_backward_rule(call: Call) -> Rule:
-    """``n f ~y ~x, n c ~y ~x, f c !p !q`` to the gradient of the input or of the weight, the other lends its shape."""
+    """``n f ~y ~x, n c ~y ~x, f c !p !q`` to the gradient of input or weight; that tensor gives only its shape."""
     grad, source, weight = call.args[:3]
     to_input, to_weight = "^{output}, {source}, ^^{weight} -> {source}", "^{output}, ^^{source}, {weight} -> {weight}"
     return _rule(call, call.args[4:10], source, weight, grad, to_input if call.args[10] == INPUT else to_weight)
 
 
 def convolution_local(local: Local) -> Any:
+    """Run ``aten.convolution`` on one rank: fetch the halo, or (transposed) give halo rows to their owners."""
     source, weight = local.args[:2]
     settings, sides, rest = _on_rank(local, 3)
     if settings.transposed:
@@ -119,6 +118,7 @@ def convolution_local(local: Local) -> Any:
 
 
 def convolution_backward_local(local: Local) -> Any:
+    """Run ``aten.convolution_backward`` on one rank: one gradient; halo rows are fetched, or given to their owners."""
     grad, source, weight = local.args[:3]
     mask = local.args[10]
     settings, sides, rest = _on_rank(local, 4)
@@ -140,13 +140,13 @@ def convolution_backward_local(local: Local) -> Any:
     if borders is not None:
         result = borders.input_gradient(grad, shape, weight, rest)
     else:
-        like = local.call(aten.new_empty.default, grad, shape)  # only its shape is looked at
+        like = local.call(aten.new_empty.default, grad, shape)  # only its shape is read
         result = local.call(operator.getitem, gradients(grad, like), 0)
     return give_back(local, result, sides, settings.windows), None, None
 
 
 def _on_rank(local: Local, first: int) -> tuple[_Settings, list[Side], tuple[Any, ...]]:
-    """Returns the settings (the arguments from ``first`` on), the split dims, and the settings of this rank's part."""
+    """Return the settings (the arguments from ``first`` on), the split dims, and the settings of this rank's part."""
     kernel = local.input_shape(first - 2)[2:]
     settings = _Settings.of(local.args[first : first + 6], kernel)
     sides = split_sides(local, len(kernel), settings.windows)
@@ -155,14 +155,14 @@ def _on_rank(local: Local, first: int) -> tuple[_Settings, list[Side], tuple[Any
 
 
 def _borders(local: Local, sides: list[Side], settings: _Settings) -> tuple[Borders | None, list[Side]]:
-    """Returns the dim whose halo travels while the part's own rows are convolved (the last split dim), and the other
-    split dims."""
+    """Return the dim whose halo travels while the part's own rows are convolved (the last split dim; or None), and the
+    other split dims."""
     borders = Borders.of(local, sides[-1], settings.windows[sides[-1].index]) if sides else None
     return borders, sides if borders is None else sides[:-1]
 
 
 def _flops(first: int) -> Callable[[Call, Rule | None], float]:
-    """Two operations for each weight at each position; the arguments from the ``first`` on are the settings."""
+    """Two operations for each weight at each position; argument ``first`` is the first setting."""
 
     def count(call: Call, rule: Rule | None) -> float:
         source, weight = call.args[first - 3 : first - 1]

@@ -1,4 +1,4 @@
-"""Operators that make tensors from nothing: each rank makes its own part."""
+"""Operators that make tensors without tensor inputs: each rank makes its own part."""
 
 from typing import Any
 
@@ -18,6 +18,7 @@ def fill_rule(call: Call) -> Rule:
 
 
 def fill_local(local: Local) -> Any:
+    """Run ``aten.full``, ``zeros``, ``ones`` or ``empty`` on one rank, with the shape of its part."""
     return local.call(local.target, local.shape(), *local.args[1:], **local.kwargs)
 
 
@@ -28,7 +29,7 @@ def position_rule(call: Call) -> Rule:
 
 
 def _filled(value: Any) -> Any:
-    """Canonical forms of new_zeros and its like: they take only dtype and device from a tensor, no values."""
+    """Canonical forms of new_zeros and similar operators: they take dtype and device from a tensor, but no values."""
 
     def full(self: Tensor, size: list[int], *rest: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         options = {"dtype": dtype or self.dtype, "device": device or self.device}
@@ -40,13 +41,13 @@ def _filled(value: Any) -> Any:
 
 
 def _filled_scalar(value: Any) -> Any:
-    """Canonical forms of ones_like and its like for a scalar, of which they take no value: then the gradient of the
-    loss does not wait for the loss."""
+    """Canonical forms of ones_like and similar operators for a scalar. They do not read the scalar's value, so that the
+    gradient of the loss does not wait for the loss."""
 
     filled = _filled(value)
 
     def full(self: Tensor, *rest: Any, **options: Any) -> Any:
-        # the dims say what can be split
+        # a tensor with dims stays an input: its dims say what can be split
         return NotImplemented if self.dim() else filled(self, [], *rest, **options)
 
     return full

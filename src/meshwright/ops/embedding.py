@@ -1,4 +1,4 @@
-"""Table look-ups. Over a split vocabulary each rank looks up what it holds, and the results add."""
+"""Table look-ups. Over a split vocabulary each rank looks up the rows that it holds, and the results are summed."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def shifted_indices(local: Local, indices: Value, factor: str, elsewhere: int) -> tuple[Value, Value]:
-    """(indices into this rank's part of ``factor``, whether each lies in that part); others become ``elsewhere``."""
+    """(indices into this rank's part of ``factor``, whether each is outside); outside ones become ``elsewhere``."""
     first, part = local.bounds(factor)[local.coordinate(factor)[0]], local.length(factor)
     shifted = local.call(aten.sub.Tensor, indices, first)
     inside = local.call(
@@ -32,6 +32,7 @@ def embedding_rule(call: Call) -> Rule:
 
 
 def embedding_local(local: Local) -> Any:
+    """Run ``aten.embedding`` on one rank: over split ``v``, rows that other ranks hold are zeros."""
     if not local.is_split("v"):
         return emit_unchanged(local)
     weight, indices = local.args[:2]
@@ -41,13 +42,14 @@ def embedding_local(local: Local) -> Any:
 
 
 def embedding_backward_rule(call: Call) -> Rule:
-    """``b s k, b s -> v k``; where gradients are divided by how often a row is used, all indices must be there."""
+    """``b s k, b s -> v k``; if gradients are divided by the number of uses of a row, indices cannot be split."""
     rank = call.tensors[1].dim()
     index = letters(rank, fixed=tuple(range(rank)) if call.args[4] else ())
     return make_rule(call, f"^{operand([*index, 'k'])}, {operand(index)} -> v k")
 
 
 def embedding_backward_local(local: Local) -> Any:
+    """Run ``aten.embedding_dense_backward`` on one rank: gradients of other ranks' rows are dropped."""
     grad, indices, _, padding, scale = local.args
     if not local.is_split("v"):
         return emit_unchanged(local)
@@ -60,6 +62,7 @@ def embedding_backward_local(local: Local) -> Any:
 
 
 BAGS: Any = F.embedding_bag
+"""PyTorch's own function, which ``embedding_bag`` replaces while a step is traced."""
 
 
 def embedding_bag(
@@ -67,9 +70,9 @@ def embedding_bag(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """``F.embedding_bag``; bags of one length [b, l] as a look-up and a reduction over ``l``, which have rules. Where
-    the offsets of bags are values, no dim of the indices is the batch, and PyTorch's operator stays; so it does where
-    it raises an error."""
+    """``F.embedding_bag``. Bags of equal length [b, l] become a look-up and a reduction over ``l``, which have rules.
+    PyTorch's operator stays for bags that are given by offsets (no dim of their indices is the batch), for
+    ``max_norm``, ``sparse`` and empty bags, and for arguments with which it raises an error."""
     weights = per_sample_weights
     is_refused = offsets is not None or (weights is not None and (mode != "sum" or weights.shape != input.shape))
     unlike = input.dim() != 2 or not input.shape[1] or input.is_floating_point() or max_norm is not None or sparse

@@ -1,7 +1,7 @@
-"""Mixtures of experts as one operator: every token through the experts chosen for it, forward and backward.
+"""Mixtures of experts as one operator, forward and backward: every token goes through the experts chosen for it.
 
-Expert parallel (Lepikhin et al., "GShard", 2021): tokens and experts lie over the same ranks, and the numbers of tokens
-that travel are exchanged at run time.
+Expert parallel (Lepikhin et al., "GShard", 2021): tokens and experts are split over the same ranks, and the numbers of
+tokens that travel are exchanged at run time.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _gated(hidden: Tensor, activation: str, width: int) -> Tensor:
-    """``act(gate) * up`` where there are two halves, else ``act(up)``."""
+    """``act(gate) * up`` if ``hidden`` has two halves, gate and up; else ``act(up)``."""
     if hidden.shape[-1] == width:
         return ACTIVATIONS[activation](hidden)
     gate, up = hidden.chunk(2, dim=-1)
@@ -39,9 +39,9 @@ def _gated(hidden: Tensor, activation: str, width: int) -> Tensor:
 def _experts(
     tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
 ) -> Tensor:
-    """tokens [t, k], index and weights [t, a], up [e, 2 f or f, k], down [e, o, f] -> [t, o].
+    """Apply experts: tokens [t, k], index and weights [t, a], up [e, 2 f or f, k], down [e, o, f] -> [t, o].
 
-    ``first`` is the number of the first expert that is here; tokens of others add nothing.
+    ``first`` is the number of the first expert on this rank; tokens of experts elsewhere add nothing.
     """
     total = tokens.new_zeros(tokens.shape[0], down.shape[1], dtype=torch.promote_types(tokens.dtype, weights.dtype))
     for expert in range(down.shape[0]):
@@ -54,7 +54,7 @@ def _experts(
 def _experts_backward(
     grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of tokens, weights, up and down. What is inside of an expert is computed again, not kept."""
+    """Gradients of tokens, weights, up and down. Activations inside an expert are recomputed, not kept."""
     grads = (torch.zeros_like(tokens), torch.zeros_like(weights), torch.zeros_like(up), torch.zeros_like(down))
     for expert in range(down.shape[0]):
         rows, slots = torch.where(index == first + expert)
@@ -74,7 +74,7 @@ def _experts_backward(
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Tokens on their way to the ranks that hold their experts (as many each, in order), and back.
+    """Sends tokens to the ranks that hold their experts (equally many on each, in order), and results back.
 
     this rank's tokens   0 1 2     experts of each   0: a c   1: b c   2: a d      rank 0 has a b, rank 1 has c d
     sent, by expert      a:0 a:2 b:1 | c:0 c:1 d:2    counts  [[2, 1], [2, 1]]
@@ -87,20 +87,20 @@ class Dispatch:
 
     @classmethod
     def of(cls, exchange: Exchange, index: Tensor, num_experts: int, size: int) -> "Dispatch":
-        """The dispatch of tokens to ``index`` [t, a] of ``num_experts`` over ``size`` ranks."""
+        """The dispatch of tokens to the experts ``index`` [t, a], out of ``num_experts`` over ``size`` ranks."""
         chosen = index.reshape(-1)
         counts = torch.bincount(chosen, minlength=num_experts).view(size, num_experts // size)
         return cls(exchange, torch.argsort(chosen, stable=True), counts, index.shape[1])
 
     def sent(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(what came for this rank's experts of [t a, ...], each row's expert [rows, 1], by sender how many)."""
+        """Send [t a, ...]: (rows for this rank's experts, each row's expert [rows, 1], counts by sender and expert)."""
         rows, theirs = self.exchange(values[self.order], self.counts)
         size, experts = theirs.shape
         numbers = torch.arange(experts, device=rows.device).repeat(size).repeat_interleave(theirs.view(-1))
         return rows, numbers.unsqueeze(1), theirs
 
     def returned(self, rows: Tensor, theirs: Tensor) -> Tensor:
-        """What became of this rank's tokens: [t, a, ...]."""
+        """Send the experts' ``rows`` back to the ranks of their tokens: [t, a, ...] for this rank's tokens."""
         back, _ = self.exchange(rows, theirs)
         result = torch.empty_like(back)
         result[self.order] = back
@@ -111,7 +111,7 @@ def across(
     exchange: Exchange, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str,
     first: int, num_experts: int, *, size: int,
 ) -> Tensor:  # fmt: skip
-    """``experts`` of tokens that are this rank's, by experts that lie over ``size`` ranks."""
+    """``experts`` of this rank's tokens, with the experts split over ``size`` ranks."""
     dispatch = Dispatch.of(exchange, index, num_experts, size)
     rows, numbers, theirs = dispatch.sent(tokens.repeat_interleave(index.shape[1], 0))
     made = _experts(rows, numbers, rows.new_ones(len(rows), 1), up, down, activation, first)
@@ -122,7 +122,7 @@ def across_backward(
     exchange: Exchange, grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor,
     activation: str, first: int, num_experts: int, *, size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of tokens and weights that are this rank's, and of its experts."""
+    """Gradients of this rank's tokens and weights, and of its experts."""
     dispatch = Dispatch.of(exchange, index, num_experts, size)
     width = torch.promote_types(tokens.dtype, weights.dtype)
     slots = index.shape[1]
@@ -181,15 +181,15 @@ class _Experts(torch.autograd.Function):
 
 
 def experts(tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """Every token [t, k] through its experts [t, a], their results weighed and summed: [t, o], differentiable."""
+    """Apply to every token [t, k] its experts [t, a], and sum the weighted results: [t, o], differentiable."""
     result: Tensor = _Experts.apply(tokens, index, weights, up, down, activation)
     return result
 
 
 def experts_rule(call: Call) -> Rule:
-    """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: what other experts, slots or features add is on other ranks.
+    """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: over split experts, slots or features, the results are summed.
 
-    The gradients are linear in that of the result; what is split in one of them is a sum in the others."""
+    The gradients are linear in the result's gradient; a factor that splits one gradient makes the others sums."""
     gated = call.tensors[-2].shape[1] == 2 * call.tensors[-1].shape[2]
     up, down = ("e (2 f) !k" if gated else "e f !k"), "e o f"
     pattern = f"t !k, t a, ^t a, {up}, ^^{down} -> t o"
@@ -199,8 +199,8 @@ def experts_rule(call: Call) -> Rule:
 
 
 def experts_local(local: Local) -> Any:
-    """A rank that holds some experts runs those, by their numbers in the whole. Where tokens and experts are divided
-    over the same ranks (``te``), tokens go to the ranks of their experts and come back."""
+    """Run the experts that this rank holds, by their numbers among all experts. If tokens and experts are split over
+    the same ranks (``te``), tokens travel to the ranks of their experts and back."""
     index, parts = local.coordinate("e")
     if not local.is_split("te"):
         return local.call(local.target, *local.args[:-1], local.args[-1] + local.bounds("e")[index])
@@ -208,7 +208,7 @@ def experts_local(local: Local) -> Any:
     total, position = local.size("e"), 2 if local.target is ours.experts_backward.default else 1
     each, given = total // size // parts, list(local.args[:-1])
     if parts > 1 and local.outside("e", "te"):
-        # numbers are (e te rest) there: as (te e rest) they say first where a token goes
+        # numbers are (e te rest) here: as (te e rest) they begin with the rank that a token goes to
         numbers = local.call(aten.reshape.default, local.call(aten.arange.default, total), [parts, size, each])
         order = local.call(aten.argsort.default, local.call(aten.reshape.default, local.call(
             aten.transpose.int, numbers, 0, 1), [-1]))  # fmt: skip
@@ -218,7 +218,7 @@ def experts_local(local: Local) -> Any:
 
 
 def _flops(products: int) -> Callable[[Call, Rule | None], float]:
-    """Two operations for each token, slot and weight of an expert, in so many products as forward has one."""
+    """Two operations for each token, slot and expert weight, ``products`` times; backward also recomputes ``up``."""
 
     def count(call: Call, rule: Rule | None) -> float:
         first = 1 if products > 1 else 0

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def transform_rule(call: Call) -> Rule:
-    """``^b !x -> b !x``; a transform of real numbers, or to them, has another length: ``^b !x -> b !y``."""
+    """``^b !x -> b !x``; a transform from or to real numbers changes the length: ``^b !x -> b !y``."""
     source, output = call.tensors[0], call.outputs[0]
     dims = tuple(normalize_dim(dim, source.dim()) for dim in call.args[1])
     left, right = letters(source.dim(), fixed=dims), letters(source.dim(), fixed=dims)
@@ -23,20 +23,20 @@ def transform_rule(call: Call) -> Rule:
 
 
 def parts_rule(call: Call) -> Rule:
-    """``^b s -> b s 2``, real and imaginary part, or back."""
+    """``^b s -> b s 2`` (real and imaginary part), or back."""
     names = letters(min(call.tensors[0].dim(), call.outputs[0].dim()))
     one, two = operand(names), operand([*names, "2"])
     return make_rule(call, f"^{two} -> {one}" if call.target is aten.view_as_complex.default else f"^{one} -> {two}")
 
 
 def conjugate_rule(call: Call) -> Rule:
-    """``^b s -> b s``; a Python number is no tensor."""
+    """``^b s -> b s``; a Python number is not an operand."""
     names = operand(letters(call.outputs[0].dim()))
     return make_rule(call, f"{f'^{names}' if call.tensors else ''} -> {names}")
 
 
 def conjugate_local(local: Local) -> Any:
-    """Of numbers in memory: a view that says so would travel as what it is a view of."""
+    """Compute the conjugate in memory: a lazy conjugate view would be sent as the tensor that it is a view of."""
     value = local.args[0]
     if isinstance(value, complex):
         return local.call(aten.scalar_tensor.default, value.conjugate(), dtype=local.dtype())

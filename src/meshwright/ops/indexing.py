@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def gather_rule(call: Call) -> Rule | Unsplit:
-    """``b !v, b !w -> b !w``; dims that the index takes only a part of stay whole as well."""
+    """``b !v, b !w -> b !w``; dims that the index covers only in part stay whole too."""
     source, index = call.tensors[0], call.tensors[1]
     dim = normalize_dim(call.args[1], source.dim())
     left, right = letters(source.dim()), letters(source.dim())
@@ -43,7 +43,7 @@ _NO_PATTERN = Unsplit("its indices are masks or not adjacent")
 
 def _index_patterns(call: Call) -> tuple[str, list[str], list[str], list[int]] | None:
     """Parts of the pattern ``!x b, i, i -> i b``: the indexed tensor, every index, and the dims and sizes of the
-    result. None, where the indexed dims are not adjacent."""
+    result. None if indices are masks or the indexed dims are not adjacent."""
     source, indices = call.args[0], call.args[1]
     used = _adjacent(indices)
     if used is None:
@@ -58,7 +58,7 @@ def _index_patterns(call: Call) -> tuple[str, list[str], list[str], list[int]] |
 
 
 def index_rule(call: Call) -> Rule | Unsplit:
-    """Dims that no index touches are shared, those of the indices appear in the output; indexed dims stay whole."""
+    """Dims without an index are shared with the output, which also has the indices' dims; indexed dims stay whole."""
     patterns = _index_patterns(call)
     if patterns is None:
         return _NO_PATTERN
@@ -67,7 +67,7 @@ def index_rule(call: Call) -> Rule | Unsplit:
 
 
 def index_put_rule(call: Call) -> Rule | Unsplit:
-    """``!x b, i, i b -> !x b``: split over the indices, values that are accumulated add up."""
+    """``!x b, i, i b -> !x b``; accumulated values are summed over split indices, other values need whole indices."""
     patterns = _index_patterns(call)
     if patterns is None:
         return _NO_PATTERN
@@ -82,8 +82,8 @@ _INDICES = ("i", *(f"i{position}" for position in range(8)))
 
 
 def accumulate_local(local: Local) -> Any:
-    """Only the first of the ranks that add into a tensor starts from it, the others from zero. Of several micro-batches
-    each starts from its share."""
+    """The first of the ranks that add into a tensor starts from the tensor, the others from zero. With several
+    micro-batches, each starts from its share of the tensor."""
     base, times = local.args[0], prod(local.times(factor) for factor in _INDICES)
     if any(local.coordinate(factor)[0] for factor in _INDICES):
         base = local.call(aten.zeros_like.default, base)
@@ -106,7 +106,7 @@ def index_select_rule(call: Call) -> Rule:
 
 
 def index_add_rule(call: Call) -> Rule:
-    """``!x b, i, i b -> !x b``: split over the index, the parts add up."""
+    """``!x b, i, i b -> !x b``: over a split index, the results of the parts are summed."""
     source, taken = _one_index(call)
     return make_rule(call, f"^{source}, i, ^{taken} -> {source}")
 

@@ -1,4 +1,4 @@
-"""Operators of our own: attention as one operator whatever the device's kernel, and keyed random numbers."""
+"""Operators of our own: attention as one operator for every device's kernel, and keyed random numbers."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ LIBRARY = Library("meshwright", "DEF")
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define the operator of a schema ``NAME(...) -> ...``; ``kernel`` is for devices, ``fake`` for fake tensors."""
+    """Define the operator of a schema ``NAME(...) -> ...``; ``kernel`` runs on devices, ``fake`` on fake tensors."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):
@@ -60,7 +60,7 @@ def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left`` times ``right`` transposed, in float32 at least; the sums of float16 could leave its range."""
+    """``left`` times ``right`` transposed, in float32 at least, because sums in float16 could exceed its range."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == torch.float16:
         left, right = left.to(wide), right.to(wide)
@@ -68,7 +68,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int = 0) -> Tensor:
-    """``first``: the position of the first query, for ``causal``."""
+    """The scores of queries and keys. ``first`` is the position of the first query, for ``causal``."""
     scores = _product(query * scale, key)
     if causal:
         allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_(first)
@@ -77,9 +77,9 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale
 
 
 def _unknown(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor | None:
-    """Which queries have a NaN among their allowed scores: where all are, PyTorch's fused kernel gives 0.
+    """Which queries have a NaN among their allowed scores; if all are NaN, PyTorch's fused kernel gives 0.
 
-    None where no score can be NaN: the product of the norms, which bounds every product, is finite.
+    None if no score can be NaN: the product of the norms, which bounds every product, is finite.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     bound = torch.linalg.vector_norm(query, dtype=wide) * torch.linalg.vector_norm(key, dtype=wide)
@@ -96,7 +96,7 @@ def _unknown(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scal
 
 
 def _weights(scores: Tensor, logsumexp: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax of the scores, in their memory; 0 where no key is allowed. NaN stays."""
+    """Softmax of the scores, computed in place; 0 for a query without any allowed key. NaN stays NaN."""
     if mask is not None:
         logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
     return scores.sub_(logsumexp.unsqueeze(-1)).exp_()
@@ -112,7 +112,7 @@ def _fused(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 
 def _laid_out(value: Tensor) -> Tensor:
-    """As the fused kernels lay out: (batch, length, heads, ...) in memory."""
+    """The tensor in the memory order of the fused kernels: (batch, length, heads, ...)."""
     return value.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -171,7 +171,7 @@ def _cross_entropy_backward(grad: Tensor, logarithms: Tensor, target: Tensor, ig
 
 
 def _unfilled(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor (batch, heads, length, ...), laid out as ``_laid_out`` does."""
+    """An empty tensor (batch, heads, length, ...) in the memory order of ``_laid_out``."""
     batch, heads, length, *rest = shape
     return like.new_empty(batch, length, heads, *rest, dtype=dtype or like.dtype).transpose(1, 2)
 
@@ -210,7 +210,7 @@ for _name, _parameters in (
 
 
 class _Attention(torch.autograd.Function):
-    """Attention as one forward and one backward operator, so that a capture holds no device's kernel."""
+    """Attention as one forward and one backward operator, so that a captured graph holds no device's kernel."""
 
     @staticmethod
     def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *settings: Any) -> Tensor:
@@ -233,10 +233,10 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, number: int = 0,
 ) -> Tensor | None:  # fmt: skip
-    """``F.scaled_dot_product_attention`` as one operator; None where that is not possible (a mask that needs a
-    gradient, other than four dims), and PyTorch's own decomposition must be captured.
+    """``F.scaled_dot_product_attention`` as one operator. None where that is not possible (a mask that needs a
+    gradient, tensors without four dims); then PyTorch's own decomposition must be captured.
 
-    ``number`` tells the calls of one step apart: forward and backward of a call draw the same dropout mask by it.
+    ``number`` identifies the call within a step: with it, forward and backward of a call draw the same dropout mask.
     """
     if attn_mask is not None and (attn_mask.requires_grad or is_causal or attn_mask.dim() not in (2, 4)):
         return None

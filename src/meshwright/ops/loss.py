@@ -1,17 +1,17 @@
-"""Losses. A mean is captured as a sum over the global count or total weight, never as a mean of means."""
+"""Losses. A mean is captured as a sum divided by the global count or total weight, never as a mean of means."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Target, arguments, emit_unchanged, make_rule, wide_dtype
 from meshwright.ops.embedding import shifted_indices
 from meshwright.ops.patterns import operand
+from meshwright.torch_private import OpOverload
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
@@ -21,8 +21,8 @@ NONE, MEAN, SUM = 0, 1, 2
 
 def _nll(operator: Target) -> Callable[..., Any]:
     def canonical(self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
-        """Canonical form of a mean: the sum divided by the total weight, both of them sums over shards. Halves are
-        summed in float32."""
+        """Canonical form of a mean: the sum divided by the total weight, both of which are sums over shards. Half
+        precision is summed in float32."""
         wide = wide_dtype(self.dtype)
         if reduction == NONE or (reduction == SUM and self.dtype == wide):
             return NotImplemented
@@ -30,7 +30,7 @@ def _nll(operator: Target) -> Callable[..., Any]:
             total = operator(self, target, weight, SUM, ignore_index)[0]
         else:
             total = operator(self, target, weight, NONE, ignore_index)[0].sum(dtype=wide)
-        # the total weight follows from the labels: no rank need wait for the model to know it
+        # the total weight depends on the labels alone: no rank waits for the model to compute it
         counted = target != ignore_index
         weights = counted if weight is None else weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0)
         divisor = weights.sum(dtype=None if weight is None else wide).to(wide)
@@ -44,8 +44,8 @@ def _nll_backward(operator: Target) -> Callable[..., Any]:
         grad: Tensor, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
         total: Tensor,
     ) -> Any:  # fmt: skip
-        """Canonical form: the gradient of the sum, scaled by the global total weight. A sum's own gradient reads no
-        total, and has one of its own in its place, which has a dim."""
+        """Canonical form: the gradient of the sum, divided by the global total weight. The gradient of a sum does not
+        read the total; a tensor with one dim takes its place."""
         if total.dim():
             return NotImplemented
         scaled = (grad / total).to(self.dtype) if reduction == MEAN else grad
@@ -70,6 +70,7 @@ def nll_rule(call: Call) -> Rule:
 
 
 def nll_local(local: Local) -> Any:
+    """Run ``aten.nll_loss_forward`` or ``nll_loss2d_forward``, without targets in other ranks' parts of ``v``."""
     if not local.is_split("v"):
         return emit_unchanged(local)
     source, target, weight, reduction, ignore = local.args
@@ -82,7 +83,7 @@ _IGNORE = -1
 
 
 def _local_target(local: Local, target: Any, ignore: int) -> Any:
-    """Targets of this rank's part; targets elsewhere, and ignored ones, become ``_IGNORE``."""
+    """Targets as indices into this rank's part; targets in other parts and ignored targets become ``_IGNORE``."""
     shifted, _ = shifted_indices(local, target, "v", _IGNORE)
     return local.call(aten.masked_fill.Scalar, shifted, local.call(aten.eq.Scalar, target, ignore), _IGNORE)
 
@@ -99,11 +100,12 @@ def nll_backward_rule(call: Call) -> Rule:
 
 
 def nll_backward_local(local: Local) -> Any:
+    """Run the gradient of ``nll_local``, with the same ignored targets."""
     if not local.is_split("v"):
         return emit_unchanged(local)
     grad, source, target, weight, reduction, ignore, total = local.args
     shifted = _local_target(local, target, ignore)
-    like = local.call(aten.new_empty.default, source, local.shape())  # of the source its shape is read; contiguous
+    like = local.call(aten.new_empty.default, source, local.shape())  # only the source's shape is read; contiguous
     return local.call(local.target, grad, like, shifted, weight, reduction, _IGNORE, total)
 
 
@@ -132,7 +134,7 @@ def cross_entropy_backward_local(local: Local) -> Any:
 
 
 def _elementwise(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
-    """Canonical form of a loss that is element by element before its reduction."""
+    """Canonical form of a loss that is elementwise before its reduction."""
 
     def canonical(*args: Any, **kwargs: Any) -> Any:
         given = arguments(Call(operator, args, kwargs, ()))
@@ -146,7 +148,7 @@ def _elementwise(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
 
 
 def _elementwise_backward(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
-    """Canonical gradient of such a loss: that of the sum, scaled by the global count."""
+    """Canonical gradient of an elementwise loss: the gradient of the sum, divided by the global count."""
 
     def canonical(*args: Any, **kwargs: Any) -> Any:
         given = arguments(Call(operator, args, kwargs, ()))

@@ -1,4 +1,4 @@
-"""Matrix products. ``addmm`` is captured as mm + add, so that no rank adds a bias that is not its to add."""
+"""Matrix products. ``addmm`` is captured as mm + add, so that ranks with terms of a sum do not each add the bias."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layer and group norm. Over split dims they are exact: statistics are merged from all shards."""
+"""Layer and group norm. Over split dims they are exact, because the statistics of all shards are merged."""
 
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def wanted(mask: list[bool], image: str, vector: str) -> str:
-    """The outputs of a norm's backward that its mask asks for."""
+    """The outputs of a norm's backward that its mask requests."""
     return ", ".join(name for name, is_asked in zip((image, vector, vector), mask, strict=True) if is_asked)
 
 
@@ -42,7 +42,7 @@ def _layer_names(source: Tensor, shape: list[int]) -> tuple[str, str, str, dict[
 
 
 def layer_norm_rule(call: Call) -> Rule:
-    """``b s !k, !k, !k -> b s !k, b s 1, b s 1``; split over normalized dims it merges means and variances."""
+    """``b s !k, !k, !k -> b s !k, b s 1, b s 1``; over split normalized dims, means and variances are merged."""
     whole, part, statistic, decompositions = _layer_names(call.args[0], call.args[1])
     vectors = f", {part}" * (len(call.tensors) - 1)
     pattern = f"{whole}{vectors} -> {whole}, {statistic}, {statistic}"
@@ -50,6 +50,7 @@ def layer_norm_rule(call: Call) -> Rule:
 
 
 def layer_norm_local(local: Local) -> Any:
+    """Run ``aten.native_layer_norm`` on one rank: over split dims, mean and variance are over all shards."""
     split = split_factors(local, [f"k{index}" for index in range(len(local.args[1]))])
     if not split:
         return emit_unchanged(local)
@@ -68,25 +69,25 @@ def layer_norm_local(local: Local) -> Any:
 
 
 def split_factors(local: Local, names: Iterable[str]) -> list[str]:
-    """Those of the factors that are split here."""
+    """The factors among ``names`` that are split."""
     return [name for name in names if local.is_split(name)]
 
 
 def all_reduced(local: Local, value: Value, split: Iterable[str]) -> Value:
-    """The sum over the shards of several factors."""
+    """The sum of ``value`` over the shards of the ``split`` factors."""
     for name in split:
         value = local.all_reduce(value, name)
     return value
 
 
 def _mean(local: Local, value: Value, shape: Sequence[int], split: Iterable[str]) -> Value:
-    """The mean over all shards of the last dims, which are normalized."""
+    """The mean over the normalized dims (the last dims) of all shards."""
     total = local.call(aten.sum.dim_IntList, value, list(range(-len(shape), 0)), True)
     return local.call(aten.div.Tensor, all_reduced(local, total, split), prod(shape))
 
 
 def layer_norm_backward_rule(call: Call) -> Rule:
-    """``b s !k, b s !k, b s 1, b s 1, !k, !k -> b s !k, !k, !k``: the vectors' gradients are sums over b and s."""
+    """``b s !k, b s !k, b s 1, b s 1, !k, !k -> b s !k, !k, !k``: weight and bias gradients are sums over b and s."""
     whole, part, statistic, decompositions = _layer_names(call.args[1], call.args[2])
     vectors = f", {part}" * sum(isinstance(argument, Tensor) for argument in call.args[5:7])
     outputs = wanted(call.args[7], whole, part)
@@ -95,6 +96,7 @@ def layer_norm_backward_rule(call: Call) -> Rule:
 
 
 def layer_norm_backward_local(local: Local) -> Any:
+    """Run ``aten.native_layer_norm_backward`` on one rank: over split dims, its two means are over all shards."""
     split = split_factors(local, [f"k{index}" for index in range(len(local.args[2]))])
     if not split:
         return emit_unchanged(local)
@@ -126,8 +128,8 @@ def spatial(source: Tensor, mark: str) -> tuple[str, list[str]]:
 
 
 def group_norm_rule(call: Call) -> Rule:
-    """``n (g !k) !y !x, (g !k), (g !k) -> n (g !k) !y !x, n g, n g``: statistics of a group of a sample, which are
-    merged where space is split."""
+    """``n (g !k) !y !x, (g !k), (g !k) -> n (g !k) !y !x, n g, n g``; over split space, the statistics are merged.
+    Each group of a sample has its own statistics."""
     space, names = spatial(call.args[0], "!")
     vectors = ", (g !k)" * (len(call.tensors) - 1)
     decompositions = dict.fromkeys(names, "sum")
@@ -136,6 +138,7 @@ def group_norm_rule(call: Call) -> Rule:
 
 
 def group_norm_local(local: Local) -> Any:
+    """Run ``aten.native_group_norm`` on one rank: over split space, mean and variance are over all shards."""
     source, weight, bias = local.args[:3]
     source = local.call(aten.contiguous.default, source)
     split, sizes = split_factors(local, SPACE[3]), _group_sizes(local)
@@ -163,7 +166,7 @@ def group_norm_local(local: Local) -> Any:
 
 
 def group_norm_backward_rule(call: Call) -> Rule:
-    """The gradients of weight and bias are sums over the samples; split over space, so are those of statistics."""
+    """The gradients of weight and bias are sums over samples; over split space, those of statistics are sums too."""
     space, names = spatial(call.args[1], "!")
     image = f"n (g !k){space}"
     weight = ", (g !k)" if call.args[4] is not None else ""
@@ -174,6 +177,7 @@ def group_norm_backward_rule(call: Call) -> Rule:
 
 
 def group_norm_backward_local(local: Local) -> Any:
+    """Run ``aten.native_group_norm_backward`` on one rank: over split space, its sums are added up over all shards."""
     grad, source, mean, scale, weight = local.args[:5]
     grad, source = (local.call(aten.contiguous.default, value) for value in (grad, source))
     split, sizes, mask = split_factors(local, SPACE[3]), _group_sizes(local), local.args[9]
@@ -222,20 +226,20 @@ def _group_sizes(local: Local) -> tuple[int, int, int, int]:
 
 
 def norm_flops(call: Call, rule: Rule | None) -> float:
-    """Eight operations an element."""
+    """Eight operations for each element of the output."""
     return 8.0 * call.outputs[0].numel()
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """Canonical weight norm: each part of ``v`` along ``dim``, brought to its length in ``g`` (Salimans, Kingma 2016).
-    The second output, the lengths of these parts, is what the gradient reads."""
+    """Canonical weight norm: each slice of ``v`` along ``dim`` is scaled to its length in ``g`` (Salimans, Kingma
+    2016). The second output is the length of each slice of ``v``, which the gradient reads."""
     dims, wide = [other for other in range(v.dim()) if other != dim % v.dim()], v.to(wide_dtype(v.dtype))
     lengths = (wide * wide).sum(dims, keepdim=True).sqrt()
     return (wide * (g / lengths)).to(v.dtype), lengths
 
 
 def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, lengths: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Canonical gradients of weight norm, linear in ``grad``: terms of it become terms of them."""
+    """Canonical gradients of weight norm, linear in ``grad``: terms of ``grad`` give terms of the gradients."""
     dims, wide = [other for other in range(v.dim()) if other != dim % v.dim()], wide_dtype(v.dtype)
     scaled, along = grad.to(wide), v.to(wide) / lengths
     grad_g = (scaled * along).sum(dims, keepdim=True)

@@ -1,11 +1,11 @@
-"""Texts of patterns: letters for the dims of a tensor, and how an operand is written."""
+"""Texts of patterns: letters for the dims of a tensor, and the text of an operand."""
 
 from collections.abc import Sequence
 
 
 def letters(count: int, prefix: str = "_", fixed: tuple[int, ...] = ()) -> list[str]:
-    """``count`` neutral letters (``_0 _1``), those in ``fixed`` marked ``!``. Neutral letters take the name of
-    the class that they join."""
+    """``count`` neutral letters (``_0 _1``); those at a position in ``fixed`` are marked ``!``. A neutral letter takes
+    the name of the class that it joins."""
     return [f"{'!' if index in fixed else ''}{prefix}{index}" for index in range(count)]
 
 
@@ -15,8 +15,8 @@ def named(shape: Sequence[int]) -> list[str]:
 
 
 def aligned(names: Sequence[str], whole: Sequence[int], shape: Sequence[int]) -> list[str]:
-    """The letters of a tensor that is broadcast to the shape ``whole``, whose dims are called ``names``: ``1`` for a
-    dim that is broadcast."""
+    """The letters of a tensor that is broadcast to the shape ``whole``, whose dims have the letters ``names``. A
+    broadcast dim is ``1``."""
     offset = len(whole) - len(shape)
     return [names[offset + dim] if size == whole[offset + dim] else "1" for dim, size in enumerate(shape)]
 
@@ -27,5 +27,5 @@ def operand(names: Sequence[str]) -> str:
 
 
 def normalize_dim(dim: int, rank: int) -> int:
-    """A dim counted from the front."""
+    """The index of a dim counted from the front; a negative index counts from the back."""
     return dim + rank if dim < 0 else dim

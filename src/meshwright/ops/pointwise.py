@@ -1,4 +1,4 @@
-"""Element by element operators, with broadcasting."""
+"""Elementwise operators, with broadcasting."""
 
 import math
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from torch import Tensor
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, elementwise_flops, make_rule
 from meshwright.ops.patterns import aligned, named, operand
+from meshwright.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -16,14 +17,14 @@ _GROUPS: dict[Target, dict[int, list[int]]] = {
     aten.add.Tensor: {2: [1, 1]}, aten.sub.Tensor: {2: [1, 1]}, aten.mul.Tensor: {1: [1], 2: [1, 2]},
     aten.where.self: {3: [0, 1, 1]},
 }  # fmt: skip
-"""By number of tensors among the arguments, the linear group of each tensor. For other numbers the operator is not
-linear."""
+"""By operator and number of tensor arguments, the linear group of each tensor. With other numbers of tensors the
+operator is not linear."""
 _FIRST_WHERE: dict[Target, Callable[[Call], bool]] = {
     aten.div.Tensor: lambda call: isinstance(call.args[0], torch.Tensor),
-    aten.masked_fill.Scalar: lambda call: call.args[2] in (0, math.inf, -math.inf),  # as many infinities are one
+    aten.masked_fill.Scalar: lambda call: call.args[2] in (0, math.inf, -math.inf),  # infinities add up to infinity
     aten._to_copy.default: lambda call: call.tensors[0].is_floating_point() and call.outputs[0].is_floating_point(),
 }
-"""Linear in the first tensor, if the call's other arguments allow it."""
+"""Operators that are linear in the first tensor if the call's other arguments pass the test."""
 GRADIENTS: frozenset[Target] = frozenset(
     {
         aten._prelu_kernel_backward.default, aten.elu_backward.default, aten.gelu_backward.default,
@@ -32,12 +33,12 @@ GRADIENTS: frozenset[Target] = frozenset(
         aten.mish_backward.default, aten.native_dropout_backward.default, aten.sigmoid_backward.default,
         aten.silu_backward.default, aten.softplus_backward.default, aten.softshrink_backward.default,
         aten.tanh_backward.default, aten.threshold_backward.default,
-        # losses, summed by canonical forms
+        # losses, whose sums are made by canonical forms
         aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
         aten.smooth_l1_loss_backward.default, aten.soft_margin_loss_backward.default,
     }
 )  # fmt: skip
-"""Gradients of element by element operators, linear in their first input."""
+"""Gradients of elementwise operators, linear in their first input."""
 FIRST_LINEAR: frozenset[Target] = GRADIENTS | {
     aten.neg.default, aten.positive.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default,
 }  # fmt: skip
@@ -49,27 +50,27 @@ EXTRA: frozenset[Target] = GRADIENTS | {
     aten.ones_like.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.where.self,
     aten.zero.default, aten.zeros_like.default,
 }  # fmt: skip
-"""Element by element, but PyTorch does not tag them so."""
+"""Elementwise operators that PyTorch does not tag as pointwise."""
 
 
 def is_pointwise(target: Target) -> bool:
-    """Whether PyTorch tags the operator as pointwise, or we know that it is."""
-    return target in EXTRA or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
+    """Whether PyTorch tags the operator as pointwise, or ``EXTRA`` lists it."""
+    return target in EXTRA or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
 
 
 def carets(call: Call) -> list[int]:
-    """For each tensor operand, the linear group it is in (0: none)."""
+    """The linear group of each tensor operand (0: none)."""
     count = len(call.tensors)
     if call.target in _GROUPS:
         return _GROUPS[call.target].get(count, [0] * count)
-    if call.target is aten.copy.default:  # the first is written over
+    if call.target is aten.copy.default:  # the first tensor is overwritten
         return [0, int(call.tensors[1].dtype == call.outputs[0].dtype)]
     is_linear = _FIRST_WHERE.get(call.target, lambda call: call.target in FIRST_LINEAR)
     return [int(is_linear(call)), *[0] * (count - 1)] if count else []
 
 
 def pointwise_rule(call: Call) -> Rule:
-    """Dims aligned from the right; a dim of size 1 that is broadcast cannot be split."""
+    """Dims are aligned from the right; a dim of size 1 that is broadcast cannot be split."""
     shape = call.outputs[0].shape
     names = named(shape)
     operands = [

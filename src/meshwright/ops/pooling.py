@@ -1,7 +1,7 @@
-"""Pooling, split over samples, channels and space: windows that lie over two parts get their rows by halo exchange.
+"""Pooling, split over samples, channels and space: windows that cross parts get their rows by halo exchange.
 
-Maxima tell where they were found as positions in the whole image; averages at the border divide by what PyTorch counts
-there. Adaptive windows never lie over two parts where the parts' sizes are whole.
+Max pooling returns positions in the whole image; averages at the border have the same divisors as in PyTorch. Adaptive
+windows never cross parts if each part has whole numbers of rows on both sides.
 """
 
 import math
@@ -22,9 +22,9 @@ aten = torch.ops.aten
 
 
 def pool_rule(call: Call) -> Rule:
-    """``n c ~y ~x -> n c ~y1 ~x1``; maxima come with their places in the whole image, and gradients go back.
+    """``n c ~y ~x -> n c ~y1 ~x1``, or back for gradients; max pooling also returns positions in the whole image.
 
-    Adaptive windows are a part's own, where a part has whole numbers of rows on both sides."""
+    Adaptive windows lie inside parts, if parts have whole numbers of rows on both sides."""
     maxima, adaptive, rank = "max" in str(call.target), "adaptive" in str(call.target), space_rank(call.target)
     halos = [False] * rank if adaptive else [not window.alone for window in _Pool.of(call).windows]
     space = Space.of(*image_and_made(call), halos, contiguous=maxima, equal=adaptive)
@@ -36,7 +36,7 @@ def pool_rule(call: Call) -> Rule:
 
 @dataclass
 class _Pool:
-    """The settings of a pooling, or of its gradient, with one number for every dim."""
+    """The settings of a pooling, or of its gradient, with a number for every dim."""
 
     kernel: list[int]
     stride: list[int]
@@ -59,17 +59,17 @@ class _Pool:
         )  # fmt: skip
 
     def maxima(self, sides: Sequence[Side]) -> tuple[Any, ...]:
-        """The settings of maxima on a rank's part."""
+        """The settings of max pooling on a rank's part."""
         return self.kernel, self.stride, without(self.padding, sides), self.dilation, self.ceil_mode
 
     def averages(self, sides: Sequence[Side]) -> tuple[Any, ...]:
-        """The settings of averages on a rank's part, or of sums where windows at the border count otherwise."""
+        """The settings of average pooling on a rank's part; of sum pooling if border windows have other divisors."""
         divisor = self.divisor if self.is_alike(sides) else 1
         padding = without(self.padding, sides)
         return self.kernel, self.stride, padding, self.ceil_mode, self.counts_padding, divisor
 
     def is_alike(self, sides: Sequence[Side]) -> bool:
-        """Whether averages at the border divide by as many elements as averages inside."""
+        """Whether averages at the border have the same divisor as averages inside."""
         if self.divisor is not None:
             return True
         for side in sides:
@@ -82,8 +82,8 @@ class _Pool:
 
 
 def _where_split(emit: Callable[[Local, _Pool, list[Side]], Any]) -> Callable[[Local], Any]:
-    """The rewrite of a pooling with split spatial dims; without them it runs unchanged. Positions of maxima must be
-    corrected on a part even where windows are single rows."""
+    """Return the rewrite of a pooling: ``emit`` if spatial dims are split, else the unchanged operator. Positions of
+    maxima must be corrected even in dims whose windows are single rows."""
 
     def rewrite(local: Local) -> Any:
         settings = _Pool.of(local)
@@ -113,7 +113,8 @@ def _max_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
 
 @dataclass
 class _Place:
-    """Where what a rank pools lies in the image: by spatial dim the first row, the rows, and those of the whole."""
+    """The place in the image of the rows that a rank pools: by spatial dim the first row, the number of rows, and the
+    number of rows of the whole image."""
 
     lows: list[int]
     rows: list[int]
@@ -121,7 +122,7 @@ class _Place:
 
     @classmethod
     def of(cls, local: Local, shape: Sequence[int], sides: Sequence[Side], every: Sequence[Window] | None) -> "_Place":
-        """``shape`` is that of the rank's part of the image; without windows, that is all that it reads."""
+        """``shape`` is the shape of the rank's part of the image; without windows, the rank reads only this part."""
         rank = sides[0].space
         rows = list(shape[-rank:])
         found = cls([0] * rank, rows, list(rows))
@@ -135,25 +136,25 @@ class _Place:
         return found
 
     def shape(self, part: Sequence[int]) -> list[int]:
-        """Of what is pooled, with the halo."""
+        """The shape of the tensor that is pooled, with the halo."""
         return [*part[: -len(self.rows)], *self.rows]
 
     def outwards(self, local: Local, indices: Value) -> Value:
-        """Positions here, as positions in the whole image. A window without any number above -inf is said to have its
-        maximum in its first row; if that is padding, it is in the first row of the image."""
+        """Convert positions on this rank to positions in the whole image. A window without a number above -inf has its
+        maximum in its first row, by convention; if that row is padding, in the first row of the image."""
         within = all(
             low >= 0 and low + rows <= whole for low, rows, whole in zip(self.lows, self.rows, self.whole, strict=True)
         )
         return _moved(local, indices, self.rows, self.whole, self.lows, within)
 
     def inwards(self, local: Local, indices: Value) -> Value:
-        """Positions in the whole image, as positions here."""
+        """Convert positions in the whole image to positions on this rank."""
         return _moved(local, indices, self.whole, self.rows, [-low for low in self.lows], True)
 
 
 def _moved(local: Local, indices: Value, before: list[int], after: list[int], by: list[int], within: bool) -> Value:
-    """Positions in an image of the sizes ``before``, in one of the sizes ``after`` that lies elsewhere; all are known
-    to be ``within`` it, or are brought there."""
+    """Convert positions in an image of sizes ``before`` to positions in an image of sizes ``after``, shifted ``by``
+    rows. All lie ``within`` the new image, or are clamped to it."""
     last = max((dim for dim in range(len(by)) if by[dim] or before[dim] != after[dim]), default=None)
     if last is None:
         return indices
@@ -201,7 +202,7 @@ def _avg_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
 def _divided(
     local: Local, value: Value, settings: _Pool, sides: Sequence[Side], image: Sequence[int], made: Sequence[int]
 ) -> Value:
-    """Divides the sums of windows by their numbers of elements (rows times columns); averages stay as they are."""
+    """Divide the sums of windows by their numbers of elements (rows times columns); averages stay as they are."""
     if settings.is_alike(sides):
         return value
     rank = len(settings.kernel)
@@ -221,7 +222,7 @@ def _divided(
 def _counts(
     local: Local, like: Value, window: Window, length: int, first: int, count: int, counts_padding: bool
 ) -> Value:
-    """How many rows each of ``count`` windows has, from window ``first`` on."""
+    """The number of rows in each of ``count`` windows, from window ``first`` on."""
     ones = local.call(aten.new_ones.default, like, [count], dtype=torch.int64)
     number = local.call(aten.cumsum.default, ones, 0)
     begin = local.call(aten.mul.Tensor, local.call(aten.add.Tensor, number, first - 1), window.stride)
@@ -238,7 +239,7 @@ def _counts(
 
 
 def adaptive_local(local: Local) -> Any:
-    """The part's own size of the output."""
+    """Run the pooling with the part's own output size."""
     rank = space_rank(local.target)
     sides = split_sides(local, rank)
     result = local.call(local.target, local.args[0], local.shape()[-rank:])
@@ -249,6 +250,7 @@ def adaptive_local(local: Local) -> Any:
 
 
 def adaptive_max_backward_local(local: Local) -> Any:
+    """Run the gradient of adaptive max pooling on one rank, with indices that count in its own part."""
     grad, source, indices = local.args
     sides = split_sides(local, space_rank(local.target))
     if sides:

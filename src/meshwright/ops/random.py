@@ -1,4 +1,4 @@
-"""Random numbers with explicit keys: replicas and recomputation draw the same, shards draw differently."""
+"""Random numbers with explicit keys: replicas and recomputation draw equal numbers, shards draw different ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def _empty(local: Local, **options: Any) -> Value:
 
 
 def _uniform(local: Local, like: Value) -> Value:
-    """Numbers in [0, 1) in float32 at least: one in 2048 of those in float16 is 0, one in 256 of those in bfloat16."""
+    """Numbers in [0, 1) in float32 at least: in float16 one number in 2048 would be 0, in bfloat16 one in 256."""
     wide = torch.promote_types(local.dtype(), torch.float32)
     return local.call(
         ours.uniform.default, local.call(aten.empty_like.default, like, dtype=wide), 0.0, 1.0, *local.key()
@@ -54,14 +54,14 @@ def _uniform(local: Local, like: Value) -> Value:
 
 
 def bernoulli_tensor_local(local: Local) -> Any:
-    """Bernoulli whose probabilities are a tensor, the last one."""
+    """Bernoulli draws whose probabilities are a tensor, the last argument."""
     probabilities = local.args[1] if local.target is aten.bernoulli.Tensor else local.args[0]
     draws = _uniform(local, probabilities)
     return local.call(aten._to_copy.default, local.call(aten.lt.Tensor, draws, probabilities), dtype=local.dtype())
 
 
 def exponential_local(local: Local) -> Any:
-    """-log(1 - u) / rate, and never 0: that is where u is 0, and others take its logarithm."""
+    """-log(1 - u) / rate, clamped above 0 (its value for u = 0), because callers take the logarithm of the result."""
     logarithm = local.call(aten.log1p.default, local.call(aten.neg.default, _uniform(local, local.args[0])))
     rate = local.args[1] if len(local.args) > 1 else 1.0
     least = torch.finfo(local.dtype()).eps / 2
@@ -72,7 +72,7 @@ def exponential_local(local: Local) -> Any:
 
 
 def integers_local(local: Local) -> Any:
-    """Integers from ``low``, or 0, up to ``high``."""
+    """Integers from ``low`` (0 without it) up to, not including, ``high``."""
     given = arguments(local)
     low, high = given.get("low", 0), given["high"]
     empty = _empty(local, dtype=torch.float64)
@@ -81,6 +81,7 @@ def integers_local(local: Local) -> Any:
 
 
 def permutation_local(local: Local) -> Any:
+    """Draw a permutation: the order of random numbers."""
     empty = _empty(local, dtype=torch.float64)
     order = local.call(aten.argsort.default, local.call(ours.uniform.default, empty, 0.0, 1.0, *local.key()))
     return local.call(aten._to_copy.default, order, dtype=local.dtype())

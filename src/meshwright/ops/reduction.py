@@ -1,4 +1,4 @@
-"""Reductions over dims; a mean is a sum over a global count, so that unequal shards stay right."""
+"""Reductions over dims. A mean is a sum divided by the global count, so that it is correct for unequal shards."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def _reduced_dims(call: Call) -> list[int]:
 
 
 def _pattern(call: Call, dims: Sequence[int], mark: str = "", caret: str = "", name: str = "") -> str:
-    """The pattern of a reduction over ``dims``, which get the mark and, if one is given, the name."""
+    """The pattern of a reduction over ``dims``; their letters get the mark and, if given, the name."""
     rank, keep = call.tensors[0].dim(), call.outputs[0].dim() == call.tensors[0].dim()
     left = [f"{mark}{name or letter}" if dim in dims else letter for dim, letter in enumerate(letters(rank))]
     right = ["1" if dim in dims else letter for dim, letter in enumerate(left) if keep or dim not in dims]
@@ -35,21 +35,21 @@ def _pattern(call: Call, dims: Sequence[int], mark: str = "", caret: str = "", n
 
 
 def reduction_rule(call: Call) -> Rule:
-    """``b s k -> b s``: the missing factor is reduced."""
+    """``b s k -> b s``: the factor that is missing in the output is reduced."""
     linear = call.target not in _EXTREMA and call.tensors[0].is_floating_point()
     pattern = _pattern(call, _reduced_dims(call), caret="^" if linear else "")
     return make_rule(call, pattern, reduction=_EXTREMA.get(call.target, "sum"))
 
 
 def fixed_reduction_rule(call: Call) -> Rule:
-    """Reductions that no collective finishes (argmax, any, prod): the reduced dims cannot be split."""
+    """Reductions that no collective completes (argmax, any, prod): the reduced dims cannot be split."""
     return make_rule(call, _pattern(call, _reduced_dims(call), "!"))
 
 
 def gathered_reduction_rule(call: Call) -> Rule:
-    """``b !v -> b``; split over ``v`` the shards' results are gathered, and merged in the same way.
+    """``b !v -> b``; over split ``v``, the results of all shards are gathered and reduced by the same operator.
 
-    Those of argmax are each shard's extreme and where it stands."""
+    For argmax, a shard's results are its extreme value and the value's position."""
     dims = _reduced_dims(call)
     if len(dims) != 1 or arguments(call).get("dim") is None:
         return fixed_reduction_rule(call)
@@ -57,7 +57,7 @@ def gathered_reduction_rule(call: Call) -> Rule:
 
 
 def scan_rule(call: Call) -> Rule:
-    """One dim is worked along (cumsum, sort, topk): it cannot be split, and may be shorter or gone in the output."""
+    """Operators along one dim (cumsum, sort, topk): it cannot be split, and may be shorter or gone in the output."""
     rank = call.tensors[0].dim()
     if not rank:
         return make_rule(call, f". -> {', '.join('.' for _ in call.outputs)}")
@@ -73,6 +73,7 @@ def scan_rule(call: Call) -> Rule:
 
 
 def logsumexp_local(local: Local) -> Any:
+    """Run ``aten.logsumexp`` on one rank: over split ``v``, gather the shards' results and reduce them again."""
     part = emit_unchanged(local)
     if not local.is_split("v"):
         return part
@@ -81,6 +82,7 @@ def logsumexp_local(local: Local) -> Any:
 
 
 def argmax_local(local: Local) -> Any:
+    """Run ``aten.argmax`` or ``argmin`` on one rank: over split ``v``, gather the shards' extremes and positions."""
     if not local.is_split("v"):
         return emit_unchanged(local)
     source, dim = local.args[:2]
@@ -105,14 +107,14 @@ def mean(self: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, d
 
 
 def _sizes(value: Tensor) -> Tensor:
-    """What is squared or raised to a power: magnitudes, where the numbers are complex."""
+    """The values to square or raise to a power: magnitudes of complex numbers, else the numbers themselves."""
     return value.abs() if value.is_complex() else value
 
 
 def var_correction(
     self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
-    """Canonical variance: two passes of sums over global counts."""
+    """Canonical variance: two passes of sums, divided by global counts."""
     dims = list(dim) if dim else list(range(self.dim()))
     count = prod(self.shape[index] for index in dims)
     wide = self.to(wide_dtype(self.dtype))
@@ -128,7 +130,7 @@ def std_correction(self: Tensor, dim: list[int] | None = None, **settings: Any) 
 
 def _with_mean(spread: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     def canonical(self: Tensor, dim: list[int] | None = None, *, keepdim: bool = False, **rest: Any) -> Any:
-        """Canonical variance or standard deviation, and mean."""
+        """Canonical form of an operator that returns a variance or standard deviation, and the mean."""
         return spread(self, dim, keepdim=keepdim, **rest), mean(self, dim, keepdim)
 
     return canonical
@@ -137,8 +139,8 @@ def _with_mean(spread: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Ten
 def vector_norm(
     self: Tensor, ord: Any = 2, dim: int | list[int] | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    """Canonical form of vector norms: a power of the sum, or the maximum, of powers. In the older operator ``ord`` None
-    means 2."""
+    """Canonical vector norm: a root of the sum, or the maximum or minimum, of powers. For the older operator, ``ord``
+    None means 2."""
     given = dtype or self.dtype
     values = _sizes(self.to(wide_dtype(given)))
     dims = [dim] if isinstance(dim, int) else list(dim) if dim else list(range(self.dim()))

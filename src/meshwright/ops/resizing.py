@@ -1,8 +1,8 @@
 """Padding and resizing of images, split over samples, channels and space.
 
-A padded image has other parts than the image: a part's rows come from whichever ranks have them, and rows beyond the
-border are made where they are needed. Resizing by whole factors copies rows inside a part; interpolation also reads the
-rows next to it.
+The parts of a padded image have other rows than the parts of the image: a part gets its rows from the ranks that own
+them, and rows beyond the border are made where they are needed. Resizing by whole factors copies rows inside a part;
+interpolation also reads the rows next to the part.
 """
 
 import math
@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Needed:
-    """One split dim of a padded or resized image on this rank: the rows of the image that each part reads, how many
-    this rank reads, and how many rows are made of them before and after its own."""
+    """One split dim of a padded or resized image on this rank: the rows of the image that each part reads, the number
+    of rows that this rank reads, and how many rows it makes before and after its own rows of the result."""
 
     side: Side
     ranges: tuple[Rows, ...]
@@ -35,7 +35,7 @@ class _Needed:
 
 
 def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: Any) -> Value:
-    """Run the operator on the part's rows and their halo, and keep the rows of the result that belong to the part."""
+    """Run the operator on the part's rows and their halo; keep the rows of the result that belong to the part."""
     for one in needed:
         value = local.halo(value, one.side.factor, one.side.dim, one.side.image, one.ranges)
     value = local.call(local.target, value, *settings)
@@ -49,8 +49,8 @@ def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: A
 def _gradient_of(
     local: Local, grad: Value, needed: Sequence[_Needed], gradient: Callable[[Value, list[int]], Value]
 ) -> Value:
-    """The adjoint: pad the gradient to the rows that the forward made, let ``gradient(grad, shape)`` make the gradient
-    of the rows that it read, and add up these rows at their owners."""
+    """The adjoint of ``_made_of``: pad the gradient to the rows that forward made, make the gradient of the rows that
+    forward read with ``gradient(grad, shape)``, and add up these rows at their owners."""
     shape, rest = local.shape(), [(0, 0)] * space_rank(local.target)
     for one in needed:
         rest[one.side.index], shape[one.side.dim] = one.rest, one.rows
@@ -68,7 +68,7 @@ _FROM_THE_BACK = "xyzwuv"
 
 
 def _amounts(padding: Sequence[int], rank: int) -> list[Rows]:
-    """Rows before and after, by dim; PyTorch tells them from the last dim on."""
+    """The padded rows (before, after) of each dim; PyTorch lists them from the last dim on."""
     pairs = [(padding[index], padding[index + 1]) for index in range(0, len(padding), 2)]
     return [*reversed(pairs + [(0, 0)] * (rank - len(pairs)))]
 
@@ -78,12 +78,12 @@ def _flat(amounts: Sequence[Rows]) -> list[int]:
 
 
 def _pad_window(amount: Rows) -> Window:
-    """Every row that is made is one row, further on by what is put before it."""
+    """The windows of a padding: each made row reads one row, shifted by the rows put before the image."""
     return Window(1, 1, amount[0])
 
 
 def constant_pad_rule(call: Call) -> Rule:
-    """``n c ~y ~x -> n c ~y1 ~x1``: parts of a padded dim are other rows."""
+    """``n c ~y ~x -> n c ~y1 ~x1``: the parts of a padded dim have other rows than those of the image."""
     source, made = call.tensors[0], call.outputs[0]
     space, names = Space(), letters(source.dim())
     for dim, amount in enumerate(_amounts(call.args[1], source.dim())):
@@ -98,6 +98,7 @@ def constant_pad_rule(call: Call) -> Rule:
 
 
 def constant_pad_local(local: Local) -> Any:
+    """Run ``aten.constant_pad_nd`` on one rank: a split dim gets its padding as rows of the halo that no rank owns."""
     given, rank = arguments(local), len(local.shape())
     result, rest = given["self"], _amounts(given["pad"], rank)
     for dim, amount in enumerate(rest):
@@ -121,7 +122,7 @@ def image_pad_rule(call: Call) -> Rule:
 
 
 def _sources(rows: Rows, length: int, reflects: bool) -> Rows:
-    """The rows of the image from which rows of the padded one are made."""
+    """The rows of the image from which some ``rows`` of the padded image are made."""
     low, high = max(0, rows[0]), min(length, rows[1])
     if rows[0] < 0:
         low, high = 0, max(high, min(length, 1 - rows[0] if reflects else 1))
@@ -131,11 +132,13 @@ def _sources(rows: Rows, length: int, reflects: bool) -> Rows:
 
 
 def image_pad_local(local: Local) -> Any:
+    """Run a reflection or replication padding on one rank: fetch the rows read, pad at the image's border."""
     given, needed, amounts = _image_padding(local)
     return _made_of(local, given["self"], needed, _flat(amounts))
 
 
 def image_pad_backward_local(local: Local) -> Any:
+    """Run the gradient of ``image_pad_local``: gradients of fetched rows are added up at their owners."""
     given, needed, amounts = _image_padding(local)
 
     def gradient(grad: Value, shape: list[int]) -> Value:
@@ -146,7 +149,7 @@ def image_pad_backward_local(local: Local) -> Any:
 
 
 def _image_padding(local: Local) -> tuple[dict[str, Any], list[_Needed], list[Rows]]:
-    """(arguments, the split dims that are padded, what this rank adds in every dim)."""
+    """(arguments, the split dims that are padded, the padding that this rank adds in every dim)."""
     given, rank = arguments(local), space_rank(local.target)
     amounts, reflects, needed = _amounts(given["padding"], rank), "reflection" in str(local.target), []
     for side in split_sides(local, rank):
@@ -170,8 +173,8 @@ def _scales(given: dict[str, Any]) -> list[float | None]:
 
 
 def _reach(image: int, made: int, cubic: bool) -> int:
-    """How many rows next to its own a part reads for interpolation: one (cubic: two), or as many as a whole number of
-    new rows lies on; none, where a line lies between rows that are made fewer by a whole factor."""
+    """The number of neighbouring rows that a part reads for interpolation: one (cubic: two), rounded up so that a whole
+    number of new rows covers them. 0 if the image shrinks by a whole factor (not cubic): own rows are enough."""
     step = image // math.gcd(image, made)
     if cubic:
         return -(-2 // step) * step
@@ -179,7 +182,7 @@ def _reach(image: int, made: int, cubic: bool) -> int:
 
 
 def resize_rule(call: Call) -> Rule:
-    """``^n c ~y ~x -> n c ~y1 ~x1``: whole factors, or interpolation between centres of pixels."""
+    """``^n c ~y ~x -> n c ~y1 ~x1``: whole factors, or interpolation between the centres of pixels."""
     given, rank, nearest = arguments(call), space_rank(call.target), "nearest" in str(call.target)
     image, made = image_and_made(call)
     space = Space()
@@ -196,7 +199,7 @@ def resize_rule(call: Call) -> Rule:
 
 
 def _near(local: Local) -> list[_Needed]:
-    """The split dims of a resized image. A part reads so many rows that a whole number of new rows lies on them."""
+    """The split dims of a resized image. A part reads enough rows that a whole number of new rows covers them."""
     rank, found = space_rank(local.target), []
     cubic, nearest = "cubic" in str(local.target), "nearest" in str(local.target)
     for side in split_sides(local, rank):
@@ -217,24 +220,25 @@ def _near(local: Local) -> list[_Needed]:
 
 
 def _with_rest(size: list[int], needed: Sequence[_Needed]) -> list[int]:
-    """The size of the result on the part's rows and their halo, given the size of the part's own result."""
+    """The size of the result on the part's rows and their halo; ``size`` is that of the part's own result."""
     rest = {one.side.index: sum(one.rest) for one in needed}
     return [rows + rest.get(index, 0) for index, rows in enumerate(size)]
 
 
 def _settings(given: dict[str, Any]) -> list[Any]:
-    """The arguments after the sizes."""
+    """The arguments of the operator after the sizes."""
     return [*([given["align_corners"]] if "align_corners" in given else []), *_scales(given)]
 
 
 def resize_local(local: Local) -> Any:
-    """The part's own sizes, with the rows around it that it is made of."""
+    """Resize to the part's own size, from the part's rows and the rows around them that it reads."""
     given, needed, rank = arguments(local), _near(local), space_rank(local.target)
     size = _with_rest(local.shape()[-rank:], needed)
     return _made_of(local, given["self"], needed, size, *_settings(given))
 
 
 def resize_backward_local(local: Local) -> Any:
+    """Run the gradient of ``resize_local``: gradients of fetched rows are added up at their owners."""
     given, needed, rank = arguments(local), _near(local), space_rank(local.target)
     size = _with_rest(local.input_shape(0)[-rank:], needed)
 

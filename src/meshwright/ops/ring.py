@@ -1,23 +1,23 @@
-"""Attention over a ring of ranks: each keeps its queries, while keys and values go round.
+"""Attention over a ring of ranks: each keeps its queries, while keys and values move around the ring.
 
     step     rank 0        rank 1        rank 2          (queries, keys); causal: those in brackets are skipped
     0        q0 k0         q1 k1         q2 k2
     1       (q0 k2)        q1 k0         q2 k1           keys and values move on by one rank while a step computes
     2       (q0 k1)       (q1 k2)        q2 k0
 
-Parts are merged by their log-sum-exp; gradients of keys and values travel with them and end where they began (Liu,
-Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023).
+The steps' outputs are merged by their log-sum-exp. Gradients of keys and values travel with the keys and values and end
+on the ranks that own them (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023).
 
-Under a causal mask the first ranks would wait for the last. So each takes, for the time of the ring, an early and a
-late half part of the sequence, and all have as much to do in every step ("zigzag"; the striped form is by Brandon et
-al., "Striped Attention", 2023):
+Under a causal mask the first ranks would wait for the last. So, for the time of the ring, each rank takes an early and
+a late half part of the sequence, and all ranks have equal work in every step ("zigzag"; the striped form is by Brandon
+et al., "Striped Attention", 2023):
 
     rank     has      takes    own keys     keys of ranks before          keys of ranks behind
     0        0 1      0 5      causal       all queries, the early half   the late queries, both halves
     1        2 3      1 4
     2        4 5      2 3
 
-Two exchanges of halves, before and after, cost about what two steps of the ring do.
+The two exchanges of halves, before and after the ring, cost about as much as two steps of the ring.
 """
 
 import math
@@ -35,12 +35,12 @@ from meshwright.ops.library import QUERY, RESULTS, SETTINGS, define, mix
 ours = torch.ops.meshwright
 
 Shift = Callable[[Tensor], Callable[[], Tensor]]
-"""Starts to send a tensor to the next rank of the ring; what it returns waits for that of the rank before."""
+"""Starts to send a tensor to the next rank of the ring; the returned function waits for the previous rank's tensor."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which queries meet which keys in a step: along the sequence, of those that are here."""
+    """The queries and keys that meet in a step: slices along the sequence of the queries and keys on this rank."""
 
     mask: Tensor | None = None
     causal: bool = False
@@ -50,8 +50,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Ring:
-    """A rank's place: its number in the ring, the ring's size, its first query's number in the sequence, and whether
-    it has an early and a late half."""
+    """A rank's place in the ring: its index, the ring's size, the position of its first query in the sequence, and
+    whether it takes an early and a late half (``balanced``)."""
 
     shift: Shift
     index: int
@@ -60,16 +60,16 @@ class Ring:
     balanced: bool
 
     def moving(self, key: Tensor, value: Tensor, mask: Tensor | None) -> list[Tensor]:
-        """What goes round: keys and values, and a mask of keys alone, which lies as they do."""
+        """The tensors that move around the ring: keys, values, and a mask that is split as the keys are."""
         travels = mask is not None and mask.shape[-1] == key.shape[2]
         return [key, value, mask] if travels and mask is not None else [key, value]
 
     def source(self, step: int) -> int:
-        """Whose keys and values are here."""
+        """The rank whose keys and values are on this rank in a step."""
         return (self.index - step) % self.size
 
     def part(self, step: int, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Part | None:
-        """What a step computes; None where no query may see any of these keys."""
+        """The queries and keys that a step computes; None if no query may see any of the keys."""
         rows, columns = query.shape[2], key.shape[2]
         if self.balanced:
             half, source = rows // 2, self.source(step)
@@ -90,11 +90,11 @@ class Ring:
         return Part(every.tril_(self.row - column))
 
     def takes(self, rank: int) -> tuple[int, int]:
-        """The halves of the sequence that a rank works on."""
+        """The two half parts of the sequence, by index, that a rank works on in a balanced ring."""
         return rank, 2 * self.size - 1 - rank
 
     def swapped(self, exchange: Exchange, values: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
-        """Tensors [b, h, s, d] of one dtype, of the halves that this rank has, as those that it takes; or back."""
+        """Exchange the halves that this rank has for those that it takes, or back: [b, h, s, d], of one dtype."""
 
         def holder(half: int, mirrored: bool) -> int:
             return min(half, 2 * self.size - 1 - half) if mirrored else half // 2
@@ -121,7 +121,7 @@ def forward(
     shift: Shift, exchange: Exchange, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
     causal: bool, scale: float, random_key: int, salt: int, row: int, index: int, balanced: bool, *, size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``attention`` of this rank's queries [b, h, s, d] and all ranks' keys and values, of which it has some."""
+    """``attention`` of this rank's queries [b, h, s, d] with all ranks' keys and values, of which it holds one part."""
     ring = Ring(shift, index, size, row, balanced)
     if balanced:
         query, key, value = ring.swapped(exchange, (query, key, value))
@@ -137,7 +137,7 @@ def forward(
             output, own = ours.attention(query[:, :, part.rows], keys, values, part.mask, *settings)
             before, into = every[:, :, part.rows], total[:, :, part.rows]
             merged = torch.logaddexp(before, own)
-            finite = merged.masked_fill(merged == -math.inf, 0.0)  # a query without any key: its output is zero
+            finite = merged.masked_fill(merged == -math.inf, 0.0)  # a query without any allowed key has the output zero
             into.mul_((before - finite).exp_().unsqueeze(-1))
             into.add_(output * (own - finite).exp_().unsqueeze(-1))
             before.copy_(merged)

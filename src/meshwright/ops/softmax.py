@@ -1,4 +1,4 @@
-"""Softmax and its logarithm. Over a split dim they are exact: maxima and sums of all shards are merged."""
+"""Softmax and its logarithm. Over a split dim they are exact: the maxima and sums of all shards are merged."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ aten = torch.ops.aten
 
 
 def safe_softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    """Canonical softmax that is zero, not NaN, where everything is masked."""
+    """Canonical softmax that is zero, not NaN, where all values are masked."""
     weights = torch.softmax(self, dim, dtype=dtype)
     return weights.masked_fill((self == -torch.inf).all(dim, keepdim=True), 0.0)
 
 
 def softmax_rule(call: Call) -> Rule:
-    """``b !v -> b !v``; split over ``v`` a maximum and a sum are gathered, or for a gradient one sum is reduced."""
+    """``b !v -> b !v``; over split ``v``, maxima and sums are gathered; for a gradient, one sum is reduced."""
     given, dims = arguments(call), letters(call.outputs[0].dim())
     if dims:
         dims[given["dim"]] = "!v"
@@ -35,7 +35,7 @@ def softmax_local(local: Local) -> Any:
         return emit_unchanged(local)
     source, dim, half_to_float = local.args
     source = local.call(aten._to_copy.default, source, dtype=torch.float32) if half_to_float else widened(local, source)
-    # a shard whose values are all -inf has a finite "maximum", so that its powers are 0 and not NaN
+    # a shard whose values are all -inf gets a finite "maximum", so that its powers are 0 and not NaN
     least = torch.finfo(local.dtype()).min
     maximum = local.call(aten.clamp_min.default, local.call(aten.amax.default, source, [dim], True), least)
     powers = local.call(aten.exp.default, local.call(aten.sub.Tensor, source, maximum))

@@ -1,6 +1,6 @@
-"""The spatial dims of operators that read windows of an image, in patterns: their letters, and how they are split.
+"""The spatial dims of operators that read windows of an image: their letters in patterns, and how they are split.
 
-n c ~y ~x, f c !p !q -> n f ~y ~x           as many rows as before: one letter
+n c ~y ~x, f c !p !q -> n f ~y ~x           equal numbers of rows on both sides: one letter
 n c ~y ~x, f c !p !q -> n f ~y1 ~x1         other sizes: ``yy`` joins the rows that are read and that are made
 """
 
@@ -13,12 +13,12 @@ from meshwright.ops.base import Call, Target, make_rule
 from meshwright.ops.patterns import letters, operand
 
 SPACE = {1: "x", 2: "yx", 3: "zyx"}
-"""The letters of spatial dims, by how many there are."""
+"""The letters of the spatial dims, by their number."""
 _RANK = re.compile(r"([123])d")
 
 
 def space_rank(target: Target) -> int:
-    """Over how many dims a pooling, padding or resizing works: max_pool2d over 2."""
+    """The number of spatial dims of a pooling, padding or resizing: 2 for max_pool2d."""
     found = _RANK.search(str(target))
     assert found is not None
     return int(found[1])
@@ -30,7 +30,7 @@ def is_gradient(target: Target) -> bool:
 
 
 def image_and_made(call: Call) -> tuple[Sequence[int], Sequence[int]]:
-    """The shapes of the image and of what is made from it, of an operator or of its gradient."""
+    """The shapes of the image and of the tensor made from it, for an operator or its gradient."""
     pair = call.tensors[0].shape, call.outputs[0].shape
     return (pair[1], pair[0]) if is_gradient(call.target) else pair
 
@@ -42,7 +42,7 @@ def largest_flops(call: Call, rule: Rule | None) -> float:
 
 @dataclass
 class Space:
-    """Spatial dims in a pattern: those of the image (``left``) and of what is made from it (``right``)."""
+    """Spatial dims in a pattern: the dims of the image (``left``) and of the tensor made from it (``right``)."""
 
     left: list[str] = field(default_factory=list)
     right: list[str] = field(default_factory=list)
@@ -55,8 +55,7 @@ class Space:
         cls, image: Sequence[int], made: Sequence[int], halos: Sequence[bool], *, contiguous: bool = False,
         equal: bool = False,
     ) -> "Space":  # fmt: skip
-        """The last dims of an image and of the result. ``halos`` says of each of them whether it is split with a
-        halo."""
+        """The last dims of an image and of the result. ``halos`` says of each dim whether it is split with a halo."""
         result = cls()
         for index, (name, halo) in enumerate(zip(SPACE[len(halos)], halos, strict=True)):
             sizes = image[index - len(halos)], made[index - len(halos)]
@@ -66,8 +65,8 @@ class Space:
     def add(
         self, name: str, sizes: tuple[int, int], *, halo: bool, contiguous: bool = False, equal: bool = False
     ) -> None:
-        """A dim that is split with a halo, or without one where nothing reads another part's rows; ``contiguous``: even
-        then its parts must be runs of rows; ``equal``: where sizes differ, parts must be equal for that."""
+        """Add a dim that is split with a halo, or without one where nothing reads another part's rows. ``contiguous``:
+        even then its parts must be runs of rows. ``equal``: parts must have equal sizes if the dim changes its size."""
         alike = sizes[0] == sizes[1]
         marked = halo or contiguous or not alike
         if marked:
@@ -79,18 +78,18 @@ class Space:
         self.right.append(self.left[-1] if alike else f"~{name}1")
 
     def whole(self, name: str, sizes: tuple[int, int]) -> None:
-        """A dim that cannot be split."""
+        """Add a dim that cannot be split."""
         self.left.append(f"!{name}")
         self.right.append(f"!{name}" if sizes[0] == sizes[1] else f"!{name}1")
 
     def rule(self, call: Call, pattern: Callable[[str, str], str], **sizes: int) -> Rule:
-        """The call's rule. ``pattern`` gives its text from the dims of the image and those of the result."""
+        """The call's rule. ``pattern`` makes its text from the dims of the image and the dims of the result."""
         text = pattern(" ".join(self.left), " ".join(self.right))
         return make_rule(call, text, decompositions=self.decompositions, joint=self.joint, equal=self.equal, **sizes)  # type: ignore[arg-type]
 
     def spatial_rule(self, call: Call, *, linear: bool) -> Rule:
-        """``n c ~y ~x -> n c ~y1 ~x1``, inside each sample and channel; of a gradient, back. A gradient's second tensor
-        is the image, its third lies where the first does."""
+        """``n c ~y ~x -> n c ~y1 ~x1`` in each sample and channel; the reverse for a gradient, whose second tensor is
+        the image and whose third has the pattern of the first."""
         lead = letters(call.tensors[0].dim() - len(self.left), "n")
         image, made = operand([*lead, *self.left]), operand([*lead, *self.right])
         inputs, output = ([made, image, made], image) if is_gradient(call.target) else ([image], made)
@@ -99,5 +98,5 @@ class Space:
 
 
 def both(name: str) -> str:
-    """The factor that splits a dim on both sides, where they differ in size: ``y`` -> ``yy``."""
+    """The factor that splits a dim on both sides, where they differ in size: ``y`` gives ``yy``."""
     return 2 * name

@@ -1,5 +1,5 @@
-"""Tensors told by their strides, as views or look-ups of what they show: the strides and the offset of a part, or of
-what is gathered from parts, are others than those that were captured."""
+"""Tensors defined by strides, as views or look-ups of the elements that they show. Captured strides and offsets do not
+hold for a part of a tensor, nor for a tensor that is gathered from parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
-    """A view, where the strides are those of all elements in order; else a look-up of elements."""
+    """Return a view if the strides show all elements in order; else a look-up of elements."""
     if _in_order(input, size, stride, storage_offset):
         return aten.view.default(input, list(size))
     found = _Lookup.of(input, size, stride, storage_offset)
@@ -28,7 +28,7 @@ def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storag
 def as_strided_scatter(
     input: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor:
-    """What is written over all elements in order is all that there is; else elements are written one by one."""
+    """Return ``src`` reshaped if it overwrites all elements in order; else write the elements one by one."""
     if _in_order(input, size, stride, storage_offset):
         return aten.clone.default(aten.reshape.default(src, list(input.shape)))
     found = _Lookup.of(input, size, stride, storage_offset)
@@ -42,7 +42,7 @@ def as_strided_scatter(
 
 @dataclass(frozen=True)
 class _Lookup:
-    """Which elements strides show: ``tensor.permute(order).reshape(shape)``, indexed in the dims after the first
+    """The elements that strides show: ``tensor.permute(order).reshape(shape)``, indexed in the dims after the first
     ``kept``. Element ``i`` of the ``size`` has the index ``starts[dim] + sum(i[k] * moves[k][dim])``."""
 
     order: list[int]
@@ -53,10 +53,10 @@ class _Lookup:
 
     @staticmethod
     def of(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> "_Lookup":
-        """Of a call. As many dims as possible, from the outermost, stay; others are taken as one, where they are dense.
+        """The look-up of a call. It keeps as many outermost dims as possible; dense dims among the others are merged.
 
         Raises:
-            CaptureError: it shows what is no element of the tensor.
+            CaptureError: the strides show a place that is no element of the tensor.
         """
         offset = 0 if storage_offset is None else storage_offset - int(input.storage_offset())
         dims = [dim for dim in range(input.dim()) if input.shape[dim] != 1 and input.stride(dim)]
@@ -86,7 +86,7 @@ class _Lookup:
 
     @property
     def kept(self) -> int:
-        """How many outermost dims are shown as they are."""
+        """The number of outermost dims that are shown as they are."""
         count = 0
         for dim, (rows, length) in enumerate(zip(self.shape, self.size, strict=False)):
             unit = [int(dim == other) for other in range(len(self.shape))]
@@ -101,7 +101,7 @@ class _Lookup:
         return not self.kept == len(self.shape) == len(self.size)
 
     def indices(self, like: Tensor) -> list[Tensor | None]:
-        """The index of each dim of ``shape``; None where it is whole."""
+        """The index for each dim of ``shape``; None for a dim that is shown whole."""
         size = self.size[self.kept :]
         places = [torch.arange(length, device=like.device) for length in size]
         places = [one.reshape([-1] + [1] * (len(size) - 1 - dim)) for dim, one in enumerate(places)]
@@ -115,7 +115,7 @@ class _Lookup:
 
 
 def _digits(value: int, steps: Sequence[int]) -> list[int] | None:
-    """``value`` as so many of each step, largest first; None where that leaves a rest."""
+    """The digits of ``value`` in units of ``steps``, largest first; None if they leave a remainder."""
     result = []
     for step in steps:
         count, value = divmod(value, step)

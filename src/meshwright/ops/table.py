@@ -1,4 +1,4 @@
-"""The rules of all operators, joined from their files; a user's own rules come before them."""
+"""The rules of all operators, joined from their files; a user's own rules take precedence."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,16 +37,16 @@ FILES = (
     attention, batch_norm, convolution, creation, embedding, experts, fourier, indexing, loss, matmul, normalization,
     pooling, random, reduction, resizing, softmax, unfolding, view,
 )  # fmt: skip
-"""The files of rules, by kind."""
+"""The modules with rules, one for each kind of operator."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
 CANONICAL: Mapping[Target, Callable[..., Any]] = {
     target: function
     for file in (*FILES, pointwise, strided)
     for target, function in getattr(file, "CANONICAL", {}).items()
 }
-"""Rewrites made at capture: what is called instead of an operator, or NotImplemented where it stays."""
+"""Rewrites at capture: by operator, the function to call instead. It returns NotImplemented to keep the operator."""
 VISIBLE = {aten.native_batch_norm.default: batch_norm.native_batch_norm}
-"""Of these, those that show a change in place which the operator hides."""
+"""The rewrites that show a change in place which the operator itself hides."""
 
 
 def operator_rule(target: Target, own: Mapping[Target, OperatorRule] | None = None) -> OperatorRule | None:

@@ -1,7 +1,7 @@
-"""Unfolding of images into columns, one a window, and its adjoint: split over samples, channels and space.
+"""Unfolding of images into columns (one for each window) and its adjoint, split over samples, channels and space.
 
-Parts make their own windows from their rows and the halo around them, as convolutions do; folding back gives terms for
-the halo's rows too, which are added up at their owners.
+As in a convolution, each part makes its own windows from its rows and the halo around them. Folding back also makes
+terms for the halo's rows, which are added up at their owners.
 """
 
 from collections.abc import Sequence
@@ -47,12 +47,14 @@ def _settings(given: dict[str, Any], sides: Sequence[Side]) -> tuple[Any, ...]:
 
 
 def unfold_local(local: Local) -> Any:
+    """Run ``aten.im2col`` on one rank: fetch the halo, then unfold without padding in split dims."""
     given, sides = arguments(local), split_sides(local, 2)
     rows = fetch(local, given["self"], sides, _windows(given)[1])
     return local.call(local.target, rows, *_settings(given, sides))
 
 
 def fold_local(local: Local) -> Any:
+    """Run ``aten.col2im`` on one rank: fold into own rows and halo rows, then add up the halo rows at their owners."""
     given, sides, size = arguments(local), split_sides(local, 2), local.shape()[-2:]
     every = _windows(given)[1]
     for side in sides:

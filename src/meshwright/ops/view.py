@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, arguments, make_rule
 from meshwright.ops.patterns import aligned, letters, named, normalize_dim, operand
+from meshwright.torch_private import disable_current_modes
 
 aten = torch.ops.aten
 
 
 def common_factors(left: list[int], right: list[int]) -> tuple[list[list[str]], list[list[str]], dict[str, int]]:
-    """Factors that explain a reshape from ``left`` to ``right``: ``[8, 16, 64] -> [128, 4, 16]`` is
+    """The common factors of a reshape from ``left`` to ``right``: ``[8, 16, 64] -> [128, 4, 16]`` is
     ``b s (h d) -> (b s) h d``. Dims that share no factors get ``!`` letters of their own."""
     fresh = (f"_{index}" for index in count())
     sizes: dict[str, int] = {}
@@ -42,11 +42,11 @@ def common_factors(left: list[int], right: list[int]) -> tuple[list[list[str]], 
 
 
 _EMPTY = 2**61 - 1
-"""A prime that takes the place of sizes of 0, so that products of sizes still show where runs of dims end."""
+"""A prime that replaces sizes of 0, so that products of sizes still show where runs of dims end."""
 
 
 def _spans(left: list[int], right: list[int]) -> Iterator[tuple[range, range]]:
-    """The shortest runs of dims with equal numbers of elements on both sides, without dims of size 1 around them."""
+    """The shortest runs of dims with equal numbers of elements on both sides, without surrounding dims of size 1."""
     one, two = (list(accumulate((size or _EMPTY for size in shape), mul)) for shape in (left, right))
     for before, reached in pairwise(sorted({1, *one} & {1, *two})):
         yield (
@@ -63,7 +63,7 @@ def _dims_text(names: list[list[str]], shape: list[int]) -> str:
 
 
 def view_rule(call: Call) -> Rule:
-    """A reshape, or dims of size 1 that come or go: both sides are written in their common factors."""
+    """A reshape, or dims of size 1 that are added or removed: both sides are written in their common factors."""
     left, right = list(call.tensors[0].shape), list(call.outputs[0].shape)
     names_left, names_right, sizes = common_factors(left, right)
     pattern = f"^{_dims_text(names_left, left)} -> {_dims_text(names_right, right)}"
@@ -71,6 +71,7 @@ def view_rule(call: Call) -> Rule:
 
 
 def view_local(local: Local) -> Any:
+    """Run a view, reshape or squeeze on one rank: a reshape to the shape of its part."""
     return local.call(aten.reshape.default, local.args[0], local.shape())
 
 
@@ -87,18 +88,19 @@ def permute_rule(call: Call) -> Rule:
 
 
 def expand_rule(call: Call) -> Rule:
-    """``b 1 k -> b s k``: the new factor can be split, it costs nothing."""
+    """``b 1 k -> b s k``: the new factor can be split at no cost."""
     shape = call.outputs[0].shape
     right = named(shape)
     return make_rule(call, f"^{operand(aligned(right, shape, call.tensors[0].shape))} -> {operand(right)}")
 
 
 def expand_local(local: Local) -> Any:
+    """Run ``aten.expand`` on one rank, to the shape of its part."""
     return local.call(aten.expand.default, local.args[0], local.shape())
 
 
 def slice_rule(call: Call) -> Rule:
-    """A slice keeps its dim whole, unless it takes all of it."""
+    """A sliced dim stays whole, unless the slice takes all of it."""
     source, output = call.tensors[0], call.outputs[0]
     left, right = letters(source.dim()), letters(output.dim())
     for index, (before, after) in enumerate(zip(source.shape, output.shape, strict=True)):
@@ -108,7 +110,7 @@ def slice_rule(call: Call) -> Rule:
 
 
 def select_rule(call: Call) -> Rule:
-    """One index of a dim, or all of them apart: the dim stays whole."""
+    """One index of a dim (select), or every index by itself (unbind): the dim stays whole."""
     rank = call.tensors[0].dim()
     names = letters(rank, fixed=(normalize_dim(arguments(call)["dim"], rank),))
     right = operand([name for name in names if name[0] != "!"])
@@ -116,8 +118,8 @@ def select_rule(call: Call) -> Rule:
 
 
 def _part_of(whole: Tensor, part: Tensor, dim: int, names: tuple[str, str]) -> tuple[str, str]:
-    """(the tensor, the part of it that slice or select takes from a dim) in a pattern; ``names``: of that dim, in both,
-    where the part has some of it."""
+    """The patterns of a tensor and of the part that slice or select takes from one dim. ``names`` are the dim's letters
+    in both, if the part has only some of its rows."""
     dim = normalize_dim(dim, whole.dim())
     left = letters(whole.dim())
     right = list(left)
@@ -130,24 +132,25 @@ def _part_of(whole: Tensor, part: Tensor, dim: int, names: tuple[str, str]) -> t
 
 
 def scatter_back_rule(call: Call) -> Rule:
-    """Gradients of slice and select: zeros but for the part that was taken."""
+    """Gradients of slice and select: zeros except for the part that was taken."""
     whole, part = _part_of(call.outputs[0], call.tensors[0], call.args[2], ("!y", "!x"))
     return make_rule(call, f"^{part} -> {whole}")
 
 
 def scatter_into_rule(call: Call) -> Rule:
-    """slice_scatter and select_scatter: the dim that a part of is overwritten stays whole."""
+    """slice_scatter and select_scatter: the dim that is overwritten in part stays whole."""
     target, source = call.tensors
     whole, part = _part_of(target, source, arguments(call)["dim"], ("!x", "!y"))
     return make_rule(call, f"^{whole}, ^{part} -> {whole}")
 
 
 def scatter_back_local(local: Local) -> Any:
+    """Run ``aten.slice_backward`` or ``select_backward`` on one rank, with the shape of its part."""
     return local.call(local.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
 
 
 def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int) -> tuple[str, list[str]]:
-    """The operands of a tensor and of the parts that it is divided into along a dim. Equal parts share factors with it:
+    """The patterns of a tensor and of the parts that it is divided into along a dim. Equal parts share factors with it:
     ``b (3 f)`` and ``b f, b f, b f``."""
     dim, names = normalize_dim(dim, whole.dim()), letters(whole.dim())
     equal = len({part.shape[dim] for part in parts}) == 1
@@ -166,6 +169,7 @@ def split_rule(call: Call) -> Rule:
 
 
 def split_local(local: Local) -> Any:
+    """Run ``aten.split`` or ``split_with_sizes`` on one rank, with the sizes of its parts."""
     dim = normalize_dim(arguments(local)["dim"], len(local.shape()))
     if isinstance(local.args[1], int):
         return local.call(local.target, local.args[0], local.shape()[dim], dim)
@@ -180,7 +184,7 @@ def cat_rule(call: Call) -> Rule:
 
 
 def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Canonical cat: without the empty tensors that PyTorch allows for history's sake; of one tensor, itself."""
+    """Canonical cat: drops the empty tensors that PyTorch allows for history's sake; returns a single tensor as is."""
     full = [tensor for tensor in tensors if tensor.numel() or tensor.dim() != 1]
     if len(full) == 1:
         return full[0]
@@ -188,11 +192,11 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def view(self: Tensor, size: list[int]) -> Tensor:
-    """Canonical view: of a copy, where the strides do not allow a view. They are not those of the user's step where
-    an operator that worked in place has become one that does not."""
+    """Canonical view: of a contiguous copy where the strides do not allow a view. Strides can differ from those in the
+    user's step where an in-place operator was replaced by one that is not in place."""
     if self.is_contiguous():
         return NotImplemented
-    with _disable_current_modes():
+    with disable_current_modes():
         strided = torch.empty_strided(self.shape, self.stride(), device="meta")
         try:
             strided.view(size)
@@ -209,7 +213,7 @@ def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def pixel_shuffle(self: Tensor, upscale_factor: int) -> Tensor:
-    """Canonical form: channels become pixels by a permutation."""
+    """Canonical pixel_shuffle: channels become pixels by a permutation."""
     *lead, channels, height, width = self.shape
     times, count = upscale_factor, len(lead)
     whole = self.reshape(*lead, channels // times**2, times, times, height, width)
@@ -218,7 +222,7 @@ def pixel_shuffle(self: Tensor, upscale_factor: int) -> Tensor:
 
 
 def pixel_unshuffle(self: Tensor, downscale_factor: int) -> Tensor:
-    """Canonical form: pixels become channels by a permutation."""
+    """Canonical pixel_unshuffle: pixels become channels by a permutation."""
     *lead, channels, height, width = self.shape
     times, count = downscale_factor, len(lead)
     whole = self.reshape(*lead, channels, height // times, times, width // times, times)
@@ -236,7 +240,7 @@ def repeat_rule(call: Call) -> Rule:
 
 
 def positions_rule(call: Call) -> Rule:
-    """Dims along which positions matter (flipped, rolled, those of a triangle) stay whole."""
+    """Dims whose positions matter (flipped dims, rolled dims, the dims of a triangle) stay whole."""
     rank = call.tensors[0].dim()
     dims = arguments(call).get("dims", (-2, -1))
     if call.target is aten.roll.default and not dims:
@@ -287,4 +291,4 @@ VIEWS = frozenset(
         aten.view_as_complex.default,
     }
 )  # fmt: skip
-"""Targets whose outputs share memory with their first input."""
+"""Operators whose outputs share memory with their first input."""

@@ -1,4 +1,4 @@
-"""What carries bytes between two ranks."""
+"""Interfaces for carrying bytes between two ranks: works, lanes and channels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -11,22 +11,24 @@ from torch import Tensor
 from meshwright.errors import LostRankError, RankError
 
 MESSAGE_BYTES = 512 * 1024
-"""The most that one message of a lane holds: what one rank writes, the other finds in the cache that they share."""
+"""Bytes of the largest message of a lane: small enough that the peer finds it in the cache that both ranks share."""
 
 OWN_ERROR = "look for its own error"
-"""The remedy where another rank has failed."""
+"""The remedy in errors about another rank's failure."""
 
 
 class Work(Protocol):
-    """Something under way."""
+    """An operation that has been started."""
 
-    def wait(self) -> Any: ...
+    def wait(self) -> Any:
+        """Wait until the operation is complete."""
+        ...
 
 
 class UnderWay:
-    """A Work: other works, which are waited for first, then ``finish``; and tensors that must live until then.
+    """A Work that waits for other works, then calls ``finish``. It keeps the ``kept`` tensors alive.
 
-    ``num_bytes``: how much is received, where that is not the size of the result.
+    ``num_bytes``: the bytes received, where they differ from the size of the result.
     """
 
     __slots__ = ("_finish", "_kept", "_works", "num_bytes")
@@ -41,6 +43,7 @@ class UnderWay:
         self._finish, self._kept, self._works, self.num_bytes = finish, kept, works, num_bytes
 
     def wait(self) -> None:
+        """Wait for the works, one after the other, then call ``finish``."""
         for work in self._works:
             if work is not None:
                 work.wait()
@@ -49,27 +52,27 @@ class UnderWay:
 
 
 class Trouble(NamedTuple):
-    """Why a collective cannot be finished: which rank is to blame, and what it has to do with the one at the other end
-    of a lane."""
+    """Why a collective cannot be finished: ``where`` names the rank to blame; ``problem`` says what it did, or which
+    other rank has given up because of it."""
 
     where: str
     problem: str
 
     def error(self, waiting: str = "this rank waits") -> LostRankError:
-        """The error of a rank that waits in vain; ``waiting`` says for what."""
+        """The error of a rank that waits in vain; ``waiting`` says what the rank waits for."""
         return LostRankError(f"{self.problem}, and {waiting}", where=self.where, remedy=OWN_ERROR)
 
 
 def late(rank: int, problem: str) -> LostRankError:
-    """The error of a rank that has waited for another one, which may only be slow."""
+    """The error of a rank that has waited too long for ``rank``, which may only be slow."""
     remedy = "look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others"
     return LostRankError(problem, where=f"rank {rank}", remedy=remedy)
 
 
 class Lane(ABC):
-    """Messages of up to ``MESSAGE_BYTES`` between two ranks, both ways, each way in the order in which they were put.
+    """Messages of up to ``MESSAGE_BYTES`` between two ranks, both ways; each way keeps the order in which they are put.
 
-    A message has a tag, and both sides must name the same one: so ranks that do different things find out.
+    Each message has a tag, and both sides must name the same tag. So ranks that run different collectives notice.
     """
 
     expects = False
@@ -77,19 +80,19 @@ class Lane(ABC):
 
     @abstractmethod
     def put(self, part: Tensor, tag: int) -> None:
-        """Lay a flat, contiguous tensor where the peer finds it; then it may be overwritten. Waits for room."""
+        """Send a flat, contiguous tensor; wait for room first. Afterwards the tensor may be overwritten."""
 
     @abstractmethod
     def put_at_once(self, part: Tensor, tag: int) -> bool:
-        """The same without waiting: false, and nothing done, where there is no room."""
+        """Send like ``put``, but without waiting: return False and send nothing if the lane has no room."""
 
     def expect(self, num: int, like: Tensor) -> None:
-        """Say that a message of ``num`` elements, as those of ``like``, will be taken, after those that were expected
-        before. Only where the lane ``expects``."""
+        """Announce that this rank will take a message of ``num`` elements with ``like``'s dtype, after those announced
+        before. Needed only if the lane ``expects``."""
 
     @abstractmethod
     def take(self, num: int, dtype: Any, tag: int) -> Any:
-        """Wait for the next message, if it must be, expected; it is valid until ``release``.
+        """Wait for the next message and return it, valid until ``release``. If the lane ``expects``, announce it first.
 
         Raises:
             LostRankError: the peer has ended, or has put nothing within the timeout.
@@ -97,45 +100,44 @@ class Lane(ABC):
         """
 
     def release(self) -> None:
-        """Give back the room of the message that was taken."""
+        """Free the room of the message that was taken."""
 
     def settle(self) -> None:
-        """Wait until all that was put has left, where it needs this rank for that."""
+        """Wait until all messages have left, if they need this rank for that."""
 
-    # --- what ranks say of themselves --------------------------------------------------------------------------------
+    # --- what ranks report of themselves -----------------------------------------------------------------------------
 
     def tell(self, number: int, words: bytes) -> None:
-        """Say which collective this rank begins, for the errors of the other."""
+        """Report the collective that this rank begins, for the peer's errors."""
 
     def finished(self, number: int) -> None:
-        """Say that this rank needs the other no more for the collectives up to that number."""
+        """Report that this rank no longer needs the peer for the collectives up to ``number``."""
 
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
-        """Say that this rank has failed, in which collective, and because of which one; the other need not wait any
-        longer."""
+        """Report that this rank failed, in which collective, and because of which rank; the peer stops waiting."""
 
     def trouble(self, number: int) -> Trouble | None:
-        """Why collective ``number`` cannot be finished because of the other rank: it has ended before, or has given up;
-        None where it may be."""
+        """Why the peer prevents collective ``number`` from finishing: it ended before, or has given up. None if the
+        collective may still finish."""
         return None
 
     def told(self) -> str:
-        """A line on what the other said of itself, and whether it has ended; nothing where that is not known."""
+        """A line with the peer's last report and whether it has ended; empty if unknown."""
         return ""
 
 
 class Channel(Protocol):
-    """Messages to and from one other rank, in the order in which they were sent."""
+    """Tensors to and from one other rank, in the order in which they are sent."""
 
     def send(self, tensor: Tensor) -> Work:
-        """Send a contiguous tensor, without waiting for the peer; after ``wait`` it may be overwritten."""
+        """Send a contiguous tensor without waiting for the peer. After ``wait`` the tensor may be overwritten."""
 
     def receive(self, into: Tensor, label: str = "") -> Work:
-        """Receive into a contiguous tensor, which ``wait`` waits for; ``label`` names it in errors."""
+        """Receive into a contiguous tensor, complete after ``wait``; ``label`` names it in errors."""
 
 
 def check_message(peer: int, found: tuple[int, int], wanted: tuple[int, int], what: str) -> None:
-    """Compare what has come with what was expected: (bytes, tag).
+    """Compare a received message with the expected one, as (bytes, tag).
 
     Raises:
         RankError: they differ.
@@ -157,5 +159,5 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of torch.distributed says, without its traceback in C++."""
+    """The first line of a torch.distributed error, without its C++ traceback."""
     return str(error).strip().splitlines()[0]

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, for tests: messages lie in queues."""
+"""A lane between threads of one process, each acting as a rank, for tests: messages lie in queues."""
 
 import queue
 
@@ -10,7 +10,7 @@ from meshwright.errors import LostRankError, RankError
 
 
 class Loopback(Lane):
-    """One end of a lane between two threads, which see each other's errors; ``pair`` makes both."""
+    """One end of a lane between two threads; ``pair`` makes both ends."""
 
     def __init__(
         self, out: "queue.Queue[tuple[Tensor, int]]", into: "queue.Queue[tuple[Tensor, int]]", peer: int
@@ -20,24 +20,26 @@ class Loopback(Lane):
 
     @staticmethod
     def pair(one: int, other: int, slots: int = 3) -> tuple["Loopback", "Loopback"]:
-        """The end of rank ``one`` and that of rank ``other``; ``slots`` messages find room each way."""
+        """The ends of ranks ``one`` and ``other``, with room for ``slots`` messages each way."""
         there, back = queue.Queue[tuple[Tensor, int]](slots), queue.Queue[tuple[Tensor, int]](slots)
         return Loopback(there, back, other), Loopback(back, there, one)
 
     def put(self, part: Tensor, tag: int) -> None:
-        """Lay a copy into the queue."""
+        """Add a copy to the queue."""
         try:
             self._out.put((part.clone(), tag), timeout=self.timeout_s)
         except queue.Full:
             raise LostRankError("it takes nothing", where=f"rank {self.peer}") from None
 
     def put_at_once(self, part: Tensor, tag: int) -> bool:
+        """Add a copy to the queue, unless the queue is full."""
         if self._out.full():
             return False
         self.put(part, tag)
         return True
 
     def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
+        """Wait for the next message in the queue, and check its size, dtype and tag."""
         try:
             part, their_tag = self._into.get(timeout=self.timeout_s)
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""MPI's own collectives among the ranks of a group, through mpi4py, in a program that ``mpirun`` has started."""
+"""MPI's own collectives in a group, through mpi4py, in a program started by ``mpirun``."""
 
 import sys
 from typing import Any
@@ -12,8 +12,8 @@ from meshwright.errors import RankError
 
 
 def is_there() -> bool:
-    """Whether the ranks of torch.distributed are those of an MPI, in the same order. It loads nothing: who starts the
-    ranks has loaded mpi4py then (``runtime/launch.py``)."""
+    """Whether torch.distributed and MPI have the same ranks, in the same order. It imports nothing: the code that
+    starts the ranks has imported mpi4py (``runtime/launch.py``)."""
     module = sys.modules.get("mpi4py.MPI")
     if module is None or not dist.is_initialized():
         return False
@@ -22,8 +22,8 @@ def is_there() -> bool:
 
 
 class Mpi:
-    """The collectives of one rank among those of a group, in the order in which all of them start them. They are called
-    as those of ``comm/collectives.py``.
+    """One rank's MPI collectives in a group, called like those of ``comm/collectives.py``. All ranks of the group must
+    start the same collectives in the same order.
 
     Raises:
         RankError: the ranks were not started by MPI.
@@ -41,16 +41,19 @@ class Mpi:
         self._ranks = world.Create_group(world.Get_group().Incl(dist.get_process_group_ranks(group)))
 
     def all_reduce(self, value: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = "") -> Work:
+        """Start to reduce a contiguous tensor in place, by ``MPI_Iallreduce``."""
         request = self._ranks.Iallreduce(self._mpi.IN_PLACE, self._buffer(value), self._op(op))
         return UnderWay(request.Wait, value)
 
     def reduce_scatter(
         self, value: Tensor, into: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = ""
     ) -> Work:
+        """Start to reduce ``[size, ...]`` and write this rank's part to ``into``, by ``MPI_Ireduce_scatter_block``."""
         request = self._ranks.Ireduce_scatter_block(self._buffer(value), self._buffer(into), self._op(op))
         return UnderWay(request.Wait, value, into)
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "mpi", label: str = "") -> Work:
+        """Start to collect every rank's ``value`` in ``into``, ``[size, ...]``, by ``MPI_Iallgather``."""
         return UnderWay(self._ranks.Iallgather(self._buffer(value), self._buffer(into)).Wait, value, into)
 
     def _op(self, op: str) -> Any:

@@ -1,4 +1,4 @@
-"""torch.distributed's own collectives among the ranks of a group: gloo, or NCCL between GPUs."""
+"""torch.distributed's own collectives in a group: by gloo, or by NCCL between GPUs."""
 
 from typing import Any
 
@@ -9,16 +9,19 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class Native:
-    """The collectives of one rank among those of a group; they are called as those of ``comm/collectives.py``."""
+    """One rank's torch.distributed collectives in a group, called like those of ``comm/collectives.py``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def all_reduce(self, value: Tensor, op: str, algorithm: str, label: str) -> Any:
+        """Start to reduce a tensor in place."""
         return dist.all_reduce(value, _OPS[op], self._group, async_op=True)
 
     def reduce_scatter(self, value: Tensor, into: Tensor, op: str, algorithm: str, label: str) -> Any:
+        """Start to reduce ``[size, ...]`` and write this rank's ``[...]`` to ``into``."""
         return dist.reduce_scatter_single(into.view(-1), value.view(-1), _OPS[op], self._group, async_op=True)
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str, label: str) -> Any:
+        """Start to collect every rank's ``value`` in ``into``, ``[size, ...]``."""
         return dist.all_gather_single(into.view(-1), value.view(-1), self._group, async_op=True)

@@ -1,4 +1,4 @@
-"""Two ranks, wherever they are: torch.distributed's send and receive."""
+"""A channel and a lane between any two ranks, by torch.distributed's send and receive."""
 
 import struct
 from collections import deque
@@ -18,14 +18,14 @@ from meshwright.comm.transport.progress import Progress
 T = TypeVar("T")
 
 _HEADER = struct.Struct("=QQ")
-"""Before each message: its bytes and its tag."""
+"""Precedes each message: its number of bytes and its tag."""
 _TAG = 1
-"""Of torch.distributed: apart from other messages of the group."""
+"""Tag for torch.distributed; the group's other messages have other tags."""
 
 
 class PointToPoint:
-    """A channel with the rank ``peer`` of a group. The streams of ``progress`` move while it waits; ``attendance`` says
-    who is gone."""
+    """A channel to the rank ``peer`` of a group. While it waits, the streams of ``progress`` move. ``attendance`` knows
+    which ranks are gone."""
 
     def __init__(
         self, group: dist.ProcessGroup, peer: int, progress: Progress, attendance: Attendance | None = None
@@ -34,20 +34,20 @@ class PointToPoint:
         self._name = dist.get_global_rank(group, peer)
 
     def send(self, tensor: Tensor) -> Work:
-        """Start to send."""
+        """Start to send a tensor."""
         work = self._group.send([tensor], self._peer, 0)
         return UnderWay(partial(self.wait, work, "it takes nothing", "a message to it"), tensor)
 
     def receive(self, into: Tensor, label: str = "") -> Work:
-        """Start to receive."""
+        """Start to receive into a tensor."""
         work = self._group.recv([into], self._peer, 0)
         return UnderWay(partial(self.wait, work, "it has sent nothing", label or "a message"), into)
 
     def wait(self, work: Work, otherwise: str, what: str) -> None:
-        """Wait for what is under way.
+        """Wait for ``work``; errors name it ``what``.
 
         Raises:
-            LostRankError: the peer, or another one because of which it has given up, is gone, or is late.
+            LostRankError: the peer is late or gone, or has given up because another rank is gone.
         """
         try:
             self._progress.during(work.wait)
@@ -59,15 +59,15 @@ class PointToPoint:
 
 
 class Wire(Lane):
-    """A lane to the rank ``peer`` of a group, whose timeout holds. The streams of ``progress`` move while it waits.
+    """A lane to the rank ``peer`` of a group, with its timeout. The streams of ``progress`` move while it waits.
 
-    Every receive has room for the largest message, whatever is expected: so one of another size arrives, and can be
-    told of. What a rank begins and finishes it does not say: to send that would take as long as a collective. A rank
-    that gives up leaves a note in the group's store and closes its connections, on which others wake.
+    Every receive has room for the largest message, so a message of an unexpected size still arrives and can be
+    reported. A rank does not report the collectives that it begins and finishes: that would take as long as a
+    collective. A rank that gives up leaves a note in the group's store and closes its connections, which wakes others.
     """
 
     AHEAD = 16
-    """Messages that may be on their way, each with a copy of its own."""
+    """Upper limit on messages under way; each has its own copy."""
     expects = True
 
     def __init__(self, group: dist.ProcessGroup, peer: int, progress: Progress) -> None:
@@ -79,7 +79,7 @@ class Wire(Lane):
         self._num_taken = 0
 
     def put(self, part: Tensor, tag: int) -> None:
-        """Send a copy."""
+        """Send a copy of the tensor."""
         if len(self._leaving) >= self.AHEAD:
             self._depart()
         room, num_bytes = self._room(), part.nbytes
@@ -91,19 +91,20 @@ class Wire(Lane):
         self._leaving.append((room, work))
 
     def put_at_once(self, part: Tensor, tag: int) -> bool:
-        """Where few enough are on their way."""
+        """Send a copy unless ``AHEAD`` messages are under way."""
         if len(self._leaving) >= self.AHEAD:
             return False
         self.put(part, tag)
         return True
 
     def expect(self, num: int, like: Tensor) -> None:
-        """Start to receive: a message that finds nobody waiting takes another way round."""
+        """Start to receive: a message without a waiting receive takes a slower path."""
         room = self._room()
         work = self._tried(lambda: self._group.recv([room.whole], self._peer, _TAG), "it sends nothing")
         self._coming.append((room, work))
 
     def take(self, num: int, dtype: torch.dtype, tag: int) -> Tensor:
+        """Wait for the oldest receive that ``expect`` started; return a view of its memory."""
         room, work = self._coming[0]
         self._tried(lambda: self._progress.during(work.wait), "it has sent nothing")
         found, wanted = _HEADER.unpack_from(room.memory), (num * dtype.itemsize, tag)
@@ -111,12 +112,12 @@ class Wire(Lane):
         return room.message(num, dtype)
 
     def release(self) -> None:
-        """Keep its room for another."""
+        """Keep the message's room for a later message."""
         self._num_taken += 1
         self._free.append(self._coming.popleft()[0])
 
     def settle(self) -> None:
-        """Wait for what is on its way: a message whose sender has ended does not arrive."""
+        """Wait until all messages under way have left: a message does not arrive if its sender ends first."""
         while self._leaving:
             self._depart()
 
@@ -128,22 +129,22 @@ class Wire(Lane):
     def _room(self) -> "_Room":
         return self._free.pop() if self._free else _Room()
 
-    # --- what ranks say of themselves --------------------------------------------------------------------------------
+    # --- what ranks report of themselves -----------------------------------------------------------------------------
 
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
-        """Leave a note, and close the connections of the group."""
+        """Leave a note in the group's store, and close the connection to the peer."""
         store = self._group.get_group_store()
-        with suppress(RuntimeError):  # who kept the store may be the one that has ended
+        with suppress(RuntimeError):  # the rank that has ended may have kept the store
             store.set(self._note(self._group.rank()), f"{because_of}\n#{number} {words.decode(errors='replace')}")
         close(self._group, self._peer)
 
     def trouble(self, number: int) -> Trouble | None:
-        """It has given up; that it has ended only a message tells."""
+        """The trouble if the peer has given up; None otherwise. Only a message shows that the peer has ended."""
         found = self._read()
         return Trouble(found[0], f"rank {self._name} has given up because of it") if found else None
 
     def told(self) -> str:
-        """What the peer was in, if it has given up."""
+        """The collective that the peer was in, if the peer has given up; else empty."""
         found = self._read()
         return f"rank {self._name} was in {found[1]}" if found else ""
 
@@ -168,11 +169,11 @@ class Wire(Lane):
 
 
 class _Room:
-    """Where a message and its header lie while they are on their way."""
+    """The memory of a message and its header while they are under way."""
 
     def __init__(self) -> None:
         self.memory = bytearray(_HEADER.size + MESSAGE_BYTES)
-        with torch.inference_mode(False):  # else it could not be written to where gradients are wanted
+        with torch.inference_mode(False):  # inference tensors could not be written to where gradients are wanted
             self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def message(self, num: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Processes of this machine: which of them may share memory, and whether another one has ended."""
+"""Processes of this machine: which may share memory, and whether a process has ended."""
 
 import os
 import platform
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def box() -> str:
-    """What is the same for all processes that may share memory: the kernel since its start, and the namespaces in which
-    this process has its network (emulated boxes differ in it) and its number."""
+    """A text that is equal for all processes that may share memory: the kernel's boot id, and the network namespace
+    (emulated boxes differ in it) and process-id namespace of this process."""
     if sys.platform != "linux":
         return platform.node()
     spaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
@@ -22,10 +22,10 @@ def box() -> str:
 
 
 class Process:
-    """Another process of this box, by its number.
+    """Another process of this box, by its process id.
 
-    It is held by a descriptor (``pidfd``), or, where the kernel or the container refuses that, recognised in ``/proc``
-    by the time of its start; ``refused`` is why.
+    It is held by a descriptor (``pidfd``). If the kernel or the container refuses that, it is recognised in ``/proc``
+    by its start time, and ``refused`` holds the reason.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -45,7 +45,7 @@ class Process:
                 raise ProcessLookupError(f"no process {number}") from None
 
     def has_ended(self) -> bool:
-        """Whether the process is gone, be it that its parent has not heard of it yet."""
+        """Whether the process has ended, even if its parent has not collected it yet."""
         if self._descriptor < 0:
             state, began = self._look()
             return state in ("", "Z", "X") or began != self._began
@@ -54,7 +54,7 @@ class Process:
         return bool(poll.poll(0))
 
     def _look(self) -> tuple[str, str]:
-        """Its state and the time of its start; nothing where it is gone."""
+        """The process's state and start time; two empty texts if it is gone."""
         try:
             fields = self._stat.read_text().rpartition(")")[2].split()
         except OSError:

@@ -1,8 +1,8 @@
-"""Keeps the streams of a rank moving while it waits, whatever it waits for.
+"""Keeps all streams of a rank moving while the rank waits for anything.
 
 rank 0 waits for rank 2 ──▶ rank 2 waits for rank 1 ──▶ rank 1 waits for rank 0,
-whose message stands in the queue of the stream 0 ─▶ 1 until there is room: a rank that moved
-only the stream that it waits for would keep all three waiting for ever.
+whose message waits in the queue of the stream 0 ─▶ 1 for room. If a rank moved only the stream
+that it waits for, all three would wait for ever.
 """
 
 import threading
@@ -14,15 +14,15 @@ from meshwright.errors import MeshwrightError
 T = TypeVar("T")
 
 POLL_S = 0.0005
-"""How often streams are moved beside a call of torch.distributed or MPI."""
+"""Seconds between moves of the streams during a call of torch.distributed or MPI."""
 
 
 class Progress:
-    """The streams of one rank: of each, what puts and takes as much as can be without waiting, and says whether more is
-    to be done soon. ``blocked`` are those whose messages wait for room.
+    """The streams of one rank. Each entry of ``streams`` is a function: it puts and takes all it can without waiting,
+    and returns whether it has more to do soon. ``blocked`` holds the streams whose messages wait for room.
 
-    A lane calls ``move`` before it sleeps. Other calls sleep where Python does not run: ``during`` moves the streams
-    beside them, in a thread that lives as long as the call, and only where a message waits for room.
+    A lane calls ``move`` before it sleeps. Other calls sleep outside Python: ``during`` moves the streams in a thread
+    that lives as long as the call, and only while a message waits for room.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Progress:
         self._mover: threading.Thread | None = None
 
     def move(self) -> bool:
-        """Move every stream, unless another thread does so now; whether to do it again soon."""
+        """Move every stream, unless another thread does so now. Returns whether to move again soon."""
         more = False
         if self._moves.acquire(blocking=False):
             try:
@@ -43,7 +43,7 @@ class Progress:
         return more
 
     def during(self, call: Callable[[], T]) -> T:
-        """What the call returns, which sends and receives through no stream."""
+        """Return ``call()``, and keep the streams moving meanwhile. The call must not use a stream itself."""
         if not self.blocked or self._mover is not None:
             return call()
         over = threading.Event()
@@ -61,4 +61,4 @@ class Progress:
             while self.blocked and not over.wait(POLL_S):
                 self.move()
         except MeshwrightError:
-            return  # the message stays in its lane, and whoever waits for it meets the error
+            return  # the message stays in its lane; the wait for it raises the error

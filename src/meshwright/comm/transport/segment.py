@@ -1,18 +1,18 @@
-"""Memory that one rank of a machine writes and another one reads.
+"""Memory that one rank of a machine writes and another rank reads.
 
-Each rank owns an anonymous file in memory for each other one, which vanishes with the last process that holds it,
-however that ends; it has no name in /dev/shm and does not count against the size of that:
+Each rank owns one anonymous file in memory for each peer. The file vanishes with the last process that holds it,
+however that process ends. It has no name in /dev/shm and does not count against the size of /dev/shm. Its layout:
 
-    page 0   published: how many messages its owner has put in   (a futex, on which the peer sleeps)
-             consumed:  how many of the peer's it has done with  (another)
-             finished:  the collective up to which its owner needs the peer no more
-             sleeping:  whether its owner sleeps, so that the peer must wake it
-             failed:    whether its owner has given up
-             left:      whether its owner will communicate no more
-             begun:     the collective that its owner has begun last, for the errors of others
-             told:      what that is, in words
-             because:   of which rank its owner has given up
-    slots    per message: its bytes and its tag
+    page 0   published: number of messages that the owner has put      (a futex, on which the peer sleeps)
+             consumed:  number of the peer's messages that it has used (another futex)
+             finished:  the collective up to which the owner no longer needs the peer
+             sleeping:  whether the owner sleeps, so that the peer must wake it
+             failed:    whether the owner has given up
+             left:      whether the owner no longer communicates
+             begun:     the collective that the owner began last, for the peer's errors
+             told:      the description of that collective
+             because:   the rank because of which the owner has given up
+    slots    for each message: its number of bytes and its tag
     arena    the messages, each in the slot of its number
 """
 
@@ -27,19 +27,19 @@ from meshwright.comm.transport.base import MESSAGE_BYTES
 from meshwright.errors import RankError
 
 VIEWS = 4096
-"""Tensors and arrays over slots that are kept."""
+"""Upper limit on cached tensors and arrays over slots."""
 
 _PUBLISHED, _CONSUMED, _FINISHED, _SLEEPING, _FAILED, _LEFT = 0, 64, 72, 128, 136, 144
 TOKEN_AT, _BEGUN = 192, 248
-"""A line of the cache for what changes with every message, another for what seldom does: who looks finds it at hand."""
+"""Byte offsets. Fields that change with every message and fields that seldom change lie in different cache lines."""
 TOLD, BECAUSE = slice(256, 1280), slice(1280, 1344)
-"""Where words lie."""
+"""The bytes that hold texts."""
 _SLOTS_AT = 4096
 _SLOT_BYTES = 16
 
 
 class Segment:
-    """The memory of one rank, seen from either side."""
+    """The memory that one rank writes, mapped by both ranks."""
 
     def __init__(self, descriptor: int, slots: int) -> None:
         arena_at = _arena_at(slots)
@@ -51,24 +51,23 @@ class Segment:
         self.failed = ctypes.c_uint32.from_buffer(self.memory, _FAILED)
         self.left = ctypes.c_uint32.from_buffer(self.memory, _LEFT)
         self.begun = ctypes.c_uint64.from_buffer(self.memory, _BEGUN)
-        with torch.inference_mode(False):  # else it could not be written to where gradients are wanted
+        with torch.inference_mode(False):  # inference tensors could not be written to where gradients are wanted
             self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
         self.heads = memoryview(self.memory)[_SLOTS_AT : _SLOTS_AT + slots * _SLOT_BYTES].cast("Q")
         self._begins = range(0, slots * MESSAGE_BYTES, MESSAGE_BYTES)
         self.views: dict[tuple[int, int, Any], Any] = {}
 
     def write(self, where: slice, words: bytes) -> None:
-        """Lay words there, as far as there is room."""
+        """Write ``words`` to ``where``, cut to the room there."""
         words = words[: where.stop - where.start - 1] + b"\0"
         self.memory[where.start : where.start + len(words)] = words
 
     def read(self, where: slice) -> str:
-        """The words that were laid there."""
+        """The text at ``where``."""
         return self.memory[where].split(b"\0")[0].decode(errors="replace")
 
     def view(self, slot: int, num_bytes: int, dtype: Any) -> Any:
-        """So many bytes at the start of a slot: a tensor, or an array where the dtype is numpy's. ``views`` keeps
-        it."""
+        """The first ``num_bytes`` of a slot: a tensor, or an array if the dtype is numpy's. Cached in ``views``."""
         if len(self.views) >= VIEWS:
             self.views.clear()
         begin = self._begins[slot]
@@ -79,11 +78,11 @@ class Segment:
 
 
 def allocate(slots: int, rank: int) -> int:
-    """The file of a segment for a rank, whose memory is given now, where it can be refused: what is missing later kills
-    the process.
+    """A file descriptor for a rank's segment. Its memory is reserved now, when a lack of memory is only an error; later
+    it would kill the process.
 
     Raises:
-        RankError: there is not so much.
+        RankError: the machine has too little memory.
     """
     descriptor, num_bytes = os.memfd_create("meshwright"), _arena_at(slots) + slots * MESSAGE_BYTES
     try:

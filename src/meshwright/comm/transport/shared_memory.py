@@ -1,7 +1,7 @@
-"""Two ranks of one machine: memory that both see (``segment.py``), and futexes to sleep on.
+"""A lane between two ranks of one machine: memory that both map (``segment.py``), and futexes to sleep on.
 
-A message is at most as large as a slot, and there are few slots, so that what one rank writes the other finds in the
-cache that they share. There is no deadlock while each rank takes in the order in which the other puts.
+A message fits in a slot, and a lane has few slots. So a rank finds the peer's messages in the cache that both share. No
+deadlock occurs while each rank takes messages in the order in which the peer puts them.
 """
 
 import ctypes
@@ -24,17 +24,17 @@ from meshwright.comm.transport.segment import BECAUSE, TOKEN_AT, TOLD, Segment, 
 from meshwright.errors import LostRankError, RankError
 
 SLEEP_S = 0.5
-"""After so long without news a sleeper looks whether its peer still lives."""
+"""Seconds without a message after which a sleeping rank checks that its peer still lives."""
 NAP_S = 0.001
-"""The first sleep: a peer may just have missed that it must wake this rank."""
+"""Seconds of the first sleep: short, because the peer may have missed that it must wake this rank."""
 FLUSH_S = 0.0005
-"""After so long it looks for room, while something waits for it."""
+"""Seconds of a sleep while ``while_waiting`` has more to do, such as messages that wait for room."""
 SPINS, YIELDS = 100, 16
-"""Looks before it sleeps, and looks between which others may have the core: less than a sleep costs."""
+"""Looks before a rank sleeps: first without pause, then with the core yielded. Together they cost less than a sleep."""
 ENDED = "it has ended"
 _REFUSED = "refused: "
 _BEHIND = 2**31
-"""The bit of ``word - number`` that is set while a counter of 32 bits has not come to ``number`` (which has more)."""
+"""The bit of ``word - number`` that is set until a 32-bit counter reaches ``number``, which may have more bits."""
 _FUTEX = 202  # the system call's number on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
@@ -48,8 +48,8 @@ class _Timespec(ctypes.Structure):
 class SharedMemory(Lane):
     """A lane through memory that two ranks share. ``connect`` makes it.
 
-    ``while_waiting`` is called while this rank waits, if there is one, and says whether it has more to do; ``look`` now
-    and then, and raises where waiting is in vain. ``blame`` says why a peer has ended.
+    While this rank waits, it calls ``while_waiting`` (if set), which returns whether it has more to do. Every
+    ``SLEEP_S`` it calls ``look`` (if set), which raises if waiting is in vain. ``blame`` says why a peer has ended.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class SharedMemory(Lane):
         slots: int,
         check: Callable[[int], None] = lambda peer: None,
     ) -> Self | None:
-        """Share memory with another rank that calls this with the same name; None (for both) where they cannot.
-        ``check`` is called now and then, and raises where the peer is gone.
+        """Share memory with another rank, which calls this with the same name. Both get None if they cannot share.
+        ``check`` is called every ``SLEEP_S`` and raises if the peer is gone.
 
-        Ranks of one box try: each opens the other's memory, and finds there what the other says that it has written.
+        Ranks of one box try it: each opens the other's memory, and checks that it holds the token from the store.
 
         Raises:
-            RankError: this machine has no memory left for it, or the other rank has ``refused``.
-            LostRankError: the other rank has ended, or does not come.
+            RankError: this machine has no memory left for it, or the peer called ``refuse``.
+            LostRankError: the peer has ended, or does not call it within the timeout.
         """
         token = secrets.token_bytes(16)
         descriptor = mine = None
@@ -113,13 +113,13 @@ class SharedMemory(Lane):
 
     @staticmethod
     def refuse(store: dist.Store, name: str, rank: int, peer: int, error: RankError) -> None:
-        """Give the other rank this error where it waits, or will wait, to connect."""
+        """Make the peer raise this error when it connects, now or later."""
         for key in (f"{name}/{rank}/{peer}", f"{name}/{rank}/{peer}/opened"):
             store.set(key, _REFUSED + "\n".join((error.problem, error.where, error.remedy)))
 
     @staticmethod
     def _open(process: int, number: int, token: bytes, slots: int) -> Segment | None:
-        """The peer's memory, if it is on this machine and lets us; the token says that it is the right one."""
+        """The peer's memory; None if it cannot be opened, or if its token is wrong and so it is another file."""
         try:
             descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError:
@@ -139,22 +139,22 @@ class SharedMemory(Lane):
         self._await(self._theirs.consumed, self._num_put - self._slots + 1, "room for a message")
 
     def wait_for_message(self, what: str) -> None:
-        """Wait until the next message has come, which errors call ``what``."""
+        """Wait until the next message has arrived; errors name it ``what``."""
         self._await(self._theirs.published, self._num_taken + 1, what)
 
     def has_come(self) -> bool:
-        """Whether the next message has come."""
+        """Whether the next message has arrived."""
         return not (self._theirs.published.value - self._num_taken - 1) & _BEHIND
 
     def put(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> None:
-        """Copy a message into its slot, and tell the peer."""
+        """Copy a message into its slot and wake the peer; wait for a free slot first."""
         while not self.put_at_once(part, tag):
             self.wait_for_room()
 
-    # A short message takes as long as these lines do: what does not change is looked up once.
+    # These lines are most of a short message's time, so they look up each attribute once.
 
     def put_at_once(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> bool:
-        """Where a slot is free."""
+        """Copy a message into its slot and wake the peer, unless no slot is free."""
         number, slots, mine, theirs = self._num_put, self._slots, self._mine, self._theirs
         if (theirs.consumed.value - number + slots - 1) & _BEHIND:
             return False
@@ -169,13 +169,13 @@ class SharedMemory(Lane):
         heads, at = mine.heads, 2 * slot
         heads[at], heads[at + 1] = num_bytes, tag
         self._num_put = number = number + 1
-        mine.published.value = number  # of which the word keeps 32 bits
+        mine.published.value = number  # the word keeps its lower 32 bits
         if theirs.sleeping.value:
             self._wake(mine.published)
         return True
 
     def take(self, num: int, dtype: Any, tag: int, label: str = "") -> Any:
-        """The next message, in place: a tensor, or an array where the dtype is numpy's."""
+        """The next message, not copied: a tensor, or an array if the dtype is numpy's."""
         number, theirs = self._num_taken, self._theirs
         if (theirs.published.value - number - 1) & _BEHIND:
             self._await(theirs.published, number + 1, label)
@@ -187,29 +187,31 @@ class SharedMemory(Lane):
         return theirs.view(slot, num_bytes, dtype) if view is None else view
 
     def release(self) -> None:
-        """Tell the peer that its message is done with."""
+        """Free the slot of the message that was taken, and wake the peer."""
         self._num_taken = number = self._num_taken + 1
         self._mine.consumed.value = number
         if self._theirs.sleeping.value:
             self._wake(self._mine.consumed)
 
-    # --- what ranks say of themselves --------------------------------------------------------------------------------
+    # --- what ranks report of themselves -----------------------------------------------------------------------------
 
     def tell(self, number: int, words: bytes) -> None:
-        """Lay it where the peer finds it, even when this rank has ended."""
+        """Write the report where the peer can read it, even after this rank has ended."""
         self._mine.begun.value = number
         self._mine.write(TOLD, words)
 
     def finished(self, number: int) -> None:
+        """Write the number where the peer can read it, even after this rank has ended."""
         self._mine.finished.value = number
 
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
+        """Write the report and the rank to blame where the peer can read them, then mark this rank as failed."""
         self.tell(number, words)
         self._mine.write(BECAUSE, because_of.encode())
         self._mine.failed.value = 1
 
     def trouble(self, number: int) -> Trouble | None:
-        """The peer's process is gone, or it says so."""
+        """The trouble if the peer has given up, or ended before it finished collective ``number``; else None."""
         if self._theirs.failed.value:
             return Trouble(self._theirs.read(BECAUSE), f"rank {self.peer} has given up because of it")
         if self._theirs.finished.value < number and self.has_ended():
@@ -217,9 +219,9 @@ class SharedMemory(Lane):
         return None
 
     def told(self) -> str:
-        """What the peer said last, and in which collective it has last sent something.
+        """The peer's last report, and the collective in which it last sent a message.
 
-        Of collectives that are alike it tells only the first: what it has sent and finished since says how many more.
+        The peer reports only the first of several like collectives. Its sent and finished numbers show the current one.
         """
         words = self._theirs.read(TOLD)
         ended = ", and has ended" if self.has_ended() else ""
@@ -238,17 +240,17 @@ class SharedMemory(Lane):
         return bool(self._theirs.left.value) or self.process.has_ended()
 
     def leave(self) -> None:
-        """Say that this rank will put and take no more."""
+        """Report that this rank puts and takes no more messages."""
         self._mine.left.value = 1
 
     # --- futexes ---------------------------------------------------------------------------------------------------
 
     def _wake(self, word: ctypes.c_uint32) -> None:
-        """Wake the peer, which sleeps on this word."""
+        """Wake the peer if it sleeps on this word."""
         self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAKE, 1)
 
     def _await(self, word: ctypes.c_uint32, number: int, what: str) -> None:
-        """Sleep until the peer's word has reached ``number``; ``what``, or the message of that number, is due."""
+        """Wait until the peer's word has reached ``number``. Errors say that ``what``, or that message, is due."""
         for _ in range(SPINS):
             if not (word.value - number) & _BEHIND:
                 return
@@ -290,7 +292,7 @@ def _answer(
     check: Callable[[int], None],
     process: Process | None = None,
 ) -> str:
-    """What the peer, whose process this is, says in the store."""
+    """The peer's value of ``key`` in the store, once it is there. ``process``: the peer's, to see whether it ends."""
     deadline, look = time.monotonic() + timeout_s, time.monotonic() + SLEEP_S
     while not store.check([key]):
         if time.monotonic() > look:

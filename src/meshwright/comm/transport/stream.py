@@ -1,7 +1,7 @@
-"""Tensors of any size over a lane of shared memory, without waiting for the peer: what finds no room waits in a queue.
+"""Tensors of any size over a lane of shared memory. Sending never blocks: parts without room wait in a queue.
 
-It goes when there is room, whenever the rank uses the stream or waits for anything (``progress.py``). So sending never
-blocks, and there is no deadlock while each rank receives in the order in which the other sends.
+Queued parts leave when the lane has room: whenever the rank uses the stream or waits for anything (``progress.py``).
+So no deadlock occurs while each rank receives in the order in which the other sends.
 """
 
 from collections import deque
@@ -14,11 +14,11 @@ from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 
 SLOTS = 128
-"""Of a lane for a stream: 64 MiB may be on their way."""
+"""Slots of a stream's lane: 64 MiB may be under way."""
 
 
 class Stream:
-    """A channel over a lane, which ``progress`` keeps moving."""
+    """A channel over a lane; ``progress`` keeps it moving."""
 
     def __init__(self, lane: SharedMemory, progress: Progress) -> None:
         self._lane, self._progress = lane, progress
@@ -27,11 +27,11 @@ class Stream:
         self._queue: deque[Tensor] = deque()
         self._num_sent = 0  # put, or in the queue
         self._num_put = 0
-        self._expected: deque[tuple[Tensor, str]] = deque()  # where a message goes, and what errors call it
+        self._expected: deque[tuple[Tensor, str]] = deque()  # the target of a message, and its name in errors
         self._num_done = 0
 
     def send(self, tensor: Tensor) -> Work:
-        """Lay a tensor where the peer finds it, as far as there is room."""
+        """Send a tensor: put its parts as far as the lane has room, and queue the rest."""
         for part in _parts(tensor):
             self._queue.append(part)
             self._num_sent += 1
@@ -39,26 +39,26 @@ class Stream:
         return UnderWay(partial(self._depart, self._num_sent))
 
     def receive(self, into: Tensor, label: str = "") -> Work:
-        """Expect as much as ``into`` holds."""
+        """Expect the messages that fill ``into``."""
         self._expected.extend((part, label) for part in _parts(into))
         return UnderWay(partial(self._complete, self._num_done + len(self._expected)))
 
     def move(self) -> bool:
-        """Put what finds room, and take one expected message: whoever waits for another must not wait long."""
+        """Put parts that find room, and take at most one message, to be brief. Returns whether to move again soon."""
         came = bool(self._expected) and self._lane.has_come()
         if came:
             self._take()
         return self._flush() or came
 
     def _depart(self, number: int) -> None:
-        """Wait until so many messages are where the peer finds them."""
+        """Wait until ``number`` messages of the stream have been put."""
         self._flush()
         while self._num_put < number:
             self._lane.wait_for_room()
             self._flush()
 
     def _flush(self) -> bool:
-        """Put what waits, while there is room; whether some is left."""
+        """Put queued parts while the lane has room. Returns whether parts are left."""
         while self._queue and self._lane.put_at_once(self._queue[0], 0):
             self._queue.popleft()
             self._num_put += 1
@@ -66,7 +66,7 @@ class Stream:
         return bool(self._queue)
 
     def _complete(self, number: int) -> None:
-        """Wait for the peer's messages up to that one, in their order."""
+        """Take the peer's messages in order until ``number`` are done; wait for each."""
         self._flush()
         while self._num_done < number:
             if self._lane.has_come():
@@ -75,7 +75,7 @@ class Stream:
                 self._lane.wait_for_message(self._label())
 
     def _take(self) -> None:
-        """Take the next expected message, which has come."""
+        """Take the next expected message, which has arrived."""
         part, _ = self._expected[0]
         part.copy_(self._lane.take(part.numel(), part.dtype, 0, self._label()))
         self._lane.release()

@@ -1,0 +1,55 @@
+"""What Meshwright needs of PyTorch that is not public: named here only, so that a new PyTorch is checked in one place.
+
+Inductor is imported when it is first needed, for that takes a second. Attributes of public objects that begin with an
+underscore (``Tensor._version``, ``Module._parameters``, ``OpOverload._schema``) are read where they are needed.
+"""
+
+import functools
+import warnings
+from types import SimpleNamespace
+
+import torch
+
+try:
+    from torch import _amp_foreach_non_finite_check_and_unscale_ as unscale_and_check
+    from torch._C import DisableTorchFunction as DisableTorchFunction
+    from torch._C import _DisableTorchDispatch as DisableTorchDispatch
+    from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
+    from torch._C import _dispatch_keys as dispatch_keys
+    from torch._C import _set_throw_on_mutable_data_ptr as throw_on_data_pointer
+    from torch._C import _set_warn_deprecated_on_mutable_data_ptr as warn_on_data_pointer
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.autograd import _get_sequence_nr as sequence_number
+    from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+except ImportError as error:
+    raise ImportError(
+        f"Meshwright works with PyTorch 2.13 to 2.15; this is {torch.__version__}, which lacks an internal: {error}"
+    ) from error
+
+__all__ = [
+    "DisableTorchDispatch", "DisableTorchFunction", "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode",
+    "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "pytree", "resolve_process_group",
+    "sequence_number", "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
+]  # fmt: skip
+
+
+@functools.cache
+def inductor() -> SimpleNamespace:
+    """Of PyTorch's compiler: ``compile_fx``, ``compile_fx_inner``, ``get_cpp_compiler``, ``InvalidCxxCompiler`` and
+    ``patch``, which sets options for a while."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, of parts of it that Inductor imports
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        from torch._inductor.config import patch
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+    return SimpleNamespace(
+        compile_fx=compile_fx, compile_fx_inner=compile_fx_inner, get_cpp_compiler=get_cpp_compiler,
+        InvalidCxxCompiler=InvalidCxxCompiler, patch=patch,
+    )  # fmt: skip
