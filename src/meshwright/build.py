@@ -1,4 +1,4 @@
-"""Makes what a run file names: model, loss function, loaders, optimizer; and lets a trained model write."""
+"""Makes the model, loss function, loaders and optimizer of a run file, and writes text with a trained model."""
 
 import glob
 import importlib
@@ -24,6 +24,7 @@ LossFunction = Callable[[nn.Module, Any], Any]
 Tensors = dict[str, Tensor]
 
 STANDARD_LIBRARY_BYTES = 8_000_000
+"""Default bytes of the standard library's text, held-out text included."""
 _OURS: dict[str, Callable[..., nn.Module]] = {
     "MLPModel": models.MLP,
     "LeNetModel": models.LeNet,
@@ -45,8 +46,8 @@ _LOSSES: dict[str, LossFunction] = {
 
 
 def model(run: Run) -> nn.Module:
-    """The model of ``[model]``, with initial values that the seed decides. A FileFormatError if its sizes do not fit,
-    or the factory cannot be imported or called."""
+    """The model of ``[model]``, with initial values drawn from the run's seed. Raise a FileFormatError if its sizes do
+    not fit, or the factory cannot be imported or called."""
     section = run.model
     torch.manual_seed(run.train.seed)
     if isinstance(section, FactoryModel):
@@ -67,7 +68,7 @@ def model(run: Run) -> nn.Module:
 
 
 def loss_function(run: Run) -> LossFunction:
-    """The loss function of ``[model]``; FileFormatError where it cannot be imported."""
+    """The loss function of ``[model]``. Raise a FileFormatError if it cannot be imported."""
     usual = {GPTModel: "language_model", UNetModel: "segmentation"}.get(type(run.model), "classification")
     name = run.model.loss or usual
     return _LOSSES[name] if name in _LOSSES else cast(LossFunction, _imported(name, "model.loss"))
@@ -79,7 +80,7 @@ def hyperparameters(run: Run) -> dict[str, Any]:
 
 
 def optimizer(run: Run) -> Callable[[Any], torch.optim.Optimizer]:
-    """The optimizer of ``[optimizer]``, as ``parallelize`` takes it."""
+    """The function that makes the optimizer of ``[optimizer]``, as ``parallelize`` takes it."""
     name = type(run.optimizer).__name__
     kind: Callable[..., torch.optim.Optimizer] = getattr(optim if name in optim.__all__ else torch.optim, name)
     return lambda parameters: kind(parameters, **hyperparameters(run))
@@ -126,8 +127,8 @@ def _imported(name: str, key: str) -> Callable[..., Any]:
 
 
 class Source:
-    """The data of ``[data]``, read once: ``training`` and ``held_out`` make loaders of it. A DataError if the data are
-    missing, empty or too short."""
+    """The data of ``[data]``, read once: ``training`` and ``held_out`` make loaders of it. Raises a DataError if data
+    are missing, empty or too short."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.section = run, run.data
@@ -145,7 +146,7 @@ class Source:
 
     @property
     def items_per_step(self) -> tuple[int, str]:
-        """What a step works through: (4096, "tok") or (64, "samples")."""
+        """The number and the name of the items of a step: (4096, "tok") or (64, "samples")."""
         size = self.section.batch_size
         return (size * self.section.sequence_length, "tok") if isinstance(self.section, TextData) else (size, "samples")
 
@@ -155,9 +156,9 @@ class Source:
         return self._loader(self._training, size, seed=seed, shard=shard, drop_last=True)
 
     def held_out(self, shard: tuple[int, int] = (0, 1)) -> Loader | None:
-        """The loader of held-out batches, one epoch a loop; None where nothing is held out.
+        """The loader of held-out batches, one epoch per loop; None if nothing is held out.
 
-        What the shards do not divide is left out; of text, also a last smaller batch.
+        Samples that the shards do not divide are left out; of text, also a last batch that is smaller.
         """
         if not self.section.held_out:
             return None
@@ -190,7 +191,7 @@ class Source:
 
 
 def example_batch(run: Run) -> dict[str, Tensor]:
-    """A global batch of the right shapes: for text of zeros, without reading any."""
+    """A global batch of the right shapes. For text it holds zeros, and no text is read."""
     if isinstance(run.data, TextData):
         tokens = torch.zeros(run.data.batch_size, run.data.sequence_length, dtype=torch.int64)
         return {"tokens": tokens, "targets": tokens}
@@ -276,7 +277,7 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
 
 
 def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
-    """Training rows and held-out rows, which lie evenly among all."""
+    """Training rows and held-out rows; held-out rows are spread evenly over all rows."""
     rows = len(next(iter(tensors.values()))) if tensors else 0
     index = torch.arange(rows)
     out = ((index + 1) * held_out).floor() > (index * held_out).floor()
@@ -287,8 +288,8 @@ def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
 
 
 def write_text(model: nn.Module, section: Sample, context: int, seed: int, progress: Progress) -> str:
-    """Text that a language model of bytes goes on with, byte by byte. ``model`` takes tokens [1, s], of at most
-    ``context`` bytes s, and returns logits [1, s, vocabulary]."""
+    """The text with which a language model of bytes continues the prompt. ``model`` takes tokens [1, s], where s is at
+    most ``context``, and returns logits [1, s, vocabulary]."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list((section.prompt or "\n").encode())
     prompt = len(tokens)

@@ -1,4 +1,4 @@
-"""Reads RUN.toml: tables become a ``Run``, with errors that name file and key."""
+"""Reads RUN.toml: its tables become a ``Run``; errors name the file and the key."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     name: {"model": {"name": name}, "data": {"kind": "random", "shape": [3, 224, 224], "samples": 64}}
     for name in ("vgg", "googlenet", "wide-resnet")
 }
-"""By name of a model of ours: the run that is meant where only the name is given."""
+"""The run of each reference model, by its name: used where only the name of the model is given."""
 
 
 def load(path: str | os.PathLike[str]) -> Run:
@@ -35,7 +35,7 @@ def load(path: str | os.PathLike[str]) -> Run:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tables of a TOML file, not yet looked at.
+    """The tables of a TOML file, not yet checked.
 
     Raises:
         FileFormatError: the file cannot be read or is not TOML.
@@ -44,7 +44,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def tables(text: bytes, *, where: str) -> dict[str, Any]:
-    """The tables of a TOML text; FileFormatError where it is none."""
+    """The tables of a TOML text. Raise a FileFormatError if the text is not TOML."""
     try:
         found: dict[str, Any] = msgspec.toml.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -53,7 +53,7 @@ def tables(text: bytes, *, where: str) -> dict[str, Any]:
 
 
 def make(raw: dict[str, Any], *, where: str) -> Run:
-    """The run that these tables describe; ``where`` is what errors call them.
+    """The run that these tables describe; ``where`` names them in errors.
 
     Raises:
         FileFormatError: a key or value is wrong; names ``where`` and the key.
@@ -75,14 +75,14 @@ def _toml(run: Run) -> bytes:
 
 
 def _given(table: Any) -> Any:
-    """What can stand in a file: keys without a value are left out."""
+    """The table without keys whose value is None, which TOML cannot hold."""
     if not isinstance(table, dict):
         return table
     return {key: _given(value) for key, value in table.items() if value is not None}
 
 
 def completed(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the tables with the names that may be left out: of the optimizer, and of a model with a factory."""
+    """A copy of the tables with default names filled in: of the optimizer, and of a model with a factory."""
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     model, optimizer = raw.get("model"), raw.setdefault("optimizer", {})
     if isinstance(model, dict) and "factory" in model:
@@ -93,7 +93,7 @@ def completed(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def structs(node: inspect.Type, raw: dict[str, Any] | None = None) -> list[inspect.StructType]:
-    """The tables that a value of the type may be; with ``raw``, those that its tag leaves."""
+    """The struct types that a value of the type may have; with ``raw``, only those that match its tag."""
     found = [one for one in files.alternatives(node) if isinstance(one, inspect.StructType)]
     if raw is None:
         return found
@@ -101,7 +101,7 @@ def structs(node: inspect.Type, raw: dict[str, Any] | None = None) -> list[inspe
 
 
 def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
-    """Unknown keys and tags, with the nearest that this very table may have."""
+    """Raise a FileFormatError for an unknown key or tag, with the nearest name that this table may have."""
     if not isinstance(raw, dict):
         return
     every, meant = structs(node), structs(node, raw)
@@ -124,7 +124,7 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
 
 
 def _problems(run: Run, raw: dict[str, Any]) -> Iterator[Problem]:
-    """What the types cannot say."""
+    """Yield the problems of a run that the types cannot express."""
     model, data = run.model, run.data
     given = [key for key in raw.get("layout", {}) if key not in ("plan", "cluster")]
     if run.layout.file and given:

@@ -1,4 +1,4 @@
-"""This machine and other clusters: what is known of them, and how it is measured."""
+"""This machine and other clusters: their known constants, and how these are measured."""
 
 import logging
 import os
@@ -35,15 +35,15 @@ def calibrate(
     again: bool = True,
     measured_by: Callable[[], Cluster | None] | None = None,
 ) -> Cluster:
-    """Measure this machine's cores and what joins them, without running any model; takes some seconds.
+    """Measure this machine's cores and the links between them, without running any model; takes some seconds.
 
-    Under a launcher (torchrun on one or several machines, mpirun) every rank calls it, and what joins these ranks is
-    measured; under mpirun also MPI's own collectives. Rank 0 writes the file.
+    Under a launcher (torchrun on one or several machines, mpirun) every rank must call it, and the links between these
+    ranks are measured; under mpirun also MPI's own collectives. Rank 0 writes the file.
 
     Args:
         path: where the cluster file is written; default: this user's cache, where ``calibrated`` finds it.
-        again: measure even if what is there still holds.
-        measured_by: what every rank runs, if it should show progress; a top-level function.
+        again: measure even if the existing calibration still holds.
+        measured_by: a top-level function that every rank runs to measure, for example to show progress.
 
     Raises:
         LaunchError: the ranks could not be started, or the file cannot be written.
@@ -61,10 +61,10 @@ def calibrate(
 
 
 def recalibrate(ledger: Ledger) -> Cluster:
-    """Correct what is known of this machine by the ledger of a run, and keep it in place of the calibration.
+    """Correct this machine's calibration by the ledger of a run, and keep the result in place of the calibration.
 
     Raises:
-        ClusterError: this machine was not calibrated, or the ledger is off by more than any constant explains.
+        ClusterError: this machine was not calibrated, or the ledger deviates by more than any constant explains.
         LaunchError: the file cannot be written.
     """
     known = calibrated()
@@ -89,7 +89,7 @@ def _keep(found: Cluster | None, target: Path) -> Cluster:
 
 
 def measure_machine(progress: Progress | None = None) -> Cluster | None:
-    """What every rank of a calibration runs; the cluster on rank 0, None elsewhere."""
+    """Measure on every rank of a calibration. Return the cluster on rank 0, None on other ranks."""
     progress = progress or Silent()
     shown = ""
 
@@ -105,14 +105,14 @@ def measure_machine(progress: Progress | None = None) -> Cluster | None:
 
 
 def calibrated() -> Cluster | None:
-    """This machine as it was last calibrated; None where it was not, or where that no longer holds (another machine,
-    another torch, too old)."""
+    """This machine as it was last calibrated; None if it was not, or if the calibration no longer holds (another
+    machine, another torch, too old)."""
     path = calibration_file()
     if not path.exists():
         return None
     try:
         found = files.load(path, Cluster)
-    except MeshwrightError as error:  # of another version of ours, or damaged: it can be measured again
+    except MeshwrightError as error:  # damaged, or of another version: it can be measured again
         log.warning("%s cannot be used: %s", path, error)
         return None
     reason = stale(found, time.time())
@@ -123,21 +123,21 @@ def calibrated() -> Cluster | None:
 
 
 def is_busy(found: Calibration) -> bool:
-    """Whether somebody else used the machine while it was calibrated."""
+    """Whether other programs used the machine while it was calibrated."""
     return found.spread > BUSY_SPREAD
 
 
 def calibration_file() -> Path:
-    """Where ``calibrate`` keeps what it measured of this machine, unless told otherwise."""
+    """The default file in which ``calibrate`` keeps this machine's calibration."""
     return launch.cache_directory() / "this-machine.toml"
 
 
 def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks: int = 0) -> Cluster:
-    """The cluster; where none is given, this machine: as it was calibrated, else ``cpu-local``, or one box of the CUDA
-    device at hand.
+    """The given cluster. If none is given, this machine: as it was calibrated, else ``cpu-local``; or one box of the
+    CUDA devices at hand.
 
-    ``num_ranks``: a kind of machine grows to as many devices. So does this machine: more ranks than cores are planned
-    for as if there were as many.
+    ``num_ranks``: an open-ended cluster grows to at least this number of devices. So does this machine: more ranks than
+    cores are planned for as if each had its own core.
     """
     if isinstance(cluster, Cluster):
         return cluster
@@ -156,8 +156,8 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
 
 
 def check_size(cluster: Cluster, num_ranks: int) -> None:
-    """A ClusterError unless the ranks that run are all devices of a cluster, or a part of it that is made up of whole
-    units of its levels."""
+    """Raise a ClusterError unless the ranks that run are all devices of a cluster, or a part of it that consists of
+    whole units of its levels."""
     if num_ranks > cluster.num_devices:
         held = " x ".join(str(level.fan_out) for level in cluster.levels)
         raise ClusterError(
@@ -171,7 +171,7 @@ def check_size(cluster: Cluster, num_ranks: int) -> None:
 
 
 def _runnable(here: Cluster) -> Cluster:
-    """This machine without what it measured of MPI, where the ranks were not started by that."""
+    """This machine, without its measurements of MPI if MPI did not start the ranks."""
     rows = tuple(row for row in here.collectives if row.algorithm != MPI or mpi.is_there())
     if len(rows) < len(here.collectives):
         log.info("what was measured of MPI is left out: these ranks were not started by mpirun")

@@ -1,4 +1,4 @@
-"""From a model to a plan, and to what the plan will do."""
+"""From a model to a plan, and from a plan to its simulation."""
 
 import logging
 import os
@@ -46,12 +46,12 @@ def capture(
     rules: Rules | None = None,
     precision: Precision | None = None,
 ) -> Graph:
-    """The training step of ``model`` on a global batch, as a graph. Computes nothing; meta models are fine.
+    """The training step of ``model`` on a global batch, as a graph. Computes nothing; models may be on the meta device.
 
-    ``precision``: of products; parameters stay in float32 (``Layout.precision``).
+    ``precision``: the precision of products; parameters stay in float32 (``Layout.precision``).
 
     Raises:
-        CaptureError: the step cannot be traced (data-dependent control flow, for one).
+        CaptureError: the step cannot be traced (for example because of data-dependent control flow).
     """
     return builder.capture(model, loss_fn, batch, rules=rules, precision=precision).graph
 
@@ -75,17 +75,17 @@ def plan(
     """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
     it was calibrated, else ``cpu-local``).
 
-    ``memory_bytes`` are for each rank (default: what a device of the cluster has). Without a layout the fastest that
-    fits them is searched (``planner.auto``); with one they say how large buckets may be. ``optimizer`` says what it
-    keeps and moves (``cost.optimizer``), ``clips``, where a layout is searched, whether gradients are clipped.
-    ``pipelines=False`` divides operators alone, and makes no stages; ``offload=True`` may put optimizer state on the
-    host, where nothing fits otherwise. An operator without a rule runs whole on every rank, and the plan says what that
-    costs; ``strict`` refuses it. ``rules`` are those that ``capture`` was given. A search tells ``progress`` what it
-    weighs, and ends after about ``seconds`` with the best layout so far, as a note of the plan then says (None: when
-    all are weighed).
+    ``memory_bytes`` is the memory of each rank (default: that of a device of the cluster). Without a layout, the
+    fastest layout that fits in it is searched (``planner.auto``); with a layout, it limits the size of buckets.
+    ``optimizer`` says what the optimizer keeps and moves (``cost.optimizer``); ``clips``, for a search, whether
+    gradients are clipped. ``pipelines=False`` only divides operators, and makes no stages; ``offload=True`` may put
+    optimizer state on the host if no layout fits otherwise. An operator without a rule runs whole on every rank, and
+    the plan says what that costs; ``strict`` refuses it. ``rules`` are those that ``capture`` was given. A search
+    reports to ``progress`` what it weighs. It ends after about ``seconds`` with the best layout so far, and a note in
+    the plan says so (None: it ends when all layouts are weighed).
 
     Raises:
-        LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory, or was
+        LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory, or none was
             found in time.
         ClusterError: the cluster is unknown.
         RuleError: an operator has no rule, under ``strict``; or its rule is not among ``rules``.
@@ -118,16 +118,16 @@ def simulate(
     faults: Faults | None = None,
     rules: Rules | None = None,
 ) -> Trace:
-    """One training step of ``graph`` under ``plan`` on ``cluster`` (a name, a path or a Cluster; None: this machine),
-    as every rank will spend it.
+    """Simulate one training step of ``graph`` under ``plan`` on ``cluster`` (a name, a path or a Cluster; None: this
+    machine). Return the predicted trace of all ranks.
 
     Args:
-        optimizer: what it keeps and moves (``cost.optimizer``).
+        optimizer: what the optimizer keeps and moves (``cost.optimizer``).
         clips: whether gradients are clipped.
-        threads: of each rank, on a CPU.
-        contention: whether transfers that share a link share its rate; without it, closed forms say what they take.
+        threads: number of threads of each rank, on a CPU.
+        contention: whether transfers that share a link share its rate; without it, closed forms give their times.
         faults: slow ranks, noise, ranks that die.
-        rules: those that ``capture`` was given.
+        rules: the rules that ``capture`` was given.
 
     Raises:
         PlanError: the plan is not of this graph, or its stages have different submeshes.
@@ -154,7 +154,7 @@ def choose(
     seconds: float | None = None,
     rules: Rules | None = None,
 ) -> Plan:
-    """The plan that is meant by ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
+    """Make or load the plan for ``wanted``: ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
     if isinstance(wanted, Layout) or wanted == "auto":
         layout = wanted if isinstance(wanted, Layout) else None
         if layout is None and cluster is None and world_size > 1 and device.type == "cpu" and calibrated() is None:
@@ -181,9 +181,9 @@ def choose(
 
 
 def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
-    """What the optimizer that a function makes of ``graph``'s parameters keeps and moves. It is made over parameters
-    without memory. RMSprop and Adagrad move as much as SGD with momentum, LARC as LARS; what is not known, and what
-    cannot be made so, counts as AdamW, and the log says so."""
+    """What the optimizer of ``factory`` keeps and moves. It is made over ``graph``'s parameters without memory. RMSprop
+    and Adagrad move as much as SGD with momentum, LARC as much as LARS. An unknown optimizer, or one that cannot be
+    made this way, counts as AdamW, and the log says so."""
     if factory is None:
         return ADAMW
     shapes = {name: graph.tensors[name].shape for name in graph.parameters}
@@ -210,23 +210,23 @@ _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...
     ((torch.optim.RMSprop, torch.optim.Adagrad), cost.MOMENTUM),
     ((torch.optim.SGD,), cost.SGD),
 )
-"""The first that an optimizer is one of: AdamW is an Adam."""
+"""Costs by optimizer class. The first class that matches counts, because AdamW is a subclass of Adam."""
 _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("amsgrad",),
     torch.optim.Adam: ("amsgrad",),
     torch.optim.RMSprop: ("centered", "momentum"),
 }
-"""Options for which one more number is kept of every element."""
+"""Options with which the optimizer keeps one more number for every element."""
 
 
 def loaded(plan: Any) -> tuple[Plan, str]:
-    """A plan or a plan file's, and what to call it in errors."""
+    """Return the plan, or the plan of a plan file, and its name in error messages."""
     return (plan, "plan") if isinstance(plan, Plan) else (files.load(Path(plan), Plan), str(plan))
 
 
 def precision_of(plan: Any, precision: Precision | None) -> Precision | None:
-    """What a plan is to compute in, as ``choose`` takes it: the precision of a plan or a layout, else the one given. A
-    LayoutError if both are given, and differ."""
+    """The precision of a plan, as ``choose`` takes it: that of the plan or the layout, else the given one. Raise a
+    LayoutError if both are given and differ."""
     if plan == "auto":
         return precision
     said = plan.precision if isinstance(plan, Layout) else loaded(plan)[0].precision
@@ -238,7 +238,7 @@ def precision_of(plan: Any, precision: Precision | None) -> Precision | None:
 
 
 def check_plan(plan: Any) -> None:
-    """A LayoutError if it is nothing that a plan can be told by."""
+    """Raise a LayoutError unless ``plan`` is a string, a path, a Layout or a Plan."""
     if not isinstance(plan, str | os.PathLike | Layout | Plan):
         raise LayoutError(
             f"it is {plan!r}", where="plan", remedy='pass "auto", a mw.Layout, a Plan, or the path of a plan file'

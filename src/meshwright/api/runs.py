@@ -1,4 +1,4 @@
-"""What a RUN.toml names: planned, verified, trained."""
+"""Plans, simulates, verifies and trains the run that a RUN.toml describes."""
 
 import logging
 from collections.abc import Callable
@@ -43,13 +43,13 @@ log = logging.getLogger("meshwright")
 
 CPU = torch.device("cpu")
 LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
-"""Of a run that has ended: its last step, the step that was predicted, and both side by side."""
+"""Files of a run that has ended: its last step, the predicted step, and both side by side."""
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan with what it will do, and whether a rank's memory holds it; ``verdict`` is empty where ``stage_sizes``
-    differ, which are not simulated. ``constants``: where the cluster's are from. ``programs`` are those of a rank,
-    where one was asked for."""
+    """A plan with its prediction, and whether it fits in a rank's memory. ``verdict`` is empty if ``stage_sizes``
+    differ: such plans are not simulated. ``constants``: the source of the cluster's constants. ``programs`` are those
+    of one rank, if a rank was asked for."""
 
     plan: Plan
     constants: str
@@ -65,12 +65,12 @@ def plan_run(
     progress: Callable[[str], None] = lambda what: None,
     program_of: int | None = None,
 ) -> Planned:
-    """The plan of a RUN.toml for ``ranks`` ranks (0: what its layout asks for, or its cluster has), each with
-    ``memory_bytes`` (default: what a device of the cluster has); and what the rank ``program_of`` runs. ``progress`` is
-    told which layout is weighed.
+    """The plan of a RUN.toml for ``ranks`` ranks (0: the number that its layout asks for or its cluster has), each with
+    ``memory_bytes`` (default: that of a device of the cluster); and the programs of rank ``program_of``. ``progress``
+    is called with the layout that is being weighed.
 
     Raises:
-        LayoutError: the layout does not fit the model or the batch; nothing that may be searched fits in memory.
+        LayoutError: the layout does not fit the model or the batch; or no layout that may be searched fits in memory.
     """
     graph, made, optimizer = _planned(run, ranks, memory_bytes, progress)
     known = _cluster(run, CPU, made.mesh.world_size)
@@ -102,7 +102,7 @@ def simulate_run(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Trace:
-    """One simulated step of a run file; see ``simulate``."""
+    """Simulate one step of a run file; see ``simulate``."""
     graph, made, optimizer = _planned(run, ranks, None)
     return simulate(
         graph,
@@ -152,7 +152,7 @@ def _cluster(run: Run, device: torch.device, num_ranks: int = 0) -> Cluster:
 
 
 def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ...]:
-    """``verify`` for what a RUN.toml names; every rank must call it."""
+    """Call ``verify`` for the run of a RUN.toml. Every rank must call it."""
     progress.begin("reading the data")
     launch.start("cpu")
     return verify(
@@ -170,8 +170,8 @@ def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ..
 
 
 def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Trainer:
-    """The trainer of a run file, for batches like ``batch``. ``plan`` takes the place of the plan that the file names.
-    Every rank must call it."""
+    """The trainer of a run file, for batches like ``batch``. ``plan`` replaces the plan that the file names. Every rank
+    must call it."""
     return parallelize(
         build.model(run),
         build.loss_function(run),
@@ -190,7 +190,7 @@ def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Traine
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``train`` did. ``text`` is what the model wrote, where the run has a ``[sample]``."""
+    """The results of ``train``. ``text`` is the text that the model wrote, if the run has a ``[sample]``."""
 
     directory: str
     steps: int
@@ -202,11 +202,11 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def train(run: Run, progress: Progress | None = None) -> Trained:
-    """Train what a RUN.toml names, on the ranks that are there; every rank must call it.
+    """Train the run of a RUN.toml on the ranks that were started. Every rank must call it.
 
-    A run that stopped in the same directory is continued from its latest checkpoint. The directory then holds
-    run.toml, plan.json, metrics.jsonl and checkpoints, and at its end trace.json, predicted.json and ledger.json: what
-    the last steps took beside what was predicted.
+    A run that stopped in the same directory continues from its latest checkpoint. The directory holds run.toml,
+    plan.json, metrics.jsonl and checkpoints. At the end it also holds trace.json, predicted.json and ledger.json, which
+    compare the last steps with the prediction.
 
     Raises:
         MeshwrightError: whatever is wrong with the model, the data, the layout or the checkpoint.
@@ -267,8 +267,8 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
 
 
 def _foretold(run: Run, trainer: Trainer) -> Foretold | None:
-    """What the plan will do on this machine, or on the cluster that the run names; None (said in the log) where that
-    cannot be told."""
+    """Predict the plan's step on this machine, or on the cluster that the run names; None (and a warning in the log) if
+    it cannot be predicted."""
     try:
         return foretell(
             PlanLowering(trainer.graph),
@@ -284,8 +284,8 @@ def _foretold(run: Run, trainer: Trainer) -> Foretold | None:
 
 
 def _asked(run: Run, directory: Path) -> Layout | str:
-    """The layout or plan of the run. A run that is continued keeps the plan that was found for as many ranks, so that
-    it goes on bit by bit."""
+    """The layout or plan of the run. A continued run keeps a plan that was found for the same number of ranks, so that
+    training continues bit by bit."""
     file = directory / "plan.json"
     if run.layout.searched and manifest.steps_in(directory / "checkpoints") and file.exists():
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -295,7 +295,7 @@ def _asked(run: Run, directory: Path) -> Layout | str:
 
 
 def _held_besides(trainer: Trainer) -> int:
-    """What this rank's process holds besides the parameters: the interpreter, libraries, data."""
+    """The bytes that this rank's process holds besides the parameters: interpreter, libraries, data; 0 if unknown."""
     read = memory_reader(trainer.device)
     return read() - sum(value.nbytes for value in trainer.parameters.values().values()) if read is not None else 0
 
@@ -303,15 +303,15 @@ def _held_besides(trainer: Trainer) -> int:
 def _ledger(
     run: Run, trainer: Trainer, directory: Path, traces: list[Trace], foretold: Foretold | None, held_bytes: int
 ) -> Ledger | None:
-    """Gather the traces of the last steps, lay the prediction beside them, and write both into the run's directory;
-    None on other ranks, or where there is nothing to compare. Every rank must call it."""
+    """Gather the traces of the last steps, compare them with the prediction, and write both into the run's directory.
+    Return None on other ranks, or if nothing can be compared. Every rank must call it."""
     held = dict(enumerate(from_every_rank(held_bytes)))
     plan, device = trainer.plan, trainer.device
     measured = [on_rank_0(trace, device).above(held) for trace in traces if trace.plan == plan.digest]
     if trainer.rank != 0 or foretold is None or not measured:
         return None
     cluster = _cluster(run, device, plan.mesh.world_size)
-    predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was made
+    predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was before the run
     ledger = make_ledger(plan, predicted, measured, cluster)
     try:
         for name, found in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
@@ -322,7 +322,7 @@ def _ledger(
 
 
 def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -> None:
-    """Write run.toml and plan.json, and say what is continued, and with which changes."""
+    """Write run.toml and plan.json. Log that a run is continued, and which of its settings have changed."""
     if found is not None:
         done = "this run is complete" if trainer.step_number >= run.train.steps else "going on"
         log.info("%s at step %d of %d", done, trainer.step_number, run.train.steps)
@@ -335,7 +335,7 @@ def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -
 
 
 def _write(run: Run, trainer: Trainer, progress: Progress) -> str:
-    """What the trained model writes, on rank 0 with all cores of this machine. Every rank must call it."""
+    """The text that the trained model writes, on rank 0 with all cores of this machine. Every rank must call it."""
     weights = trainer.full_state_dict()
     if trainer.rank != 0:
         return ""
@@ -352,9 +352,9 @@ def _write(run: Run, trainer: Trainer, progress: Progress) -> str:
 
 
 def _peak_flops_per_s(run: Run, trainer: Trainer) -> float:
-    """The peak of all ranks together; 0 where it is not known for this device and dtype."""
+    """The peak FLOP/s of all ranks together; 0 if it is not known for this device and dtype."""
     known = _cluster(run, trainer.device).device
     peak = known.peak_flops_per_s.get(trainer.graph.precision or run.train.dtype, 0.0)
-    if known.kind == "cpu":  # a device is one core there, and a rank may have several
+    if known.kind == "cpu":  # a device is then one core, and a rank may have several
         peak *= torch.get_num_threads()
     return peak * trainer.plan.mesh.world_size if (known.kind == "cpu") == (trainer.device.type == "cpu") else 0.0

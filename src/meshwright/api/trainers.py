@@ -1,4 +1,4 @@
-"""Trainers of unmodified models, and their comparison with one process."""
+"""Makes trainers of unmodified models, and compares them with one process."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -35,14 +35,14 @@ from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eag
 
 @contextmanager
 def auto_parallelize() -> Iterator[None]:
-    """Modules made inside hold no memory until :func:`parallelize` gives every rank its part of them, block by block.
+    """Modules made inside have no memory; :func:`parallelize` then gives every rank its part of them, block by block.
 
         with mw.auto_parallelize():
             model = MyModel()
         trainer = mw.parallelize(model, loss_fn, batch, optimizer=...)
 
-    Every rank draws the initial values that the modules' own ``reset_parameters`` and ``_init_weights`` give, each
-    seeded by ``seed`` and the module's path, whatever the layout.
+    The modules' own ``reset_parameters`` and ``_init_weights`` draw the initial values, seeded by ``seed`` and the
+    module's path. The values are the same on every rank and under every layout.
     """
     with torch.device("meta"):
         yield
@@ -69,34 +69,34 @@ def parallelize(
     """Make a trainer of an unmodified model.
 
     Args:
-        model: any traceable module; rank 0's values are used; it may be on the meta device.
-        loss_fn: ``loss_fn(model, batch)`` gives a scalar, or (scalar, {metric: scalar}). It is captured, not
-            called in every step; where numbers that it, or the model, takes from elsewhere (a variable, an attribute)
-            have changed, the step is captured again. What changes in every step had better come in the batch.
+        model: any traceable module; it may be on the meta device. Rank 0's values are used.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar, or (scalar, {metric: scalar}). It is captured, not called
+            in every step. If it or the model reads numbers from elsewhere (a variable, an attribute) and these change,
+            the step is captured again. Numbers that change in every step should therefore be in the batch.
         batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch, and of numbers.
         plan: ``"auto"`` (the fastest layout that fits, see ``plan``), a Layout, a Plan, or the path of a plan file.
-        optimizer: gets a list of (name, parameter), as torch.optim takes it:
-            ``lambda p: torch.optim.AdamW(p, lr=3e-4)``. ``"auto"`` calls it once more, before, with parameters that
-            have no memory, to see what it keeps and moves.
+        optimizer: a function that takes a list of (name, parameter), as torch.optim does:
+            ``lambda p: torch.optim.AdamW(p, lr=3e-4)``. ``"auto"`` calls it once more before, with parameters that
+            have no memory, to find out what the optimizer keeps and moves.
         max_grad_norm: clip gradients to this norm over the whole model.
-        seed: of dropout and of meta models' initial values.
-        precision: what products compute in (``Layout.precision``), where the plan does not say it: ``"bfloat16"``,
+        seed: seed of dropout, and of the initial values of models on the meta device.
+        precision: the precision of products (``Layout.precision``), if the plan does not give it: ``"bfloat16"``,
             ``"float16"`` (with a dynamic loss scale), ``"float32"``; the parameters must be float32. None: as the
             model computes.
         offload: whether ``"auto"`` may keep optimizer state on the host (``Layout.offload``).
-        seconds: after which ``"auto"`` takes the best layout that it has found (the log says what it weighs); None:
-            when all are weighed.
-        device: default: this rank's CUDA device where there is one (experimental), else the CPU.
-        cluster: what the plan is for; default: this machine as it was calibrated, else ``cpu-local``.
-        rules: rules for operators of your own, by operator.
-        strict: refuse a step with an operator that no rule splits; else it runs whole on every rank, and the plan says
-            so.
-        compile: join operators into kernels by torch.compile's inductor, which needs a C++ compiler, and step SGD,
-            Adam, AdamW and Adagrad by PyTorch's fused kernels. The same numbers, but for rounding. The first use of a
-            model takes seconds to a minute longer; inductor keeps what it compiled. CPU only.
+        seconds: time after which ``"auto"`` takes the best layout found so far (the log says what it weighs); None:
+            it weighs all layouts.
+        device: default: this rank's CUDA device if it has one (experimental), else the CPU.
+        cluster: the cluster to plan for; default: this machine as it was calibrated, else ``cpu-local``.
+        rules: rules for your own operators, by operator.
+        strict: refuse a step with an operator that no rule splits; otherwise the operator runs whole on every rank, and
+            the plan says so.
+        compile: join operators into kernels with torch.compile's inductor, which needs a C++ compiler, and step SGD,
+            Adam, AdamW and Adagrad with PyTorch's fused kernels. Results are equal except for rounding. The first use
+            of a model takes seconds to a minute longer; inductor caches its kernels. CPU only.
 
-    The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``: where a launcher has set
-    its environment, torch.distributed is started here.
+    The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``: if a launcher has set its
+    environment, torch.distributed is started here.
 
     Raises:
         CaptureError, DataError, LayoutError, PlanError, FileFormatError, OptimizerError, LaunchError, RankError,
@@ -154,13 +154,13 @@ def verify(
 ) -> tuple[Comparison, ...]:
     """Compare the plan on these ranks with one process of eager PyTorch: forward, backward, and ``steps`` updates.
 
-    Both sides run copies of the model in float64 on the CPU, whatever the plan's precision, with dropout off; AdamW
-    where no optimizer is given. Every rank must call it, and gets the same rows. ``rows.ok`` says whether a difference
-    is at most 1e-9 of the largest value (or of 1).
+    Both sides run copies of the model in float64 on the CPU, whatever the plan's precision, with dropout off. The
+    default optimizer is AdamW. Every rank must call it, and gets the same rows. The ``ok`` of a row says whether its
+    difference is at most 1e-9 of the largest value (or of 1).
 
     Raises:
         CaptureError: the step cannot be traced, or draws random numbers.
-        LayoutError, PlanError, FileFormatError, OptimizerError, RankError: as ``parallelize``; LayoutError also where
+        LayoutError, PlanError, FileFormatError, OptimizerError, RankError: as ``parallelize``; LayoutError also if
             batch norm takes statistics of parts of the batch.
     """
     progress = progress or Silent()
@@ -195,7 +195,7 @@ def verify(
 
 
 def _check_comparable(trainer: Trainer) -> None:
-    """That one process computes the same."""
+    """Raise a LayoutError if one process would compute something else."""
     statistics = trainer.plan.layout.batch_statistics
     norm = next((one for one in trainer.graph.operators if "batch_norm" in one.target), None)
     if statistics != "global" and norm is not None:
@@ -207,7 +207,7 @@ def _check_comparable(trainer: Trainer) -> None:
 
 
 def _in_float64(plan: Any, graph: Graph, doubled: Graph) -> Plan:
-    """A plan of ``graph`` for the same model in float64, where casts inside the model may come or go."""
+    """Adapt a plan of ``graph`` to the same model in float64, whose graph may have more or fewer casts."""
 
     def adapted() -> Plan:
         given, where = loaded(plan)
@@ -224,7 +224,7 @@ def _plan_of_rank_0(make: Callable[[], Plan]) -> Plan:
 
 
 def _agree(graph: Graph) -> None:
-    """Every rank must have captured the same model."""
+    """Raise a RankError unless every rank has captured the same model."""
     dtypes = sorted({graph.tensors[name].dtype for name in graph.parameters})
     model = f"{graph.model} ({graph.num_parameters():,} parameters, {' '.join(dtypes)})"
     every = from_every_rank(f"{model}, batch {graph.batch_size}, fingerprint {graph.fingerprint}")

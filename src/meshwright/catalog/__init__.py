@@ -1,4 +1,4 @@
-"""The catalog: devices and clusters by name, and the grammar DEVICE-BOX-FABRIC for clusters that no file has."""
+"""The catalog: devices and clusters by name, and the grammar DEVICE-BOX-FABRIC for clusters without a file."""
 
 import functools
 import os
@@ -17,12 +17,12 @@ from meshwright.ir.device import Device, device_problems, quantity_problems
 _T = TypeVar("_T", bound=msgspec.Struct)
 _VENDORS = {"nvidia", "tesla", "geforce", "amd", "instinct"}
 _MEMORY_TOLERANCE = 0.1
-"""Drivers, and error correction, take a part of the memory: reported sizes of one device differ by less."""
+"""Largest relative difference between a device's reported memory and its file's: drivers and ECC reserve a part."""
 _EXAMPLE = "a100-80gb-dgx-hdr200x8"
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What joins devices inside a box: one message between two devices, in one direction. ``rings``: see ``Level``."""
+    """A link between two devices of a box: the cost of one message in one direction. ``rings``: see ``Level``."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -31,8 +31,8 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``devices/NAME.toml``: the device, the links it may have in a box, the BOX-FABRICs it is known in, other names
-    for it, and the names that its driver reports, without the vendor."""
+    """``devices/NAME.toml``: the device, its possible links in a box, other names for it, the names that its driver
+    reports (without the vendor), and the BOX-FABRICs of its known ``clusters``."""
 
     device: Device
     links: dict[str, Link]
@@ -48,14 +48,15 @@ class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A kind of box: its devices (0: the name says how many) and the links it may use, best first."""
+    """A kind of box: its number of devices (0: the name says it) and its possible links, the best first."""
 
     devices: int = 0
     links: tuple[str, ...]
 
 
 class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A kind of network between boxes; no ``rates_gbit_per_s``: any, no ``adapter_gbit_per_s``: one link a box."""
+    """A kind of network between boxes. Without ``rates_gbit_per_s`` any rate is allowed; without
+    ``adapter_gbit_per_s`` a box has one link unless its name says otherwise."""
 
     alpha_s: float
     fraction: float
@@ -65,7 +66,7 @@ class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``parts.toml``: the boxes and fabrics of the grammar, other names for them, and machines by their own names."""
+    """``parts.toml``: the boxes and fabrics of the grammar, their aliases, and the spelling of machines with a name."""
 
     boxes: dict[str, Box]
     fabrics: dict[str, Fabric]
@@ -80,8 +81,8 @@ def device_names() -> list[str]:
 
 
 def cluster_names() -> list[str]:
-    """The names worth listing: the catalog's cluster files, machines by their own names, and each device in the boxes
-    and fabrics it is known in. The grammar knows more (see ``load_cluster``)."""
+    """The cluster names to list: the catalog's cluster files, machines with a name, and each device in the boxes and
+    fabrics in which it is known. The grammar accepts more names (see ``load_cluster``)."""
     known = [f"{name}-{tail}" for name in device_names() for tail in _device_file(name).clusters]
     return sorted([*_names("clusters"), *_parts().machines, *known])
 
@@ -90,7 +91,7 @@ def load_device(name: str) -> Device:
     """A device of the catalog by name.
 
     Raises:
-        ClusterError: there is none of that name; the message says which are near.
+        ClusterError: no device has that name; the message suggests similar names.
     """
     found = _known_devices().get(name)
     if found is None:
@@ -102,17 +103,17 @@ def load_device(name: str) -> Device:
 def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> Cluster:
     """A cluster by file, by catalog name, or by the grammar DEVICE-BOX-FABRIC, with ``num_devices`` devices if given.
 
-    - A path ends in ``.toml`` or has a directory. Anything else is a name.
-    - DEVICE is one of ``device_names()`` or another name for it (``h100-80gb``). BOX is a kind of ``parts.toml``, such
-      as ``dgx`` (8 devices, NVLink), ``dgx2`` (16) or ``workstation`` (4, PCIe), or ``boxN`` (N, with the best link
-      they have). FABRIC is a kind (``edr``, ``hdr``, ``ndr``, ``ib``, ``roce``, ``efa``, ``ss``, ``eth``, ...), a rate
-      in Gb/s, and the links of a box: ``hdr200x8``; without a number of links the rate is the whole box's: ``ib800``.
-    - A machine by its own name (``perlmutter``, ``dgx-h100``, ``p4d.24xlarge``) is one of those (``parts.toml``).
-    - A name with a fabric means one box until ``num_devices`` asks for more; without a fabric there is only one box.
+    - A path ends in ``.toml`` or has a directory. Any other text is a name.
+    - DEVICE is one of ``device_names()`` or an alias (``h100-80gb``). BOX is a kind from ``parts.toml``, such as
+      ``dgx`` (8 devices, NVLink), ``dgx2`` (16) or ``workstation`` (4, PCIe), or ``boxN`` (N devices with their best
+      link). FABRIC is a kind (``edr``, ``hdr``, ``ndr``, ``ib``, ``roce``, ``efa``, ``ss``, ``eth``, ...), a rate in
+      Gb/s, and the links of a box: ``hdr200x8``; without a number of links the rate is the whole box's: ``ib800``.
+    - Names of machines (``perlmutter``, ``dgx-h100``, ``p4d.24xlarge``) stand for such a spelling (``parts.toml``).
+    - A name with a fabric means one box unless ``num_devices`` asks for more; without a fabric it is always one box.
 
     Raises:
-        ClusterError: the name is unknown (the message says what is near), the cluster is impossible, or it cannot have
-            ``num_devices`` devices.
+        ClusterError: the name is unknown (the message suggests similar names), the cluster is impossible, or it cannot
+            have ``num_devices`` devices.
         FileFormatError: the file cannot be read or has a wrong key.
     """
     text = os.fspath(name_or_path)
@@ -126,11 +127,11 @@ def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None =
 
 
 def reported_cluster(reported: str, memory_bytes: int, num_devices: int) -> Cluster:
-    """One box of the device that its driver reports as ``reported``, such as ``NVIDIA A100-SXM4-80GB``, with the memory
-    that it reports. Cards on PCIe are ``num_devices``; else the box has as many as is usual.
+    """One box of a device whose driver reports the name ``reported``, such as ``NVIDIA A100-SXM4-80GB``, and
+    ``memory_bytes``. A box of PCIe cards has ``num_devices`` devices, any other box its usual number.
 
     Raises:
-        ClusterError: the catalog does not have the device, or has it with another memory (it is a part of one).
+        ClusterError: the catalog lacks the device, or has it with another memory (such as for a part of a device).
     """
     words = _words(reported)
     spelled = {tuple(_words(text)): name for name in device_names() for text in _device_file(name).reported}
@@ -154,13 +155,13 @@ def reported_cluster(reported: str, memory_bytes: int, num_devices: int) -> Clus
 
 
 def _words(reported: str) -> list[str]:
-    """The sorted words of a device's name without its vendor's: ``80GB PCIe`` and ``PCIE-80GB`` are the same."""
+    """The sorted words of a device's name, without the vendor's: equal for ``80GB PCIe`` and ``PCIE-80GB``."""
     return sorted(set(re.split(r"[\s-]+", reported.lower())) - _VENDORS)
 
 
 def _from_grammar(name: str, spelled: str) -> Cluster:
-    """The cluster ``name`` as the grammar spells it."""
-    # Device names have hyphens themselves: the longest that fits is meant.
+    """The cluster ``name``, read from its spelling DEVICE-BOX-FABRIC."""
+    # Device names contain hyphens themselves: the longest that fits is meant.
     known = _known_devices()
     fitting = [device for device in known if spelled.startswith(f"{device}-")]
     if not fitting:
@@ -236,7 +237,7 @@ def _unknown(name: str, why: str) -> ClusterError:
 
 @functools.cache
 def _known_devices() -> dict[str, str]:
-    """Every name of a device, aliases included, and the name of its file."""
+    """The name of a device's file by each of its names, aliases included."""
     names = device_names()
     return {alias: name for name in names for alias in (name, *_device_file(name).aliases)}
 
@@ -249,7 +250,7 @@ def _parts() -> Parts:
 @functools.cache
 def _device_file(name: str) -> DeviceFile:
     entry = _read(f"devices/{name}.toml", DeviceFile)
-    origin = "catalog" if entry.device.origin == "given" else entry.device.origin  # generic devices say it themselves
+    origin = "catalog" if entry.device.origin == "given" else entry.device.origin  # generic devices name their origin
     return msgspec.structs.replace(entry, device=msgspec.structs.replace(entry.device, origin=origin))
 
 

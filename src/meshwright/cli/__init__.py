@@ -1,4 +1,4 @@
-"""The command line, ``meshwright``: one file a command; errors are told in a line, never as a traceback."""
+"""The command line, ``meshwright``: one file per command; an error is printed as a message, never as a traceback."""
 
 import os
 import re
@@ -45,7 +45,7 @@ for _module in (
     demo, train, report, plan, simulate, predict, validate, recompute, verify, schedule, collectives, calibrate,
     clusters, models,
 ):  # fmt: skip
-    _name = _module.__name__.rpartition(".")[2]  # a command is the function that is called as its module is
+    _name = _module.__name__.rpartition(".")[2]  # a command is the function with the name of its module
     _settings = EXTRA if _module in (demo, train, plan, simulate, verify) else None
     app.command(epilog=_module.EPILOG, context_settings=_settings)(getattr(_module, _name))
 app.add_typer(bench.group)
@@ -67,7 +67,7 @@ def main() -> None:
     """The console script."""
     code = run(sys.argv[1:])
     if code and "RANK" in os.environ:
-        # Under torchrun, the others may wait for this rank: it must not wait for them at its end.
+        # Under torchrun, other ranks may wait for this one. A normal exit would wait for them in turn.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     except Exception as error:  # noqa: BLE001 - the last resort: a defect of ours, told in a line too
         return _defect(error)
-    if result == INTERRUPTED:  # typer has taken the KeyboardInterrupt
+    if result == INTERRUPTED:  # typer caught the KeyboardInterrupt itself
         _complain("stopped")
     return result if isinstance(result, int) else 0
 

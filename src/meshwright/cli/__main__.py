@@ -1,4 +1,4 @@
-"""``python -m meshwright.cli``, in the form that ``torchrun -m`` can start."""
+"""``python -m meshwright.cli``: the entry point for ``torchrun -m``."""
 
 from meshwright.cli import main
 

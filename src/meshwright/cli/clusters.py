@@ -1,4 +1,4 @@
-"""``meshwright clusters``: the machines that are known by name."""
+"""``meshwright clusters``: list the clusters of the catalog."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""``meshwright collectives``: the algorithms of a collective beside each other, and their rounds drawn."""
+"""``meshwright collectives``: compare the algorithms of a collective, and draw their rounds."""
 
 import typer
 
@@ -8,7 +8,7 @@ from meshwright.schedules.collectives.operations import ALGORITHMS, build
 from meshwright.schedules.collectives.picture import rounds
 
 MOST_DRAWN = 256
-"""Ranks whose rounds are drawn."""
+"""The largest number of ranks whose rounds are drawn."""
 EPILOG = display.examples(
     "meshwright collectives --ranks 8 --bytes 1MiB",
     "meshwright collectives all_gather --ranks 16 --bytes 64MiB --cluster h100-dgx-ndr400x8",

@@ -1,4 +1,4 @@
-"""``meshwright demo``: a small GPT learns English and code that every Python carries, on this machine's cores."""
+"""``meshwright demo``: train a small GPT on English and code that ship with Python, on this machine's cores."""
 
 import time
 from importlib import resources

@@ -1,4 +1,4 @@
-"""What a person sees: lines, tables, and progress bars that disappear when they are done."""
+"""The terminal output of commands: lines, tables, and progress bars that disappear when they are done."""
 
 import logging
 import re
@@ -29,31 +29,31 @@ UNITS: dict[str, float] = {
 
 
 def examples(*calls: str, note: str = "") -> str:
-    """The end of a command's help: how it is called, then a note."""
+    """The end of a command's help: example calls, then a note."""
     return "\n\n".join(["[bold]Examples[/bold]", *(f"  {call}" for call in calls), *filter(None, [note])]) + "\n"
 
 
 def command(*words: str, options: Mapping[str, object], arguments: Iterable[str] = ()) -> str:
-    """The command line that does the same again, without the words and options that are 0 or empty."""
+    """The command line that repeats a call; words and options that are 0 or empty are left out."""
     given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value]
     return shlex.join(["meshwright", *filter(None, words), *chain.from_iterable(given), *arguments])
 
 
 def console() -> Console:
-    """The terminal, where lines are as long as they are: a log line is one line."""
+    """The terminal. Long lines are not broken, so that a log line stays one line."""
     width = None if sys.stdout.isatty() else 160
     return Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(value: Any) -> None:
-    """Print a value for a program to read."""
+    """Print a value as JSON."""
     typer.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
 def table(titles: Sequence[str] = (), left: Collection[str] = (), wrapped: Collection[str] = ()) -> Table:
-    """An empty table without lines, headed by ``titles``, if any.
+    """An empty table without ruled lines, with ``titles`` as its header, if any.
 
-    Columns are aligned to the right, those of ``left`` to the left; only those of ``wrapped`` may break into lines.
+    Columns are right-aligned, those in ``left`` left-aligned; only those in ``wrapped`` may wrap their text.
     """
     made = Table(box=None, pad_edge=False, show_header=bool(titles))
     for title in titles:
@@ -62,14 +62,14 @@ def table(titles: Sequence[str] = (), left: Collection[str] = (), wrapped: Colle
 
 
 class Bars:
-    """Progress on a terminal; elsewhere nothing is drawn."""
+    """Progress bars on a terminal; without a terminal, nothing is drawn."""
 
     def __init__(self, terminal: Console) -> None:
         self._console = terminal
         self._shown: Progress | None = None
 
     def begin(self, what: str, total: int = 0) -> None:
-        """Draw a bar for ``total`` parts, or a sign of life where their number is not known."""
+        """Draw a bar for ``total`` parts, or only a spinner if their number is unknown (0)."""
         self.end()
         if not self._console.is_terminal:
             return
@@ -80,24 +80,24 @@ class Bars:
         self._shown.start()
 
     def advance(self) -> None:
-        """One part more is done."""
+        """Count one more finished part."""
         if self._shown is not None:
             self._shown.advance(self._shown.task_ids[0])
 
     def say(self, what: str) -> None:
-        """What is done now."""
+        """Show ``what`` as the current work."""
         if self._shown is not None:
             self._shown.update(self._shown.task_ids[0], description=what)
 
     def end(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
 
 
 class _Lines(logging.Handler):
-    """Log records as lines above the progress bar."""
+    """Prints log records as lines above the progress bar."""
 
     def __init__(self, terminal: Console) -> None:
         super().__init__(logging.INFO)
@@ -110,7 +110,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def shown(rank: int = 0) -> Iterator[Bars]:
-    """Show the library's log and progress: rank 0 on the terminal; others only log, to where their output goes."""
+    """Show the library's log and progress: rank 0 on the terminal; other ranks only log, to standard error."""
     logger = logging.getLogger("meshwright")
     terminal = console() if rank == 0 else Console(file=sys.stderr, soft_wrap=True, force_terminal=False)
     handler, level = _Lines(terminal), logger.level
@@ -127,7 +127,7 @@ def shown(rank: int = 0) -> Iterator[Bars]:
 
 @contextmanager
 def progress(what: str = "", total: int = 0) -> Iterator[Bars]:
-    """Show progress on the terminal: at once a bar for ``what``, if it is given (see ``Bars.begin``)."""
+    """Show progress on the terminal. If ``what`` is given, its bar starts at once (see ``Bars.begin``)."""
     bars = Bars(console())
     try:
         if what:
@@ -139,7 +139,7 @@ def progress(what: str = "", total: int = 0) -> Iterator[Bars]:
 
 @contextmanager
 def cursor_kept() -> Iterator[None]:
-    """Give the terminal its cursor back: a rank that was stopped may have left it without one."""
+    """Show the terminal's cursor again at the end: a stopped rank may have left it hidden."""
     try:
         yield
     finally:
@@ -147,7 +147,7 @@ def cursor_kept() -> Iterator[None]:
 
 
 def on_rank(function: Callable[..., T], *arguments: Any) -> T:
-    """What every rank runs: ``function(*arguments, progress)``, with its log and progress shown."""
+    """Run ``function(*arguments, progress)`` on this rank, with its log and progress shown."""
     from meshwright import api
 
     with shown(api.launched_rank()) as bars:
@@ -155,7 +155,7 @@ def on_rank(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write what a command was asked to write; a FileFormatError where that is impossible."""
+    """Write a command's output file; raise a FileFormatError if that is impossible."""
     try:
         write_atomically(path, data)
     except OSError as error:
@@ -165,7 +165,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def num_bytes(text: str, where: str) -> int:
-    """A size with its unit, in bytes; a FileFormatError at ``where`` if it is none."""
+    """The bytes of a size with its unit, such as 16MiB; raise a FileFormatError at ``where`` if it is not a size."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise FileFormatError(f"{text!r} is not a size", where=where, remedy="write a number and a unit, as in 16MiB")
@@ -173,7 +173,7 @@ def num_bytes(text: str, where: str) -> int:
 
 
 def numbers(text: str, where: str, remedy: str) -> list[int]:
-    """``8,16`` as numbers; a FileFormatError at ``where`` if it is none."""
+    """The numbers of a text such as ``8,16``; raise a FileFormatError at ``where`` if it is not such a text."""
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""The layouts of a model that is known by its sizes: what ``meshwright plan`` says of it, and its what-ifs."""
+"""``meshwright plan`` for a model that is described by its sizes: the best layouts, and comparisons (``--vary``)."""
 
 import math
 import time
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshwright.prediction import Found, Option
 
 SHOWN = 15
-"""Rows of a front that are printed at most."""
+"""The largest number of rows printed of a front."""
 
 VARIED = ("cluster", "devices", "seq", "batch")
 
@@ -22,8 +22,8 @@ def show_layouts(
     model: str, cluster: str, devices: int, batch: int, sequence: int, vary: str, scaling: str, price: float,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Search, and print what was found; with ``vary``, the best layout of each value. ``price``: US dollars an hour for
-    a device, 0 for the catalog's."""
+    """Search layouts and print them; with ``vary``, print the best layout for each value. ``price``: US dollars per
+    device and hour; 0: the catalog's. Returns the exit code: 1 if a search found no layout that fits."""
     from meshwright import prediction
 
     asked: dict[str, Any] = {"cluster": cluster, "devices": devices, "seq": sequence, "batch": batch}
@@ -58,10 +58,11 @@ def show_layouts(
 
 
 def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """``cluster=a,b``, ``seq=2048,8192``, or ``devices=64..512`` (doubling), each in place of what was asked.
+    """The requests that ``vary`` means: ``asked`` with each value of ``cluster=a,b``, ``seq=2048,8192``, or
+    ``devices=64..512`` (doubling) in its place.
 
     Raises:
-        LayoutError: the key is unknown, or a value is no number.
+        LayoutError: the key is unknown, or a value is not a number of 1 or more.
     """
     key, _, text = vary.partition("=")
     if key not in VARIED or not text:
@@ -129,7 +130,7 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Fou
     if missing := _unpriced(rows):
         terminal.print(missing)
     if key == "seq":
-        return  # sequences of unlike lengths are not the same work
+        return  # sequences of different lengths are different work
     where = {id(option): str(value[key]) for value, found, _ in rows for option in found.front}
     joint = prediction.front(option for _, found, _ in rows for option in found.front)
     if joint:
@@ -141,7 +142,7 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Fou
 
 
 def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
-    """Options as rows; ``key`` heads a column for the second of each pair."""
+    """A table with an option per row; ``key``, if given, heads a column with the second item of each pair."""
     priced = any(option.usd is not None for option, _ in options)
     titles = [
         *filter(None, [key]),
@@ -162,12 +163,12 @@ def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
 
 
 def _dollars(option: "Option") -> str:
-    """For 1,000 sequences."""
+    """The price of 1,000 sequences as text; empty if it is unknown."""
     return "" if option.sequence_usd is None else f"$ {1000 * option.sequence_usd:,.3g}"
 
 
 def _unpriced(rows: list[tuple[dict[str, Any], "Found", float]]) -> str:
-    """What is said where a price is missing."""
+    """A hint that names the clusters without a known price; empty if there are none."""
     found = {str(value["cluster"]): option for value, known, _ in rows for option in known.options[:1]}
     missing = sorted(name for name, option in found.items() if option.usd is None)
     return f"\nno price is known of {', '.join(missing)}: give one with --price" if missing else ""

@@ -1,4 +1,4 @@
-"""``meshwright models``: the models that are known by name."""
+"""``meshwright models``: list the models of the catalog."""
 
 from typing import TYPE_CHECKING
 

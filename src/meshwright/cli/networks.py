@@ -1,4 +1,4 @@
-"""How the layers of a convolutional network are divided: what ``meshwright plan`` says of it."""
+"""``meshwright plan`` for a convolutional network: how each layer is divided."""
 
 from itertools import groupby
 
@@ -10,11 +10,11 @@ WAYS = {
     "outputs": "tensor parallel: each rank has part of the outputs",
     "inputs": "tensor parallel: each rank has part of the inputs",
 }
-"""The ways of a layer, in words."""
+"""Descriptions of the ways to divide a layer."""
 
 
 def show_network(name: str, cluster: str, devices: int, images: int, vary: str, as_json: bool) -> int:
-    """Divide the layers, and print what was chosen."""
+    """Divide the layers and print the choices. Returns the exit code: 1 if the network does not fit."""
     from meshwright import prediction
 
     if vary:

@@ -1,4 +1,4 @@
-"""Dotted options of the command line, such as ``--optimizer.lr 3e-4``, put into the tables of a RUN.toml."""
+"""Put dotted options of the command line, such as ``--optimizer.lr 3e-4``, into the tables of a RUN.toml."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,24 +13,24 @@ from meshwright.ir import files
 from meshwright.ir.run import Run
 
 EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Settings of a command that takes such options beside its own."""
+"""Settings of a command that takes dotted options in addition to its own."""
 
 
 def overridden(raw: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
-    """The tables changed by ``arguments`` (``--section.key value`` or ``--section.key=value``).
+    """The tables with ``arguments`` applied (``--section.key value`` or ``--section.key=value``).
 
     Raises:
-        FileFormatError: there is no such key, or it cannot have that value; names the option.
+        FileFormatError: a key does not exist, or cannot have that value; the error names the option.
     """
     raw = completed(raw)
-    # Names decide which other keys there are, so they come first.
+    # Names and kinds decide which other keys exist, so they come first.
     for option, text in sorted(_options(arguments), key=lambda item: not item[0].endswith((".name", ".kind"))):
         _override(raw, option, text)
     return raw
 
 
 def keys() -> Iterator[tuple[str, str, str]]:
-    """Every key of RUN.toml with dots, its default as text, and the name of the table (empty: there is only one)."""
+    """Every dotted key of RUN.toml, its default as text, and the variant of its table (empty: it has only one)."""
     for section in msgspec.structs.fields(Run):
         found = structs(inspect.type_info(section.type))
         for struct in found:
@@ -40,7 +40,7 @@ def keys() -> Iterator[tuple[str, str, str]]:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """``--a.b value`` and ``--a.b=value`` as (``a.b``, value)."""
+    """The pairs (``a.b``, value) of arguments ``--a.b value`` and ``--a.b=value``."""
     words = iter(arguments)
     for word in words:
         if not word.startswith("--"):
@@ -58,7 +58,7 @@ def _override(raw: dict[str, Any], option: str, text: str) -> None:
     here, node, steps = raw, inspect.type_info(Run), option.split(".")
     while True:
         tables = structs(node, here) or structs(node)
-        if not tables:  # a table of the user's own keys, which may have dots: layout.pin.blocks.*
+        if not tables:  # a table with keys that the user chooses; they may contain dots: layout.pin.blocks.*
             here[".".join(steps)] = _value(text, Any, option)
             return
         key = steps.pop(0)
@@ -85,7 +85,7 @@ def _override(raw: dict[str, Any], option: str, text: str) -> None:
 
 
 def _value(text: str, kind: Any, option: str) -> Any:
-    """The text as the type that the key has: TOML where it is, else the text itself, or a list without brackets."""
+    """The text as a value of the key's type: read as TOML, as a TOML list without brackets, or as plain text."""
     candidates: list[Any] = [text]
     for index, toml in enumerate((text, f"[{text}]")):
         with suppress(msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""The report of a plan as a file: ``meshwright plan MODEL ... --report FILE.html``."""
+"""Write the report of a plan: ``meshwright plan MODEL ... --report FILE.html``."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -7,20 +7,20 @@ from meshwright.cli import display
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 
 FACTORS = (0.25, 0.5, 2, 4)
-"""The scaling curve also has these multiples of the devices."""
+"""Multiples of the number of devices that the scaling curve shows in addition."""
 
 
 def write_report(
     path: Path, model: str, cluster: str, devices: int, batch: int, sequence: int, price: float, command: str
 ) -> int:
-    """Search, for fewer and more devices too, and write the page; the exit code is 1 where nothing fits.
+    """Search layouts, for fewer and more devices too, and write the page. Returns the exit code: 1 if no layout fits.
 
     Raises:
         FileFormatError: the file cannot be written.
     """
     from meshwright import prediction, report
 
-    if not path.parent.is_dir():  # said before the search, not after it
+    if not path.parent.is_dir():  # checked before the search, which takes time
         raise FileFormatError(
             f"there is no folder {path.parent}", where=str(path), remedy="make it, or give another path"
         )
@@ -36,7 +36,7 @@ def write_report(
         bars.advance()
         scaling = {machine.num_devices: found}
         for size in (int(machine.num_devices * factor) for factor in FACTORS):
-            with suppress(ClusterError, LayoutError):  # the cluster ends there, or the batch does not divide
+            with suppress(ClusterError, LayoutError):  # the cluster has no more devices, or the batch does not divide
                 if size:
                     scaling[size] = found_on(size)
             bars.advance()

@@ -1,4 +1,4 @@
-"""``meshwright plan``: how a model is divided over ranks, and why, without running it."""
+"""``meshwright plan``: show how a model is divided over ranks, and why, without running it."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,9 +40,9 @@ TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is lef
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
 OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "program", "rank")
-"""Options that mean nothing for a model that is weighed by its sizes."""
+"""Options that do not apply to a model that is planned from its sizes."""
 OF_SIZES = ("batch", "sequence", "vary", "price", "report", "scaling")
-"""Options that mean nothing for a model that is captured."""
+"""Options that do not apply to a model that is captured."""
 
 
 def plan(
@@ -128,10 +128,10 @@ def plan(
 
 
 def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Options that were given and mean nothing here.
+    """Refuse options that do not apply, if the command line gives them.
 
     Raises:
-        LayoutError: the first of them.
+        LayoutError: one of ``names`` was given; the error names the first.
     """
     for name in names:
         source = context.get_parameter_source(name)
@@ -148,7 +148,7 @@ def run_of(
     cluster: str = "",
     strict: bool = False,
 ) -> Run:
-    """The run of a file, or the one that stands for a model's name, with the options of the command line."""
+    """The run of a file, or the reference run of a model's name, with the options of the command line applied."""
     if target in config.REFERENCES:
         raw = config.REFERENCES[target]
     elif Path(target).suffix == ".toml" or Path(target).exists():

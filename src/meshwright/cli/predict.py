@@ -1,4 +1,4 @@
-"""``meshwright predict``: the step time and the memory of one layout, part by part, without running it."""
+"""``meshwright predict``: predict step time and memory of one layout, part by part, without running it."""
 
 from typing import TYPE_CHECKING
 

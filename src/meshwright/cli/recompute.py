@@ -1,4 +1,4 @@
-"""``meshwright recompute``: worked numbers of lectures, done again, with a verdict on each claim."""
+"""``meshwright recompute``: compute the worked examples of lectures again, with a verdict on each claim."""
 
 from typing import TYPE_CHECKING
 

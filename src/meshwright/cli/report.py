@@ -1,4 +1,4 @@
-"""``meshwright report RUN_DIR``: a run as a page to read, and its traces as a file for Perfetto."""
+"""``meshwright report RUN_DIR``: write a run as an HTML page, and its traces as a file for Perfetto."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``meshwright schedule``: the picture of a pipeline schedule, and what it keeps alive, idles and sends."""
+"""``meshwright schedule``: draw a pipeline schedule, with its bubble, live micro-batches and sent bytes."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ EPILOG = display.examples(
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--json`` prints."""
+    """The output of ``--json``."""
 
     schedule: Schedule
     report: Report

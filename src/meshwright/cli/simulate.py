@@ -1,4 +1,4 @@
-"""``meshwright simulate``: what a plan will do, rank by rank, without running it."""
+"""``meshwright simulate``: simulate a step of a plan, rank by rank, without running it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``meshwright train RUN.toml``: train what a file names, on this machine's cores or under torchrun."""
+"""``meshwright train RUN.toml``: train the model of a run file, on this machine's cores or under torchrun."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,16 +48,16 @@ def train(
 
 
 def with_directory(run: Run, directory: str) -> Run:
-    """The run, lying in ``directory`` where it does not say itself where it lies."""
+    """The run, with ``directory`` as its directory unless it names one itself."""
     return msgspec.structs.replace(
         run, train=msgspec.structs.replace(run.train, directory=run.train.directory or directory)
     )
 
 
 def run_training(run: Run, *, feed_back: bool = False) -> None:
-    """Train on the ranks that a launcher has started; else start them; then say what came of it.
+    """Train on the ranks that a launcher has started, or start ranks first; then print the results.
 
-    ``feed_back``: correct this machine's calibration by the ledger.
+    ``feed_back``: correct this machine's calibration by the run's ledger.
     """
     from meshwright import api
 
@@ -93,7 +93,7 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
 
 
 def summarize(run: Run, result: "Trained", feed_back: bool) -> None:
-    """The end of a run, in words; and what follows for the calibration."""
+    """Print the results of a run, and correct the calibration if ``feed_back`` is set."""
     from meshwright import api
 
     terminal = display.console()

@@ -1,4 +1,4 @@
-"""``meshwright validate``: predictions beside a table of measured steps."""
+"""``meshwright validate``: compare predictions with a table of measured steps."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

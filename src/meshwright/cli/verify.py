@@ -1,4 +1,4 @@
-"""``meshwright verify``: whether a model trained in parallel is the model trained in one process."""
+"""``meshwright verify``: check that training in parallel gives the same model as training in one process."""
 
 from typing import TYPE_CHECKING
 

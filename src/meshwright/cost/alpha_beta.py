@@ -1,7 +1,8 @@
-"""Times of collectives that are run step by step: latency α, seconds per byte β, seconds per added byte γ, by level.
+"""Times of collectives that run step by step: latency α, seconds per byte β, seconds per added byte γ, by level.
 
-One message of n bytes takes α + nβ of the level that joins its two ranks, and nγ where it is added; a rank sends one
-and takes one at a time. Only what the busiest rank does counts: with p ranks on equal links and n bytes a vector,
+A message of n bytes takes α + nβ of the level that joins its two ranks, and nγ more if the receiver adds it; a rank
+sends one message and receives one at a time. The busiest rank decides: with p ranks on equal links and vectors of n
+bytes,
 
     butterfly     (α + nβ + nγ) lg p                     Thakur, Rabenseifner, Gropp 2005, section 4.4
     rabenseifner  2α lg p + (p-1)/p n (2β + γ)           the same
@@ -9,7 +10,7 @@ and takes one at a time. Only what the busiest rank does counts: with p ranks on
     tree          (2α + 2nβ + nγ) lg p                   up and down a binomial tree
     star          (p-1) (2α + 2nβ + nγ)                  a parameter server, which is one of the p
 
-These are what the simulator finds for the same steps (``simulate.collectives.alone_s``) where p is a power of two.
+If p is a power of two, the simulator gives the same times for the same steps (``simulate.collectives.alone_s``).
 """
 
 import math
@@ -22,7 +23,8 @@ from meshwright.schedules.collectives.hierarchy import Boxes, Leveled, nested, r
 
 
 class Hop(NamedTuple):
-    """A level that a group crosses: how many of its ranks a unit made up by the level has, and a message's times."""
+    """A level of the cluster that a group crosses: the group's ranks within one unit of this level, and the latency
+    and seconds per byte of a message across it."""
 
     ranks: int
     alpha_s: float
@@ -30,14 +32,14 @@ class Hop(NamedTuple):
 
 
 def gamma_s_per_byte(device: Device) -> float:
-    """To add a byte to another: two are read, one is written, at the memory's rate."""
+    """Seconds to add a byte to another: two bytes are read and one is written, at the memory's bandwidth."""
     return 3 / device.memory_bandwidth_bytes_per_s
 
 
 class Round(NamedTuple):
-    """What the busiest rank sends: to ranks so far away, beside each other where their levels differ, ``times``
-    messages each, of this share of the vector, and whether they are added there. In a round of ``everyone`` ranks next
-    to each other send over all levels up to that of the distance, and the slowest counts."""
+    """The messages that the busiest rank sends in a round: ``times`` to each rank at ``distances``, each with ``share``
+    of the vector; the receiver ``adds`` them or not. Messages across different levels travel at once. ``everyone``:
+    neighbouring ranks send across all levels up to that of the distance, and the slowest level counts."""
 
     distances: tuple[int, ...]
     share: float
@@ -47,12 +49,12 @@ class Round(NamedTuple):
 
 
 def _doubling(p: int) -> list[int]:
-    """1, 2, 4, ... below a power of two."""
+    """The powers of two below ``p``, itself a power of two."""
     return [2**power for power in range(p.bit_length() - 1)]
 
 
 def _mirrored(scatter: Sequence[Round]) -> list[Round]:
-    """A reduce-scatter, and the all-gather that is the same backwards."""
+    """A reduce-scatter, followed by the all-gather with the same rounds in reverse."""
     return [*scatter, *_copied(reversed(scatter))]
 
 
@@ -83,8 +85,8 @@ _ALL_REDUCES: Mapping[str, _Rounds] = {
 
 
 def rounds_of(operation: str, algorithm: str, p: int) -> list[Round] | None:
-    """What the busiest of ``p`` ranks sends; None where there is no closed form: ``p`` is no power of two, or the
-    algorithm sends in several pieces."""
+    """The rounds of the busiest of ``p`` ranks; None without a closed form: ``p`` is not a power of two, or the
+    algorithm cuts the vector into pieces."""
     if p & (p - 1):
         return None
     algorithm = EXCHANGE.get(operation, "") if algorithm == "exchange" else algorithm
@@ -108,7 +110,7 @@ def steps_s(
     operation: str, algorithm: str, hops: Sequence[Hop], num_bytes: float, gamma_s_per_byte: float
 ) -> float | None:
     """Seconds of a collective of all ranks of the last of ``hops`` (innermost first) by an algorithm of
-    ``schedules.collectives``, while nobody else is in the way; None where there is no closed form."""
+    ``schedules.collectives``, without other traffic on the links; None if the algorithm has no closed form."""
     found = rounds_of(operation, algorithm, hops[-1].ranks)
     if found is None:
         return None
@@ -125,7 +127,7 @@ def steps_s(
 
 
 def _fan_outs(leveled: Leveled) -> tuple[int, ...]:
-    """Of equal boxes of neighbouring ranks, innermost first; nothing of others, and where there are several pieces."""
+    """The fan-outs of equal boxes of neighbouring ranks, innermost first; (0,) for other boxes or several pieces."""
     sizes: list[int] = []
     unit: Boxes | int = leveled.boxes
     while not isinstance(unit, int):
@@ -135,8 +137,8 @@ def _fan_outs(leveled: Leveled) -> tuple[int, ...]:
 
 
 def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) -> list[Round]:
-    """Scattered inside of every level but the outermost, across that by an algorithm of its own, and gathered. Where
-    each rank has its own place in the vector, what goes to another lies in several pieces, a message each."""
+    """Reduce-scatter inside every level but the outermost, use the algorithm ``across`` on that, and all-gather back.
+    If each rank owns a fixed part of the vector, data for another rank lie in several pieces, one message each."""
     whole = operation == "all_reduce"
     up, stride, outside = list[Round](), 1, math.prod(fan_outs)
     for fan in fan_outs[:-1]:
@@ -152,7 +154,7 @@ def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) ->
 
 
 def _wider(rounds: Sequence[Round], stride: int, pieces: int = 1) -> list[Round]:
-    """Rounds of an outer level: ``stride`` ranks lie between its ranks, which hold as much less of the vector."""
+    """Rounds of an outer level: its ranks are ``stride`` apart, and each holds 1 / ``stride`` of the vector."""
     return [
         Round(
             tuple(distance * stride for distance in one.distances),

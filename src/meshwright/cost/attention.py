@@ -1,4 +1,4 @@
-"""Attention that forms its scores: the products and the kernels between them, as ``ops/library.py`` runs them."""
+"""Unfused attention, which writes its scores to memory: its products and other kernels, as in ``ops/library.py``."""
 
 from collections.abc import Iterator
 
@@ -6,17 +6,17 @@ from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.kernel import Attention, Kernel, Product
 
 _PASSES = {False: {"pointwise": 6, "activation": 4, "reduction": 2}, True: {"pointwise": 9, "activation": 2}}
-"""How often the kernels between the products read or write the scores, forward and backward."""
+"""How often the kernels between the products read or write the scores, by kind, in forward (False) and backward."""
 _KERNELS = {False: 9, True: 12}
 _CAST = {False: 3, True: 6}
-"""More passes of 16-bit attention, whose softmax is in float32."""
+"""Additional passes of 16-bit attention: its softmax is in float32."""
 _DROPOUT = {False: 5, True: 8}
 _HELD = {False: 2, True: 4}
-"""Scores that are in memory at once."""
+"""Tensors of scores that are in memory at once, in forward (False) and backward."""
 
 
 def score_kernels(kernel: Kernel) -> Iterator[Kernel]:
-    """The kernels of attention or its backward pass where nothing fuses them."""
+    """The kernels of unfused attention, or of its backward pass."""
     sizes, dtype, backward = kernel.attention, kernel.dtype, kernel.kind == "attention_backward"
     assert sizes is not None
     for one in _products(sizes, backward):
@@ -35,7 +35,7 @@ def score_kernels(kernel: Kernel) -> Iterator[Kernel]:
 
 
 def scratch_bytes(kernel: Kernel, on_cpu: bool) -> int:
-    """The memory of attention's scores while it runs; none where it is fused, and of other kernels."""
+    """Bytes of attention's scores while the kernel runs; 0 if attention is fused, and for other kernels."""
     sizes, backward = kernel.attention, kernel.kind == "attention_backward"
     if sizes is None or sizes.fused(on_cpu, kernel.dtype):
         return 0

@@ -1,4 +1,4 @@
-"""The closed form of a step: the seconds of each action's pieces, one after the other, over the pipeline's schedule."""
+"""The time of a step in closed form: each action's pieces run one after the other, in the pipeline's schedule."""
 
 from collections.abc import Iterable
 
@@ -13,8 +13,7 @@ from meshwright.schedules.timing import run
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step. ``compute_s`` and ``communication_s`` are of the rank that is busiest; what is left of
-    ``step_s`` is waiting for other ranks."""
+    """Seconds of a step. Compute and communication are the busiest rank's; the remaining time is waiting for others."""
 
     step_s: float
     compute_s: float
@@ -22,13 +21,13 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waiting_s(self) -> float:
-        """Waiting for other ranks."""
+        """Seconds in which the busiest rank waits for other ranks."""
         return max(0.0, self.step_s - self.compute_s - self.communication_s)
 
 
 def predict_step(work: Work, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
-    """The step of ``work`` by ``schedule`` (with its sends), as if nothing hid behind anything and no link were shared
-    but by the ranks of one collective."""
+    """Predict a step of ``work`` by ``schedule`` (with its sends). Communication does not overlap compute, and links
+    are shared only by the ranks of one collective."""
     network = Network(cluster)
     count = len(schedule.ranks)
     stride = mesh.world_size // count
@@ -58,7 +57,7 @@ def predict_step(work: Work, schedule: Schedule, mesh: Mesh, cluster: Cluster) -
 
 
 def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:
-    """Pieces one after the other; a ``Wait`` costs nothing, for its collective has been counted."""
+    """Seconds of pieces that run one after the other; a ``Wait`` takes none, because its collective is counted."""
     total = 0.0
     for piece in pieces:
         if not isinstance(piece, Wait):
@@ -67,13 +66,12 @@ def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:
 
 
 def collective_s(piece: Communicate, mesh: Mesh, network: Network) -> float:
-    """A collective along one axis of the mesh, while all groups of the axis have theirs."""
+    """Seconds of a collective along one axis of the mesh, while all groups of the axis run theirs."""
     return network.collective_s(piece.collective, piece.bytes, axis_group(mesh, piece.axis, piece.members))
 
 
 def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
-    """The ranks of an axis, or of joined ones (or those with coordinates ``members`` on it): how many, and their
-    distance."""
+    """The group of an axis or of joined axes; ``members`` selects ranks by their coordinates on the axis."""
     if not mesh.has(axis):
         return Group(1)
     ranks = mesh.group_ranks(axis, 0)

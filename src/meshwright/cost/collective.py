@@ -1,4 +1,4 @@
-"""Communication: the seconds of collectives and messages between ranks, by level, group size and bytes."""
+"""Communication: the seconds of collectives and of messages between ranks, by level, group size and bytes."""
 
 import math
 import operator
@@ -14,31 +14,31 @@ from meshwright.ir.resharding import Link
 from meshwright.schedules.collectives.choice import CHOSEN, NATIVE, runs, written
 
 START_S = 28e-6
-"""Before the first byte of a collective on GPUs moves: launch, rendezvous of the ranks, protocol (NCCL on A100)."""
+"""Seconds before a GPU collective moves its first byte: launch, rendezvous of the ranks, protocol (NCCL on A100)."""
 
 SHORT_RING = 0.72
-"""A ring of p ranks reaches 1 - SHORT_RING / p**2 of its links' rate: rings of two and three fill them less."""
+"""A ring of p ranks reaches 1 - SHORT_RING / p**2 of its links' rate: rings of two or three ranks use them less."""
 
 
 LARGE_BYTES = 16 * 2**20
-"""A message in which latency does not count."""
+"""The bytes of a message so large that its latency does not matter."""
 
 
 class Group(msgspec.Struct, frozen=True):
-    """``size`` ranks, each ``stride`` after the one before, as an axis of a mesh makes them."""
+    """The ranks of a mesh axis: ``size`` ranks at distances of ``stride``."""
 
     size: int
     stride: int = 1
 
 
 class Network:
-    """The cluster as the α-β models need it. All groups of an axis are taken to communicate at once, so that ranks of
+    """Prices communication on a cluster by α-β models. All groups of an axis communicate at once, so that the ranks of
     one box share its links (``Level.shared_beta_s_per_byte``).
 
-    ``bytes`` is the whole vector: what each rank holds before an all-reduce, a reduce-scatter or an all-to-all, and
-    after an all-gather or a broadcast; of a halo, what the busiest rank gets. What the cluster's file has measured is
-    taken from there, between its sizes in proportion: of several algorithms the fastest, for a group of as many ranks
-    at each level.
+    Bytes are those of the whole vector: the bytes of each rank before an all-reduce, a reduce-scatter or an all-to-all,
+    and after an all-gather or a broadcast; for a halo, the bytes that the busiest rank receives. Measured times of the
+    cluster's file come first, if they are for a group with the same number of ranks at each level: the fastest
+    algorithm counts, and times between measured sizes are interpolated.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -51,14 +51,14 @@ class Network:
         self._sizes = tuple(accumulate((level.fan_out for level in cluster.levels), operator.mul))
 
     def collective_s(self, operation: CollectiveKind, num_bytes: float, group: Group, algorithm: str = NATIVE) -> float:
-        """Seconds of a collective of a group, while all groups of its axis have theirs: the one model that planning,
-        estimates and the simulator ask.
+        """Seconds of a collective of a group, while all groups of its axis run theirs. Planning, estimates and the
+        simulator all use this model.
 
-        What was measured counts first. Where nothing was, ``algorithm`` is priced by its steps (``alpha_beta.py``), and
-        the library's own collectives (native, and what has no closed form) as NCCL runs them: all-reduces over the
-        faster of a ring and a tree that is pipelined over its depth (Thakur et al. 2005), reduce-scatters and
-        all-gathers over a ring, broadcasts down a tree; all-to-alls pairwise; halos as messages to and from the
-        neighbours, all at once, over the slowest level that has ranks on both sides.
+        Measured times come first. Without them, ``algorithm`` is priced by its steps (``alpha_beta.py``). Native
+        collectives, and algorithms without a closed form, are priced as NCCL runs them: all-reduces over the faster of
+        a ring and a tree that is pipelined over its depth (Thakur et al. 2005), reduce-scatters and all-gathers over a
+        ring, broadcasts down a tree; all-to-alls pairwise; halos as simultaneous messages to and from the neighbours,
+        over the slowest level that has ranks on both sides.
         """
         if group.size < 2:
             return 0.0
@@ -90,7 +90,7 @@ class Network:
         return None if seconds is None else self.start_s + seconds
 
     def _pairwise_s(self, num_bytes: float, group: Group) -> float:
-        """Each rank sends its part to every other, over the level that joins the two."""
+        """Seconds of an all-to-all: each rank sends each other rank its part, over the level that joins them."""
         seconds = 0.0
         for level, before, inside, unit in self._members(group):
             sent = num_bytes * (inside - before) / group.size
@@ -98,7 +98,7 @@ class Network:
         return seconds
 
     def _halo_s(self, num_bytes: float, group: Group) -> float:
-        # Of a group, only the ranks at a unit's border send out of it.
+        # Only the group's ranks at a unit's border send out of the unit.
         times = (
             level.alpha_s + num_bytes * level.shared_beta_s_per_byte(max(1, unit // before))
             for level, before, _, unit in self._members(group)
@@ -106,7 +106,7 @@ class Network:
         return max(times, default=0.0)
 
     def send_s(self, num_bytes: float, stride: int) -> float:
-        """A message to the rank ``stride`` further, while all ranks of a unit send theirs."""
+        """Seconds of a message to the rank at distance ``stride``, while all ranks of a unit send theirs."""
         if (measured := self._table_s("send", num_bytes, Group(2, stride))) is not None:
             return measured
         for level, _, _, unit in self._members(Group(2, stride)):
@@ -114,15 +114,15 @@ class Network:
         return 0.0
 
     def link(self, group: Group) -> Link:
-        """Latency and seconds per byte of a group's all-reduce, as the search for cheap resharding takes them: from
-        one without content, and one of ``LARGE_BYTES``."""
+        """Latency and seconds per byte of a group, for the search for cheap resharding: from an all-reduce of 0 bytes
+        and one of ``LARGE_BYTES``."""
         least, most = (self.collective_s("all_reduce", num_bytes, group) for num_bytes in (0, LARGE_BYTES))
         wire = 2 * (group.size - 1) / group.size * LARGE_BYTES
         return Link(latency_s=least / (2 * math.ceil(math.log2(group.size))), byte_s=max(0.0, most - least) / wire)
 
     def algorithms(self, group: Group) -> str:
-        """Which algorithm is the fastest from which size on, as plans write it (``schedules/collectives/choice.py``);
-        nothing where nothing was measured for such a group."""
+        """The fastest algorithm by message size, as plans write it (``schedules/collectives/choice.py``); empty if
+        the cluster's file has no measurements for such a group."""
         ranges: dict[str, list[tuple[int, str]]] = {}
         for operation in CHOSEN:
             tables = self._tables(operation, group)
@@ -131,8 +131,8 @@ class Network:
         return written(ranges) if ranges else ""
 
     def measured_s(self, operation: str, algorithm: str, num_bytes: float, group: Group) -> float | None:
-        """What the cluster's file says that one algorithm takes; None where it was not measured, or only at sizes that
-        are smaller, while others were."""
+        """Seconds of one algorithm by the cluster's file. None if it was not measured, or only at smaller sizes while
+        other algorithms were measured at larger ones."""
         tables = self._tables(operation, group)
         rows = tables.get(algorithm)
         if rows is None:
@@ -141,21 +141,21 @@ class Network:
         return None if max(size for size, _ in rows) < min(num_bytes, known) else _between(rows, num_bytes)
 
     def _table_s(self, operation: str, num_bytes: float, group: Group) -> float | None:
-        """What was measured, by the fastest algorithm; None where nothing was."""
+        """The measured seconds of the fastest algorithm; None without a measurement."""
         tables = self._tables(operation, group)
         return min((_between(rows, num_bytes) for rows in tables.values()), default=None)
 
     def _tables(self, operation: str, group: Group) -> dict[str, list[tuple[float, float]]]:
-        """By algorithm, what was measured: (bytes, seconds)."""
+        """Measured (bytes, seconds) by algorithm."""
         members = self._members(group) if self._measured else []
-        if not members or any(inside % before for _, before, inside, _ in members):  # units have unlike parts of it
+        if not members or any(inside % before for _, before, inside, _ in members):  # units hold unequal parts of it
             return {}
         fan_outs = tuple(inside // before for _, before, inside, _ in members)
         return self._measured.get((operation, members[-1][0].name, fan_outs), {})
 
     def _members(self, group: Group) -> list[tuple[Level, int, int, int]]:
-        """By level that the group crosses: how many of its members are inside one unit below that level, how many
-        inside one unit made up by it, and how many devices a unit below the level has."""
+        """For each level that the group crosses: the level; the group's members within a unit below it; its members
+        within a unit of the level; the devices of a unit below it."""
         found, before, below = [], 1, 1
         for level, size in zip(self._levels, self._sizes, strict=True):
             inside = min(group.size, math.ceil(size / group.stride))
@@ -176,7 +176,7 @@ class Network:
             if inside == group.size:
                 ring += (fan - 1) * level.alpha_s
             tree += math.log2(fan) * level.alpha_s if unit > 1 else (fan - 1) * level.alpha_s
-            # A ring enters and leaves a unit once: its members share what the unit's devices have of the links.
+            # A ring enters and leaves a unit once, so all members share the links of the unit's devices.
             shared = level.shared_beta_s_per_byte(unit) / before
             if level.rings:
                 shared /= level.ring_fraction(inside)
@@ -187,8 +187,8 @@ class Network:
 
 
 def _ranges(tables: Mapping[str, list[tuple[float, float]]]) -> list[tuple[int, str]]:
-    """From which size on which algorithm is the fastest: at the sizes that were measured, and half-way (in size, by
-    factors) where it changes between two."""
+    """The fastest algorithms, each with its smallest size. A border between two measured sizes is their geometric
+    mean."""
     sizes = sorted({size for rows in tables.values() for size, _ in rows})
     found: list[tuple[int, str]] = []
     before = 0.0
@@ -201,7 +201,7 @@ def _ranges(tables: Mapping[str, list[tuple[float, float]]]) -> list[tuple[int, 
 
 
 def _between(rows: list[tuple[float, float]], num_bytes: float) -> float:
-    """Seconds at ``num_bytes``: straight lines through measured (bytes, seconds); beyond the last, at its rate."""
+    """Seconds at ``num_bytes``: linear between measured (bytes, seconds); beyond the last point, at its rate."""
     points = sorted(rows)
     if num_bytes <= points[0][0] or len(points) == 1:
         return points[0][1] * max(1.0, num_bytes / max(1.0, points[0][0]))

@@ -1,4 +1,4 @@
-"""A layer of a convolutional network: seconds and bytes on one rank, for part of the images, inputs or outputs."""
+"""The cost of a layer of a convolutional network on one rank, for a part of the images, inputs or outputs."""
 
 from functools import partial
 
@@ -12,11 +12,11 @@ FUSED = (2, 3)
 """How often bias and activation read or write the outputs, forward and backward."""
 
 NORM = (3, 5)
-"""How often batch norm does: statistics and application; both sums and the gradient."""
+"""How often batch norm does: statistics and application forward; both sums and the gradient backward."""
 
 
 class LayerCost(msgspec.Struct, frozen=True):
-    """Seconds of forward and backward, and bytes saved in between."""
+    """Seconds of a layer's forward and backward, and the bytes saved in between."""
 
     forward_s: float
     backward_s: float
@@ -27,10 +27,10 @@ def layer_cost(
     layer: NetLayer, images: float, rates: Rates, dtype: str, *, outputs: int = 1, inputs: int = 1,
     first: bool = False,
 ) -> LayerCost:  # fmt: skip
-    """The layer on ``images``, with a rank's ``1 / outputs`` of the filters or ``1 / inputs`` of their channels.
+    """The cost of a layer on ``images``; a rank has ``1 / outputs`` of the filters or ``1 / inputs`` of their channels.
 
-    A convolution is the matrix product of positions by filters (Chellapilla et al. 2006). ``first``: no gradient of
-    what comes in is needed.
+    A convolution is the matrix product of positions by filters (Chellapilla et al. 2006). ``first``: the gradient of
+    the layer's input is not needed.
     """
     rows = images * layer.pixels_out
     columns = layer.outputs / layer.groups / outputs

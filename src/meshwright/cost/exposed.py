@@ -1,10 +1,10 @@
-"""How long computing stands still for buckets: gathers and reductions, beside what one stage computes.
+"""Exposed communication: the time for which a stage's compute waits for gathers and reductions of buckets.
 
     compute  | F1 | F2 |   wait | B2 | B1 | wait |
     link     | gather 2 |            | reduce 2 | reduce 1 |
 
-A bucket of gradients starts when its last gradient is made. Parameters are gathered one bucket ahead: the next starts
-when one has arrived. The collectives of an axis go one after the other, as in the simulator.
+The reduction of a bucket starts when its last gradient is computed. Parameters are gathered one bucket ahead: the next
+gather starts when the previous one has arrived. An axis runs one collective at a time, as in the simulator.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ from meshwright.ir.program import Collective, Node, Program
 
 
 class Moment(NamedTuple):
-    """Computing, ``compute_s`` long, after which other collectives are waited for (``others``: axis and seconds),
-    parameters are wanted whole, or gradients are made."""
+    """A piece of compute of ``compute_s`` seconds, after which the stage waits for other collectives (``others``: axis
+    and seconds), needs the parameters ``wanted`` whole, or has computed the gradients of ``made``."""
 
     compute_s: float
     others: tuple[tuple[str, float], ...] = ()
@@ -29,14 +29,14 @@ class Moment(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Without any buckets."""
+        """Seconds without any buckets."""
         return self.compute_s + sum(seconds for _, seconds in self.others)
 
 
 class Transfer(NamedTuple):
-    """A bucket on an axis: ``seconds`` under way, then ``after_s`` of sums over other axes, which hide behind nothing.
-    ``alone``: it starts when those before have ended, and computing waits for that. One that does not hide is waited
-    for at once, as where ranks move the bytes themselves."""
+    """A bucket's collective on an axis: ``seconds`` in flight, then ``after_s`` of sums over other axes, which overlap
+    nothing. ``alone``: compute waits until earlier reductions have ended before it starts. Without ``hides``, compute
+    waits for it at once, as on devices whose ranks move the bytes themselves."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -47,14 +47,14 @@ class Transfer(NamedTuple):
 
 
 class Actions(NamedTuple):
-    """The moments of one kind of action of a stage, which a step has so often."""
+    """The moments of one kind of action of a stage, and how many ``times`` a step runs it."""
 
     times: int
     moments: tuple[Moment, ...]
 
 
 def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actions, ...]:
-    """What a stage computes, wants and makes, of a plan whose buckets have one parameter each."""
+    """The actions of a stage, for a plan whose buckets have one parameter each."""
     costs, network, each = NodeCosts(plan.mesh, cluster), Network(cluster), plan.microbatches
     begun: dict[str, Collective] = {}
     gathered = {(one.axis, one.label): one.parameters for one in plan.gathers}
@@ -86,7 +86,7 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
                 one = begun[node.waits]
                 if (wanted := gathered.get((one.axis, one.label))) is not None:
                     add(wanted=wanted)
-                elif one.label not in labels:  # of a bucket, other axes too are in its transfer
+                elif one.label not in labels:  # a bucket's transfer includes its sums over other axes
                     add(others=other(one))
         add()
         return tuple(found)
@@ -100,15 +100,14 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
 
 
 def exposed_s(actions: Iterable[Actions], gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:
-    """Seconds of a step for which a stage's computing stands still for these buckets; others' parameters are passed
-    over."""
+    """Seconds of a step in which a stage's compute waits for these buckets. Parameters outside them are ignored."""
     gathered = {name: one for one in gathers for name in one.parameters}
     reduced = {name: one for one in reductions for name in one.parameters}
     return sum(one.times * _stands_still_s(one.moments, gathered, reduced) for one in actions)
 
 
 def computed_s(actions: Iterable[Actions]) -> float:
-    """Seconds of a step for which a stage does anything else."""
+    """Seconds of a step in which a stage computes, or waits for collectives other than buckets."""
     return sum(one.times * moment.seconds for one in actions for moment in one.moments)
 
 
@@ -144,7 +143,7 @@ def _stands_still_s(
 
 
 class _Line:
-    """The time on a rank, and until when the links of its axes are taken."""
+    """The clock of a rank, and the times until which the links of its axes are busy."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -152,7 +151,7 @@ class _Line:
         self._ends_s: dict[Transfer, float] = {}
 
     def start(self, one: Transfer) -> None:
-        """As soon as the link is free; nothing, where it has been started."""
+        """Start a transfer as soon as its link is free, unless it is already started."""
         if one in self._ends_s:
             return
         end = max(self.now_s, self._free_s.get(one.axis, 0.0)) + one.seconds
@@ -161,11 +160,11 @@ class _Line:
             self.now_s = end
 
     def wait(self, axis: str, seconds: float) -> None:
-        """Stand still for a collective that hides behind nothing."""
+        """Wait for a collective that overlaps nothing."""
         self.now_s = self._free_s[axis] = max(self.now_s, self._free_s.get(axis, 0.0)) + seconds
 
     def finish(self, one: Transfer) -> None:
-        """Stand still until it has come; nothing, where it was waited for."""
+        """Wait for the end of a transfer, unless that was done before."""
         if one in self._ends_s:
             self.now_s = max(self.now_s, self._ends_s.pop(one)) + one.after_s
 

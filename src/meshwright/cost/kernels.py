@@ -1,4 +1,4 @@
-"""Kernels: the seconds that a device takes for one, from its kind, dtype and sizes; the same for every estimate."""
+"""Kernels: the seconds of a kernel on a device, from its kind, dtype and sizes; every estimate uses this model."""
 
 import math
 
@@ -10,20 +10,20 @@ from meshwright.ir.kernel import Kernel, Product
 from meshwright.ir.kind import COMPUTE
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Blocks of the output that one processor computes at a time, as in cuBLAS and CUTLASS."""
+"""Blocks (rows, columns) of the output that one processor computes at a time, as in cuBLAS and CUTLASS."""
 
 SPLITS = (1, 2, 4, 8)
-"""Over how many blocks a product with few tiles may divide its reduction."""
+"""The numbers of blocks into which a product with few tiles may split its reduction (split-k)."""
 
 ATTENTION_BACKWARD = 1.15
-"""By how much fused attention's backward pass is slower per product than its forward pass (Dao et al. 2022)."""
+"""Factor by which fused attention's backward is slower per product than its forward (Dao et al. 2022)."""
 
 _INSTEAD = {"bfloat16": ("float16", "float32"), "float16": ("bfloat16", "float32"), "int8": ("float32",)}
-"""Where a device has no such arithmetic: old GPUs have no bfloat16, CPUs compute 16-bit products in float32."""
+"""Dtypes to use instead if a device lacks one: old GPUs have no bfloat16, CPUs compute 16-bit products in float32."""
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What some kernels do on one rank."""
+    """Seconds, FLOPs and bytes of some kernels on one rank."""
 
     seconds: float = 0.0
     flops: float = 0.0
@@ -34,7 +34,9 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class Rates:
-    """What a device reaches, kernel by kernel. For kinds with a measured efficiency curve (calibrated machines):
+    """The seconds of kernels on a device.
+
+    For kinds with a measured efficiency curve (calibrated machines):
 
         arithmetic_s = FLOPs / (peak * efficiency(kind, FLOPs))
         memory_s     = bytes / (bandwidth * efficiency(kind, bytes))
@@ -42,16 +44,16 @@ class Rates:
                        kernel_s + max(arithmetic_s, memory_s)       others, with bytes at the full bandwidth
                        kernel_s + arithmetic_s + memory_s           products, where their operands' cost was measured
 
-    (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.) A product that is flat, with few rows for its weights,
-    pays for bringing them in order before it multiplies, and a core does not do both at once. For all other kinds it is
-    the data sheet times the fractions of ``Device.kernels``. There a matrix product on a GPU or accelerator is cut into
-    tiles, of which each wave computes one on every processor:
+    (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.) A flat product, with few rows for its weights, first has
+    to bring its operands in order; a core does not do this and multiply at once, so the times add. For all other kinds
+    the rate is the data sheet's times the fractions of ``Device.kernels``. There a matrix product on a GPU or
+    accelerator is cut into tiles; each wave computes one tile on every processor:
 
         tile_s = 2 * rows * columns * (k + extra_depth) / (peak / processors * matmul_fraction * reuse(tile))
 
     ``extra_depth`` stands for filling and draining the tile's pipeline, ``reuse`` for the operands that a small tile
     loads more often: ``1 / (1 + operand_cost * (1/rows + 1/columns))``. The last wave may be nearly empty, but costs as
-    much as a full one. The best tile wins, as the libraries' heuristics intend. Nothing is faster than its memory.
+    much as a full one. The best tile counts, as the libraries' heuristics intend. Memory time is a lower bound.
     """
 
     def __init__(self, device: Device) -> None:
@@ -62,11 +64,11 @@ class Rates:
         self._peaks: dict[tuple[str, bool], float] = {}
 
     def seconds(self, kind: str, dtype: str, flops: float, num_bytes: float, product: Product | None = None) -> float:
-        """One kernel. ``product``: the sizes of a matrix product, or of a convolution as a product; without them it is
-        taken for a cube of its FLOPs.
+        """Seconds of one kernel. ``product``: the sizes of a matrix product, or of a convolution as a product; without
+        them, the product is assumed to be a cube with the same FLOPs.
 
         Raises:
-            ClusterError: the device has no peak for a dtype that it shall compute in.
+            ClusterError: the device has no peak for a dtype in which it has to compute.
         """
         device, measured = self.device, kind in self.device.efficiency
         if kind not in COMPUTE:
@@ -91,8 +93,8 @@ class Rates:
         return self.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
 
     def cost(self, kernel: Kernel) -> Cost:
-        """Kernels as data. Attention is what is lowered: one kernel where the device has a fused one, else several that
-        form the scores."""
+        """The cost of the calls of a kernel. Attention is priced as it is lowered: as one kernel if the device has a
+        fused one, else as several kernels that form the scores."""
         sizes = kernel.attention
         if sizes is not None and not sizes.fused(self.device.kind == "cpu", kernel.dtype):
             parts = [self.cost(one) for one in score_kernels(kernel)]
@@ -103,18 +105,18 @@ class Rates:
     def matmul_s(
         self, m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bfloat16", kind: str = "matmul"
     ) -> float:
-        """``batch`` products of (m x k) by (k x n); one kernel."""
+        """Seconds of one kernel of ``batch`` products of (m x k) by (k x n)."""
         num_bytes = element_bytes(dtype) * batch * (m * k + k * n + m * n)
         return self.seconds(kind, dtype, 2 * batch * m * n * k, num_bytes, Product(m, n, k, batch))
 
     def stream(self, kind: str, num_bytes: float, kernels: float = 1) -> Cost:
-        """``kernels`` memory-bound kernels of one kind that move ``num_bytes`` in all."""
+        """The cost of ``kernels`` memory-bound kernels of one kind that move ``num_bytes`` in all."""
         if num_bytes <= 0:
             return Cost()
         return Cost(self.seconds(kind, "", 0.0, num_bytes) + (kernels - 1) * self.kernel_s, 0.0, round(num_bytes))
 
     def _peak(self, kind: str, dtype: str) -> float:
-        """FLOP/s at best. Convolutions of float32 use the tensor cores (torch.backends.cudnn.allow_tf32), products of
+        """Peak FLOP/s. Convolutions of float32 use the tensor cores (torch.backends.cudnn.allow_tf32), products of
         float32 do not; integers and complex numbers are multiplied at float32's rate."""
         convolves = dtype == "float32" and kind.startswith("convolution")
         if (dtype, convolves) not in self._peaks:
@@ -127,7 +129,7 @@ class Rates:
         return self._peaks[dtype, convolves]
 
     def _tiles_s(self, peak: float, product: Product) -> float:
-        """A product in waves of the best tile."""
+        """Seconds of a product in waves of the best tile."""
         m, n, k, batch = product
         kernels = self.kernels
         processors = kernels.processors
@@ -148,13 +150,13 @@ class Rates:
 
 
 def element_bytes(dtype: str) -> int:
-    """Of an activation where products are in ``dtype``; those of float8 read and write 16-bit activations."""
+    """Bytes of an activation's element if products are in ``dtype``; float8 products use 16-bit activations."""
     return {"float64": 8, "float32": 4, "tfloat32": 4}.get(dtype, 2)
 
 
 def default_kernels(device: Device) -> Kernels:
-    """The behaviour of a device whose file does not say: a GPU's is about that of an A100 at its own data sheet's
-    rates; a CPU reaches its nominal ones."""
+    """The kernel constants of a device whose file has none: a GPU behaves about like an A100 at the rates of its own
+    data sheet; a CPU reaches its nominal rates."""
     if device.kind == "cpu":
         return Kernels(
             processors=1, matmul_fraction=1.0, attention_fraction=1.0, bandwidth_fraction=1.0, kernel_s=0.0,

@@ -12,14 +12,14 @@ from meshwright.cost.kernels import Rates
 from meshwright.cost.setup import Setup
 
 LOSS_BYTES = 73.0
-"""Read and written per logit by the softmax cross-entropy in float32, kernel by kernel, forward and backward."""
+"""Bytes that the kernels of softmax cross-entropy in float32 read and write per logit, forward and backward."""
 
 CAST_BYTES = 5.0
-"""Read and written per operand's element of a float8 product that is scaled as it comes (its maximum, then its
-rounding). Megatron-LM's kernels round where they write, by the maxima of earlier steps."""
+"""Bytes read and written per operand element of a float8 product with dynamic scaling (first the maximum, then the
+rounding). Megatron-LM's kernels need none: they round when they write, by the maxima of earlier steps."""
 
 EXPERT_SPREAD = 1.1
-"""The busiest expert's tokens over the mean's."""
+"""Tokens of the busiest expert, relative to the mean."""
 
 
 class Summed(msgspec.Struct, frozen=True):
@@ -33,8 +33,8 @@ class Summed(msgspec.Struct, frozen=True):
 
 
 class Span(Summed, frozen=True):
-    """Seconds of the device, seconds of communication that the device waits for, kernels to be launched, and of the
-    device's seconds those of the parameters' gradients."""
+    """Seconds of the device's kernels, seconds of communication for which the device waits, the number of kernels to
+    launch, and the part of ``device_s`` that computes the gradients of parameters (``weight_s``)."""
 
     device_s: float = 0.0
     comm_s: float = 0.0
@@ -43,8 +43,8 @@ class Span(Summed, frozen=True):
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """Forward and backward of something; of the forward, the attention core (what selective recomputation repeats) and
-    the rest."""
+    """Forward and backward of a part of the model. ``core`` and ``rest`` split forward into the attention core (which
+    selective recomputation repeats) and the rest."""
 
     forward: Span
     backward: Span
@@ -53,7 +53,7 @@ class Pass(msgspec.Struct, frozen=True):
 
 
 class _Tally:
-    """Adds up kernels of one direction."""
+    """Adds up the kernels of one direction, forward or backward."""
 
     def __init__(self, rates: Rates, dtype: str, cast_bytes: float = 0.0) -> None:
         self._rates, self._dtype, self._cast = rates, dtype, cast_bytes
@@ -66,7 +66,7 @@ class _Tally:
             self.stream(self._cast * batch * (m * k + k * n), 4)
 
     def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> None:
-        """Both gradients of a product; the second is that of ``weights``, or of another activation."""
+        """Both gradients of a product; the second is that of parameters (``weights``), or of another activation."""
         self.matmul(m, k, n, batch)
         before_s = self.device_s
         self.matmul(k, n, m, batch)
@@ -79,7 +79,7 @@ class _Tally:
         self.kernels += kernels
 
     def attention(self, kind: str, flops: float, moved_bytes: float) -> None:
-        dtype = "bfloat16" if self._dtype == "float8" else self._dtype  # no framework rounds it further
+        dtype = "bfloat16" if self._dtype == "float8" else self._dtype  # no framework rounds attention to float8
         self.device_s += self._rates.seconds(kind, dtype, flops, moved_bytes)
         self.kernels += 1
 
@@ -94,9 +94,9 @@ class _Tally:
 def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = False) -> Pass:
     """One layer on one micro-batch: attention and MLP with their norms, residuals and tensor-parallel collectives.
 
-    Kernels are those of Megatron-LM: bias, activation, dropout and addition are fused as there, softmax with its
-    scale and mask; without ``flash`` the scores go through memory. With ZeRO 3 what Llama's PyTorch code writes in
-    several operations (its norm, rotation and gate) is that many kernels.
+    Kernels are those of Megatron-LM: bias, activation, dropout and addition are fused as there, and softmax with its
+    scale and mask; without ``flash`` the scores go through memory. With ZeRO 3, the norm, rotation and gate run as in
+    Llama's PyTorch code: each of its operations is a kernel.
     """
     core, core_back = _attention_core(setup, rates, network)
     cast = CAST_BYTES if setup.precision == "fp8" and setup.zero == 3 else 0.0
@@ -110,7 +110,7 @@ def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = 
 
 
 def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
-    """Looking up tokens and positions, their sum and its dropout."""
+    """The embedding on one micro-batch: lookup of tokens and positions, their sum and its dropout."""
     model, element = setup.model, setup.element_bytes
     forward, backward = _Tally(rates, setup.dtype), _Tally(rates, setup.dtype)
     width = setup.tokens * model.hidden * element
@@ -121,9 +121,9 @@ def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
 
 
 def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
-    """The last norm, the vocabulary head, and the cross-entropy over the vocabulary's shards."""
+    """The head on one micro-batch: last norm, vocabulary head, and cross-entropy over the vocabulary's shards."""
     model, element = setup.model, setup.element_bytes
-    dtype = "bfloat16" if setup.precision == "fp8" else setup.dtype  # no framework rounds the head further
+    dtype = "bfloat16" if setup.precision == "fp8" else setup.dtype  # no framework rounds the head to float8
     forward, backward = _Tally(rates, dtype), _Tally(rates, dtype)
     if not model.vocabulary:
         return Pass(Span(), Span())
@@ -143,7 +143,7 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
 
 
 def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None:
-    """One all-reduce of the activations over tp, or the reduce-scatter and all-gather that stand for it."""
+    """Add one all-reduce of the activations over tp; with sequence parallelism a reduce-scatter and an all-gather."""
     if setup.tp < 2:
         return
     tensor, width = Group(setup.tp), float(setup.tokens * setup.model.hidden * setup.element_bytes)
@@ -159,13 +159,13 @@ def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None
 
 
 def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span, Span]:
-    """From queries, keys and values to the heads' outputs."""
+    """Forward and backward of the attention core: from queries, keys and values to the heads' outputs."""
     model, element = setup.model, setup.element_bytes
     forward, backward = _Tally(rates, setup.dtype), _Tally(rates, setup.dtype)
     heads = model.heads / setup.tp
     query = setup.tokens * model.query_width / setup.tp * element
     keys = 2 * setup.tokens * setup.key_width * element
-    keyed = model.sequence  # of all ranks on cp: their keys come by
+    keyed = model.sequence  # the ring brings the keys of all cp ranks
     rows = model.sequence / setup.cp
     batch = setup.micro_batch * heads
     if setup.flash:
@@ -189,7 +189,7 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span,
         backward.backward_matmul(rows, keyed, model.head_width, batch, weights=False)
         backward.stream(3 * query, 2)
     if setup.cp > 1:
-        # The ring passes keys and values cp - 1 times, behind the attention of the block before.
+        # The ring passes keys and values on cp - 1 times, hidden by the attention of the previous block.
         step = network.send_s(keys, setup.tp)
         forward.comm_s += max(0.0, (setup.cp - 1) * step - forward.device_s)
         backward.comm_s += max(0.0, 2 * (setup.cp - 1) * step - backward.device_s)
@@ -197,7 +197,7 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span,
 
 
 def _attention_rest(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
-    """Norm, projections and residual around the attention core."""
+    """Add the norm, projections and residual around the attention core."""
     model, element, tp = setup.model, setup.element_bytes, setup.tp
     tokens, local = setup.tokens, setup.local_tokens * model.hidden * element
     columns = model.query_width / tp + 2 * setup.key_width
@@ -232,7 +232,7 @@ def _mlp(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> N
 
 
 def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
-    """Router, dispatch over ep, the experts of this rank, and the way back."""
+    """Add the router, the dispatch over ep, the experts of this rank, and the return of tokens."""
     model, element = setup.model, setup.element_bytes
     width = (model.expert_ffn or model.ffn) / setup.tp
     local = max(1, model.experts // setup.ep)
@@ -271,7 +271,7 @@ def _feed_forward(setup: Setup, forward: _Tally, backward: _Tally, tokens: float
 
 def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
     moved = setup.local_tokens * setup.model.hidden * setup.element_bytes
-    if setup.unfused and setup.model.gated:  # to float32, its square, mean and product, and back, each on its own
+    if setup.unfused and setup.model.gated:  # separate kernels: cast to float32, square, mean, product, cast back
         forward.stream(18 * moved, 6)
         backward.stream(35 * moved, 12)
         return
@@ -280,7 +280,7 @@ def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
 
 
 def _residual(setup: Setup, forward: _Tally, backward: _Tally, moved: float) -> None:
-    """Bias, dropout and addition in one kernel; backward through the dropout, and the sum of the two gradients."""
+    """Add bias, dropout and addition as one kernel; backward is the dropout's, then the sum of the two gradients."""
     mask = moved / setup.element_bytes if setup.model.dropout else 0.0
     forward.stream(3 * moved + mask)
     if setup.model.dropout:
@@ -289,6 +289,6 @@ def _residual(setup: Setup, forward: _Tally, backward: _Tally, moved: float) -> 
 
 
 def _accumulate(setup: Setup, backward: _Tally, weights: float, tensors: int) -> None:
-    """Adding a micro-batch's gradients to those before it."""
+    """Add the accumulation of a micro-batch's gradients, if a step has several micro-batches."""
     if setup.microbatches > 1:
         backward.stream(weights * 3 * setup.element_bytes, tensors, weights=True)

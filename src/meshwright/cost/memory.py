@@ -1,4 +1,4 @@
-"""Memory: what one rank of each stage holds at its peak, part by part, and whether the device can."""
+"""Memory: the bytes that one rank of each stage holds at its peak, part by part, and whether they fit the device."""
 
 import msgspec
 
@@ -8,18 +8,18 @@ from meshwright.cost.step import stage_parameters
 from meshwright.ir.cluster import Cluster
 
 CONTEXT_BYTES = 1.5 * 2**30
-"""Taken before the first tensor: the device's context and kernels, libraries, communication buffers of a few groups."""
+"""Bytes taken before the first tensor: device context and kernels, libraries, communication buffers of a few groups."""
 
 BUCKET_BYTES = 2**28
-"""Gradients in flight to their reduction, where data parallelism shards or reduces them in buckets."""
+"""Bytes of gradients in buckets that are being reduced or reduce-scattered over data-parallel ranks."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one rank at its peak; the parts add up to ``peak_bytes``.
 
-    ``activations_bytes`` is what layers save for the backward pass, of all micro-batches in flight; ``ends_bytes`` what
-    embedding, vocabulary head and loss add; ``workspace_bytes`` lives only inside one layer's pass (gradients of
-    activations, what recomputation brings back, gathered parameters). ``moment`` says when that is.
+    ``activations_bytes`` are saved by layers for backward, for all micro-batches in flight; ``ends_bytes`` are added by
+    embedding, vocabulary head and loss; ``workspace_bytes`` live only during one layer's pass (gradients of
+    activations, recomputed activations, gathered parameters). ``moment`` says when the peak is.
     """
 
     stage: int
@@ -34,39 +34,39 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak_bytes(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         return states + self.activations_bytes + self.ends_bytes + self.workspace_bytes + self.buffers_bytes
 
 
 def estimate_memory(setup: Setup, cluster: Cluster) -> Memory:
-    """The rank with the highest peak."""
+    """The memory of the rank with the highest peak."""
     ends = sorted({0, setup.pp - 1, max(range(setup.pp), key=lambda stage: setup.stage_layers[stage])})
     return max((stage_memory(setup, stage, cluster) for stage in ends), key=lambda memory: memory.peak_bytes)
 
 
 def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
-    """A rank of pipeline stage ``stage``."""
+    """The memory of a rank of pipeline stage ``stage`` at its peak."""
     data = setup.dp * setup.cp
     parameters, element = stage_parameters(setup, stage), setup.element_bytes
     mixed = element == 2
-    # Megatron-LM sums gradients in float32; ZeRO's optimizers keep them in the parameters' dtype until they are reduced
-    # to the shard that this rank updates.
+    # Megatron-LM accumulates gradients in float32; ZeRO's optimizers keep them in the parameters' dtype until they are
+    # reduced to the shard that this rank updates.
     gradient = float(element) if setup.zero in (1, 2) else 4.0
     states = 12.0 if mixed else 8.0  # Adam's two moments, and with 16-bit parameters their float32 copy
     layers = setup.stage_layers[stage]
     saved = layer_activation_bytes(setup)
     if setup.resharded:
-        # The float32 copy is what is sharded; two layers are gathered at a time.
+        # The shards are those of the float32 copy; two layers are gathered at a time.
         parameters_bytes, gathered = 0.0, 2 * parameters / layers * element
     else:
         parameters_bytes, gathered = parameters * element, 0.0
-    # A pipeline adds gradients up whole over its micro-batches, and shards them once.
+    # A pipeline accumulates whole gradients over its micro-batches, and shards them once.
     shards = data if setup.zero >= 2 and setup.pp == 1 else 1
     working = _layer_bytes(setup, setup.recompute == "full") if setup.recompute != "none" else 0.0
     workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup)
     loss = _loss_bytes(setup) if stage == setup.pp - 1 else 0.0
-    # The loss comes before the first layer's backward: the two workspaces do not meet.
+    # The loss comes before the first layer's backward: the two workspaces do not live at once.
     in_loss, backward = loss > workspace, "the first backward with all micro-batches in flight"
     return Memory(
         stage=stage,
@@ -82,18 +82,18 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
 
 
 def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None) -> Verdict:
-    """Whether the device (or a limit of ``memory_bytes``) holds it."""
+    """Whether ``memory`` fits the device, or the limit ``memory_bytes`` if it is given."""
     return memory_verdict(memory.peak_bytes, memory_bytes or cluster.device.memory_bytes)
 
 
 def in_flight(setup: Setup, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once (in whole stages, where it has several chunks)."""
+    """Micro-batches whose activations a stage holds at once; with several chunks, counted in whole stages."""
     rest, chunks = setup.pp - stage, setup.chunks
     held: dict[str, float] = {
         "gpipe": setup.microbatches,
         "1f1b": rest,
         "interleaved": (2 * (rest - 1) + (chunks - 1) * setup.pp + 1) / chunks,
-        "zb-h1": setup.pp,  # every rank keeps what its delayed gradients of parameters still need
+        "zb-h1": setup.pp,  # every rank keeps the activations that its delayed parameter gradients still need
         "zb-h2": 2 * rest - 1,
         "zb-v": setup.pp,
     }
@@ -101,7 +101,7 @@ def in_flight(setup: Setup, stage: int) -> float:
 
 
 def layer_activation_bytes(setup: Setup) -> float:
-    """What one layer saves of one micro-batch on one rank (Korthikanti et al. 2022, table 2, for any layer).
+    """Bytes that one layer saves for one micro-batch on one rank (Korthikanti et al. 2022, table 2, for any layer).
 
     For GPT in 16 bit that is sbh (10 + 24/t + 5as/ht), with sequence parallelism sbh (34/t + 5as/ht); without the last
     term under selective recomputation or fused attention; sbh 2 (sbh 2/t) under full recomputation.
@@ -114,8 +114,8 @@ def layer_activation_bytes(setup: Setup) -> float:
 
 
 def _alternate_bytes(setup: Setup) -> float:
-    """A layer's input and, of its products in order, the first, the third and so on (queries, values, the MLP's first
-    and last); attention's output."""
+    """Bytes of a layer's input, of attention's output, and of every other product's output: the first, the third and
+    so on (queries, values, the MLP's first and last)."""
     model, shared = setup.model, setup.sequence_parts
     split = (2 * model.query_width + model.ffn) / setup.tp + setup.key_width
     return setup.tokens * setup.element_bytes * (2 * model.hidden / shared + split)
@@ -126,7 +126,7 @@ def _layer_bytes(setup: Setup, scores: bool) -> float:
     width = model.hidden
     whole = 4 * width * element + (2 * width if model.dropout else 0)  # inputs of norms and of first products; masks
     parallel = 2 * element * model.query_width / tp + 2 * element * setup.key_width
-    kept = (2 * model.mlp_matrices - 2) * element  # before the activation, after it, and where gated the product
+    kept = (2 * model.mlp_matrices - 2) * element  # before and after the activation, and the gate's product if gated
     dense = kept * model.ffn / tp
     share = model.expert_layers / model.layers
     if share:
@@ -155,14 +155,14 @@ def _ends_bytes(setup: Setup, stage: int) -> float:
 
 
 def _loss_bytes(setup: Setup) -> float:
-    """Logits in the model's dtype, in float32, and their gradient. Megatron-LM's cross-entropy works in place; Llama's
-    PyTorch code, as it runs with ZeRO 3, casts to float32 and keeps the log-softmax beside its gradient."""
+    """Bytes of logits in the model's dtype and in float32, and of their gradient. Megatron-LM's cross-entropy works in
+    place; Llama's PyTorch code, used with ZeRO 3, casts to float32 and keeps both log-softmax and its gradient."""
     each = 2 * setup.element_bytes + (8 if setup.zero == 3 and setup.model.gated else 4)
     return setup.tokens * setup.model.vocabulary / setup.tp * each
 
 
 def _gradient_workspace_bytes(setup: Setup) -> float:
-    """Gradients of the widest activations of a layer: of the MLP's, or of the scores."""
+    """Bytes of the gradients of a layer's widest activations: the MLP's, or the scores."""
     model, element = setup.model, setup.element_bytes
     mlp = setup.tokens * element * (model.mlp_matrices * model.ffn / setup.tp + 2 * model.hidden)
     if setup.flash:

@@ -1,4 +1,4 @@
-"""Memory per rank over a schedule: its peak, and whether a limit holds it, before anything is allocated."""
+"""Memory per rank over a schedule: its peak, and whether it fits a limit, before anything is allocated."""
 
 from typing import Literal
 
@@ -9,11 +9,11 @@ from meshwright.ir.schedule import ActionKind, Schedule
 
 Verdict = Literal["fits", "marginal", "does not fit"]
 MARGIN = 0.06
-"""Of the limit: what allocators lose to fragmentation. Peaks inside the margin are marginal."""
+"""The fraction of the limit that allocators lose to fragmentation. Peaks inside this margin are marginal."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one rank: ``held`` the whole step, ``saved`` of the micro-batches under way at the peak, and the
+    """Bytes of one rank at its peak: held during the whole step, saved for the micro-batches in flight, and the
     workspace of the ``action`` at which the peak is."""
 
     rank: int
@@ -24,12 +24,12 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak_bytes(self) -> int:
-        """All of it."""
+        """The sum of the three parts."""
         return self.held_bytes + self.saved_bytes + self.workspace_bytes
 
 
 def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
-    """The peak of every pipeline rank: a micro-batch is under way on a stage from its F until its B or W has ended, as
+    """The peak of every pipeline rank. A micro-batch is in flight on a stage from its F until its B or W has ended, as
     the schedule's validator counts (``schedules/check.py``)."""
     found = []
     for rank, actions in enumerate(schedule.ranks):
@@ -51,7 +51,7 @@ def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
 
 
 def memory_verdict(peak_bytes: float, limit_bytes: float) -> Verdict:
-    """Whether a rank whose peak this is stays within ``limit_bytes``."""
+    """Whether a rank with this peak stays within ``limit_bytes``."""
     if peak_bytes > limit_bytes:
         return "does not fit"
     return "marginal" if peak_bytes > (1 - MARGIN) * limit_bytes else "fits"

@@ -1,4 +1,4 @@
-"""Lowered programs -> the ``Work`` of their step: what every action computes, communicates and keeps, node by node."""
+"""Lowered programs -> the ``Work`` of their step: the compute, communication and memory of every action."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,25 +18,25 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE
 
 HEAP_FACTOR = 1.15
-"""On a CPU: what glibc's heap takes from the system for what lives in it, because free pieces between live ones are too
-small to be used again. Measured 1.06 to 1.3 on the cases of ``benchmarks/prediction.py``."""
+"""On a CPU: bytes that glibc's heap takes from the system per live byte, because free pieces between live ones are too
+small to be reused. Measured 1.06 to 1.3 on the cases of ``benchmarks/prediction.py``."""
 HOST_S_PER_BYTE = 1 / 25e9
-"""Between a device and its host's pinned memory: PCIe 4.0 with 16 lanes, of whose 31.5 GB/s copies reach about 25."""
+"""Seconds per byte copied between device and pinned host memory: copies reach about 25 of PCIe 4.0 x16's 31.5 GB/s."""
 CHUNK_BYTES = 2**26
-"""Parameters that are stepped together where optimizer state lies on the host (``runtime/offload.py``)."""
+"""Bytes of parameters that are updated together if optimizer state lies on the host (``runtime/offload.py``)."""
 CHECK_KERNELS = 3
-"""Kernels that look whether the loss is finite."""
+"""Kernels that check whether the loss is finite."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that one rank of a stage holds for the whole step. Where a step runs in one piece its gradients come and go
-    with the activations, and are counted with those, as are gathered parameters."""
+    """Bytes that one rank of a stage holds for the whole step. If a step runs as one function, gradients and gathered
+    parameters come and go with the activations, and are counted with them."""
 
     parameters_bytes: int
     gathered_bytes: int
-    """Parameters that are stored in parts, or in another dtype, and whole from the first micro-batch to the last."""
+    """Whole copies, from the first micro-batch to the last, of parameters stored in parts or in another dtype."""
     prologue_bytes: int
-    """What else is computed once for all micro-batches: masks, positions, counts of labels."""
+    """Other values that are computed once for all micro-batches: masks, positions, counts of labels."""
     gradients_bytes: int
     optimizer_bytes: int
     buffers_bytes: int
@@ -44,12 +44,12 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def persistent_bytes(self) -> int:
-        """What stays between steps, as the memory does in which gradients are summed up."""
+        """Bytes that stay between steps, including the memory in which gradients accumulate."""
         return self.total_bytes - self.gathered_bytes - self.prologue_bytes - self.inputs_bytes
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return sum(getattr(self, name) for name in self.__struct_fields__)
 
 
@@ -65,8 +65,8 @@ def step_work(
     """The work of one training step of ``plan``, lowered to ``programs``, on ``cluster``, whose devices have
     ``threads`` threads.
 
-    On a CPU every rank moves the bytes of its collectives itself, so that they hide behind nothing: they block where
-    they are awaited. Elsewhere they go on beside the kernels from where they start to where they are awaited.
+    On a CPU every rank moves the bytes of its collectives itself, so that they overlap nothing: they block at their
+    wait. On other devices they overlap the kernels between their start and their wait.
     """
     stages = [_Stage(programs, one, plan, cluster, optimizer, clips, threads) for one in programs]
     return Work(tuple(one.work() for one in stages), HEAP_FACTOR if cluster.device.kind == "cpu" else 1.0)
@@ -75,7 +75,7 @@ def step_work(
 def stage_held(
     programs: Sequence[Program], plan: Plan, stage: int, cluster: Cluster, optimizer: OptimizerCost = SGD
 ) -> Held:
-    """What ``held_bytes`` of a stage's work is made of."""
+    """The parts of ``held_bytes`` of a stage's work."""
     return _Stage(programs, programs[stage], plan, cluster, optimizer, False, 1).held()
 
 
@@ -88,7 +88,7 @@ class NodeCosts:
         self._known = lru_cache(maxsize=None)(self.rates.cost)
 
     def of(self, nodes: Iterable[Node]) -> Cost:
-        """Nodes one after the other, without what they communicate. A view takes a launch, and moves nothing."""
+        """The cost of nodes that run one after the other, without their collectives. A view costs ``kernel_s`` only."""
         seconds, flops, num_bytes = 0.0, 0.0, 0
         for node in nodes:
             if not node.kernels and node.starts is None and not node.waits:
@@ -140,7 +140,7 @@ class _Stage:
     # --- pieces ------------------------------------------------------------------------------------------------------
 
     def _pieces(self, nodes: Sequence[Node], what: str) -> tuple[Piece, ...]:
-        """Kernels between collectives become one piece."""
+        """The pieces of some nodes: kernels between two collectives are joined into one piece."""
         found: list[Piece] = []
         pending: list[Node] = []
 
@@ -156,7 +156,7 @@ class _Stage:
                 flush()
                 found.append(self._communicate(self._name(one), one, True))
             if node.starts is not None:
-                if node.name not in self.begun:  # a backward runs in one piece or in two: its parts start the same
+                if node.name not in self.begun:  # backward in two parts starts the same collectives as in one
                     self.begun[node.name] = self._name(node.starts), node.starts
                 if not self.blocking:
                     flush()
@@ -166,7 +166,7 @@ class _Stage:
                 name, one = self.begun[node.waits]
                 if self.blocking:
                     found.append(self._communicate(name, one, True))
-                elif found and isinstance(last := found[-1], Communicate) and last.what == name:  # nothing in between
+                elif found and isinstance(last := found[-1], Communicate) and last.what == name:  # no compute between
                     found[-1] = self._communicate(name, one, True)
                 else:
                     found.append(Wait(name))
@@ -195,7 +195,7 @@ class _Stage:
     def _after(self) -> tuple[Piece, ...]:
         found = list(self._pieces(self._nodes(FINISH), FINISH))
         stage, count = self.program.stage, self.pipeline
-        if count > 1 and stage + count >= len(self.programs):  # once a rank, whatever its chunks
+        if count > 1 and stage + count >= len(self.programs):  # once per rank, not once per chunk
             for name, owners in self._owners().items():
                 if len(owners) > 1 and stage % count in owners:
                     size = next(held.bytes for one in self.programs for held in one.parameters if held.name == name)
@@ -206,7 +206,7 @@ class _Stage:
         return tuple(found)
 
     def _owners(self) -> dict[str, tuple[int, ...]]:
-        """By trained parameter, the pipeline ranks that hold it."""
+        """The pipeline ranks that hold each trained parameter."""
         found: dict[str, set[int]] = {}
         for program in self.programs:
             for one in program.parameters:
@@ -215,11 +215,11 @@ class _Stage:
         return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
 
     def _update(self) -> Compute:
-        """The check of the loss, clipping, and the optimizer."""
+        """The cost of the check of the loss, of clipping, and of the optimizer."""
         rates, each = self.costs.rates, self.optimizer
         parameters = [one.bytes for one in self.program.parameters if one.name in self.trained]
         cost = Cost(CHECK_KERNELS * rates.kernel_s)
-        if self.plan.precision in ("bfloat16", "float16"):  # gradients are looked at, and unscaled
+        if self.plan.precision in ("bfloat16", "float16"):  # gradients are checked and unscaled
             for size in parameters:
                 cost += rates.stream("update", 2 * size)
         if self.clips:
@@ -229,7 +229,7 @@ class _Stage:
         for size in parameters:
             for _ in range(each.kernels):
                 cost += rates.stream("update", each.moved / each.kernels * size)
-        if self._offloads:  # what moves both ways, less what hides behind the kernels
+        if self._offloads:  # state moves both ways; only the time beyond the kernels' counts
             moved = 2 * each.states * sum(parameters)
             cost += Cost(max(0.0, moved * HOST_S_PER_BYTE - cost.seconds), 0.0, moved)
         return Compute("update", cost.seconds, cost.flops, cost.bytes)
@@ -253,12 +253,12 @@ class _Stage:
             gradients_bytes=_num_bytes(program.accumulators),
             optimizer_bytes=self._optimizer_bytes(),
             buffers_bytes=sum(one.bytes for one in program.buffers),
-            # A rank has them once, whatever its chunks.
+            # A rank holds them once, not once per chunk.
             inputs_bytes=sum(one.bytes for one in program.inputs) if program.stage < self.pipeline else 0,
         )
 
     def _optimizer_bytes(self) -> int:
-        """Of its state, on the device: all, or, where it lies on the host, the chunk that is stepped and the next."""
+        """Bytes of optimizer state on the device: all, or if it lies on the host, the current chunk and the next."""
         trained = [one.bytes for one in self.program.parameters if one.name in self.trained]
         every = sum(trained) * self.optimizer.states
         if not self._offloads:
@@ -270,7 +270,7 @@ class _Stage:
         return self.plan.offload == "optimizer" and not self.blocking
 
     def _memory(self) -> tuple[int, int]:
-        """Bytes that a micro-batch keeps from forward to backward, and the most that one action needs beside them."""
+        """Bytes that a micro-batch keeps from forward to backward, and the most that one action needs in addition."""
         forward, backward = self._nodes(FORWARD), self._nodes(BACKWARD)
         if self.program.together:
             live: dict[str, int] = {}
@@ -287,7 +287,7 @@ class _Stage:
         return saved, max(0, rising - saved, self._highest(backward, kept) - saved)
 
     def _highest(self, nodes: Iterable[Node], live: dict[str, int]) -> int:
-        """The peak of live bytes over the nodes; ``live`` holds the storages at the start, then those at the end."""
+        """The peak of live bytes over the nodes. ``live`` are the live storages; it is updated to those at the end."""
         total = peak = sum(live.values())
         for node in nodes:
             for value in node.outputs:
@@ -300,8 +300,8 @@ class _Stage:
         return peak
 
     def _scratch_bytes(self, node: Node) -> int:
-        """Scores of attention that forms them. oneDNN convolutions copy images in blocks of channels: one of them, for
-        the weights' gradient both."""
+        """Bytes of scores of unfused attention. oneDNN convolutions copy their larger input in blocks of channels; the
+        weights' gradient copies both inputs."""
         kinds = {one.kind for one in node.kernels if one.kind.startswith("convolution")}
         if not kinds or not self.blocking:
             return sum(scratch_bytes(one, self.blocking) for one in node.kernels)

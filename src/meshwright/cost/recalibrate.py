@@ -1,4 +1,4 @@
-"""Feeds a ledger back: the cluster whose few constants are corrected by what a run took."""
+"""Correct a few constants of a cluster by the measured times of a run (its ledger)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,14 @@ from meshwright.ir.cluster import Cluster, CollectiveTiming, Level
 from meshwright.ir.ledger import Ledger
 
 MOST = 8.0
-"""Constants are corrected by up to this factor; what is off further is no matter of a constant."""
+"""The largest factor by which constants are corrected; a larger error has another cause than a constant."""
 _TIMES = ("kernel_s", "launch_s")
 _FRACTIONS = ("matmul_fraction", "attention_fraction", "bandwidth_fraction")
 _SAYS = "; corrected by a run of "
 
 
 class Factors(msgspec.Struct, frozen=True, kw_only=True):
-    """How many times as long computing, and communication, took as the cluster's constants say."""
+    """Measured time relative to the time by the cluster's constants, for computing and for communication."""
 
     compute: float = 1.0
     communication: float = 1.0
@@ -27,7 +27,7 @@ def factors(ledger: Ledger) -> Factors:
     """The two factors that explain a ledger best (``Ledger.compute_factor``, ``Ledger.communication_factor``).
 
     Raises:
-        ClusterError: one is beyond ``MOST`` or its inverse.
+        ClusterError: a factor is above ``MOST`` or below its inverse.
     """
     found = Factors(compute=ledger.compute_factor, communication=ledger.communication_factor)
     remedy = "calibrate the machine again while nothing else runs, or name the cluster that it really is"
@@ -39,12 +39,12 @@ def factors(ledger: Ledger) -> Factors:
 
 
 def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
-    """The cluster with the constants that would have foretold the ledger's run.
+    """The cluster with the constants that would have predicted the ledger's run correctly.
 
     Computing: the device's efficiency curves and fractions are divided by the factor (no efficiency gets above 1, so
-    that a device faster than its peaks is corrected in part), its times per kernel multiplied. Communication: alpha and
-    beta of the levels that the run's ranks cross, and the measured collectives of those levels, are multiplied. Peaks,
-    sizes and everything else stay.
+    that a device faster than its peaks is corrected in part); its times per kernel are multiplied by it. Communication:
+    alpha and beta of the levels that the run's ranks cross, and the measured collectives of those levels, are
+    multiplied. All other constants stay.
 
     Raises:
         ClusterError: the ledger is of another cluster; a factor is out of bounds (``factors``); the device has neither
@@ -71,8 +71,8 @@ def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
 
 
 def _corrected(value: Any, found: Factors, levels: tuple[str, ...], key: str = "") -> Any:
-    """The value, with every device inside (the cluster's, those of members, under any condition) as slow as computing
-    was found to be, and alpha, beta and collectives of the levels of these names as slow as communication was."""
+    """The value with its constants corrected: those of every device in it (the cluster's, its members', under any
+    condition) by the factor of computing; alpha, beta and collectives of ``levels`` by that of communication."""
     replace = msgspec.structs.replace
     if key == "efficiency":
         return {
@@ -93,7 +93,7 @@ def _corrected(value: Any, found: Factors, levels: tuple[str, ...], key: str = "
 
 
 def _inside(value: Any, change: Callable[[Any, str], Any]) -> Any:
-    """The value, with each field of a struct and each item of a tuple changed; ``change`` gets the field's name too."""
+    """The value with every field of a struct, or every item of a tuple, replaced by ``change(item, field's name)``."""
     if isinstance(value, msgspec.Struct):
         return msgspec.structs.replace(
             value, **{name: change(getattr(value, name), name) for name in value.__struct_fields__}

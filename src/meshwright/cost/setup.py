@@ -1,4 +1,4 @@
-"""The setup: a model, how it is laid out over devices, and how its step is run. What every estimate is about."""
+"""The setup, which every estimate takes: a model, its layout over devices, and the way its step runs."""
 
 import math
 from collections.abc import Iterator
@@ -24,20 +24,20 @@ DTYPES: dict[str, str] = {
     "fp16": "float16",
     "fp8": "float8",
 }
-"""By precision, the dtype of matrix products (``Device.peak_flops_per_s``)."""
+"""The dtype of matrix products by precision (``Device.peak_flops_per_s``)."""
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How one training step is run. Ranks: ``dp * cp * tp * pp``, tp innermost, then cp, then dp and pp (``inner``:
-    which of these two is nearer).
+    """How one training step runs. Ranks: ``dp * cp * tp * pp``, tp innermost, then cp, then dp and pp (``inner`` names
+    the inner of these two).
 
-    ``global_batch`` and ``micro_batch`` count sequences, of the whole step and of one micro-batch on one replica.
-    ``chunks`` is the number of model chunks per pipeline rank (interleaved and zb-v). ``recompute``: ``selective`` is
-    the attention core only (with ``zero`` 3 what fully sharded frameworks call so: all but attention and every other
-    product), ``full`` whole layers. ``flash``: attention is one fused kernel that keeps no scores. ``compiled``: the
-    model's own operations are fused (torch.compile). ``overlap``: what of communication runs beside compute that could
-    do without it: ``dp`` (gradients, and parameters with ZeRO), ``all`` (collectives and messages inside layers and
-    between stages too); ZeRO 3 always does what ``dp`` says.
+    ``global_batch`` and ``micro_batch`` count sequences: of the whole step, and of one micro-batch on one replica.
+    ``chunks`` is the number of model chunks per pipeline rank (interleaved and zb-v). ``recompute``: ``selective``
+    repeats the attention core only (with ``zero`` 3, as fully sharded frameworks do, everything but attention and every
+    other product); ``full`` repeats whole layers. ``flash``: attention is one fused kernel that keeps no scores.
+    ``compiled``: the model's own operations are fused (torch.compile). ``overlap``: the communication that overlaps
+    independent compute: ``dp`` (gradients, and parameters with ZeRO), or ``all`` (also collectives inside layers and
+    messages between stages); ZeRO 3 always overlaps as with ``dp``.
 
     Raises:
         LayoutError: a size is impossible, or sizes do not divide.
@@ -80,7 +80,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             if not size or size % by:
                 yield name, f"{name} = {size} is not divisible by {divisor} = {by}", f"change {divisor} or {name}"
         layers, stages = self.model.layers, self.pp * self.chunks
-        # Embedding and head may stand in for a layer each, on the first stage and the last.
+        # Embedding and head may each take the place of a layer, on the first stage and on the last.
         if self.pp > layers or stages > layers + 2:
             problem = f"{self.pp} stages of {self.chunks} chunks need {stages} layers, the model has {layers}"
             yield "pp", problem, "take fewer stages or chunks"
@@ -91,7 +91,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             yield "inner", "with cp above 1, dp lies beside it", 'give "dp", or cp = 1'
 
     def _divisions(self) -> Iterator[tuple[str, int, str, int]]:
-        """Every division that must leave no rest: the divisor's name and size, then the dividend's."""
+        """Every division that must have no remainder: name and size of the divisor, then of the dividend."""
         model = self.model
         yield "tp", self.tp, "heads", model.heads
         yield "tp", self.tp, "ffn", model.ffn
@@ -110,12 +110,12 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def data_stride(self) -> int:
-        """How many ranks lie between one of dp x cp and the next."""
+        """The distance in ranks between neighbours on dp x cp."""
         return self.tp * (self.pp if self.inner == "pp" else 1)
 
     @property
     def stage_stride(self) -> int:
-        """How many ranks lie between one pipeline stage and the next."""
+        """The distance in ranks between neighbouring pipeline stages."""
         return self.tp * self.cp * (self.dp if self.inner == "dp" else 1)
 
     @property
@@ -130,7 +130,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def sequence_parts(self) -> int:
-        """Into how many parts tp cuts the sequence between the tensor-parallel parts of a layer."""
+        """The number of parts into which tp cuts the sequence between the tensor-parallel parts of a layer."""
         return self.tp if self.sequence_parallel else 1
 
     @property
@@ -140,24 +140,24 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def resharded(self) -> bool:
-        """Whether parameters are gathered for each use and let go. A pipeline that shards them gathers them once a
-        step: it would have to do so for every micro-batch."""
+        """Whether parameters are gathered for each use and released after it. A pipeline that shards parameters gathers
+        them once a step, because otherwise it would gather them for every micro-batch."""
         return self.zero == 3 and self.pp == 1
 
     @property
     def unfused(self) -> bool:
-        """Whether operations are run as PyTorch's eager mode does: fully sharded frameworks leave the model's code as
-        it is, where Megatron-LM has kernels of its own."""
+        """Whether operations run one by one, as in PyTorch's eager mode: fully sharded frameworks run the model's code
+        as it is, while Megatron-LM has fused kernels."""
         return self.zero == 3 and not self.compiled
 
     @property
     def alternate(self) -> bool:
-        """Whether every other product's output is kept, and attention's: the rest is recomputed."""
+        """Whether attention's output and every other product's are kept, and the rest is recomputed."""
         return self.zero == 3 and self.recompute == "selective"
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each pipeline rank; what is left over goes to the middle, away from embedding and head."""
+        """Layers of each pipeline rank; the remainder goes to the middle ranks, away from embedding and head."""
         base, extra = divmod(self.model.layers, self.pp)
         first = (self.pp - extra) // 2
         return tuple(base + (first <= stage < first + extra) for stage in range(self.pp))
@@ -174,7 +174,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def key_width(self) -> int:
-        """The width of the keys on one rank: heads that are fewer than tp are repeated."""
+        """The width of the keys on one rank; key heads are repeated if they are fewer than tp."""
         heads = self.model.kv_heads or self.model.heads
         return math.ceil(heads / self.tp) * self.model.head_width
 
@@ -183,4 +183,4 @@ SPELLED = (
     ("schedule", ScheduleName), ("recompute", Recompute), ("precision", Precision), ("overlap", Overlap),
     ("inner", Inner),
 )  # fmt: skip
-"""The fields that are one of a few words."""
+"""The fields whose value is one of a few words, with their types."""

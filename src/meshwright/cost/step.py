@@ -1,4 +1,4 @@
-"""The step: its seconds in closed form, from a layer's passes, the pipeline's schedule, and what comes after them."""
+"""The seconds of a step in closed form, from a layer's passes, the pipeline's schedule, and the update after them."""
 
 import msgspec
 
@@ -9,22 +9,22 @@ from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 
 OPTIMIZER_BYTES = 33.0
-"""Read and written per parameter by Adam in mixed precision, with unscaling, clipping and the copy to 16 bit."""
+"""Bytes that Adam in mixed precision reads and writes per parameter, with unscaling, clipping and the 16-bit copy."""
 
 HOST_BLEND = 4.4
-"""The host issues kernels while the device works on earlier ones: a pass takes the larger of the two times, and where
-they are alike, more (their norm of this order)."""
+"""The order of the norm that joins host time and device time. The host launches kernels while the device runs earlier
+ones: a pass takes about the larger of the two times, and more if they are close."""
 
 HIDDEN = 0.6
-"""The part of a collective beside compute that costs nothing: the rest takes processors and memory from kernels."""
+"""The fraction of an overlapped collective that costs no time: the rest takes processors and memory from kernels."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step and what they are made of: the parts add up to ``step_s``.
+    """Seconds of a step and of its parts, which add up to ``step_s``.
 
-    ``compute_s`` is the busiest stage's kernels, ``tensor_comm_s`` its waiting for collectives inside layers,
-    ``host_s`` what launching kernels adds, ``bubble_s`` waiting for other stages, ``pipeline_comm_s`` messages between
-    stages, ``data_comm_s`` what is not hidden of gradients and parameters over dp, ``optimizer_s`` the update.
+    ``compute_s``: kernels of the slowest stage; ``tensor_comm_s``: its waiting for collectives inside layers;
+    ``host_s``: time added by launching kernels; ``bubble_s``: waiting for other stages; ``pipeline_comm_s``: messages
+    between stages; ``data_comm_s``: exposed collectives of gradients and parameters over dp; ``optimizer_s``: update.
     """
 
     step_s: float
@@ -36,11 +36,11 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     data_comm_s: float
     optimizer_s: float
     model_flops_per_s: float
-    """Of all devices together, counting what the model needs once (nothing recomputed)."""
+    """FLOP/s of all devices together, by the model's own FLOPs (recomputation is not counted)."""
 
 
 def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
-    """The step of ``setup`` on ``cluster``, which has (at least) ``setup.world_size`` devices.
+    """Estimate the step of ``setup`` on ``cluster``, which has (at least) ``setup.world_size`` devices.
 
     Every micro-batch passes every stage forward and backward; the slowest stage sets the pace:
 
@@ -73,8 +73,8 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
 
 
 class Busy(Summed, frozen=True):
-    """What keeps a stage busy in one direction: kernels, collectives inside layers, waiting for the host; and the part
-    of all that which computes the gradients of parameters."""
+    """Seconds of a stage in one direction: kernels, collectives inside layers, waiting for the host; ``weight_s`` is
+    the part of their sum that computes the gradients of parameters."""
 
     device_s: float = 0.0
     comm_s: float = 0.0
@@ -83,12 +83,12 @@ class Busy(Summed, frozen=True):
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Kernels, collectives and waiting together."""
         return self.device_s + self.comm_s + self.host_s
 
 
 class Stage(Summed, frozen=True):
-    """One micro-batch on one stage."""
+    """Seconds of one micro-batch on one stage."""
 
     forward: Busy = Busy()
     backward: Busy = Busy()
@@ -100,8 +100,8 @@ class Stage(Summed, frozen=True):
 
 
 class Pieces(msgspec.Struct, frozen=True):
-    """What a step is put together from: one micro-batch on every stage (chunks are stages of their own, ``s % p`` is
-    their rank), a message and the one that comes back for it, and the seconds after the last backward."""
+    """The times that make up a step: one micro-batch on every stage (each chunk is a stage of its own, on rank
+    ``s % p``), a message to the next stage plus the one back, and the seconds after the last backward."""
 
     stages: tuple[Stage, ...]
     send_s: float
@@ -109,7 +109,7 @@ class Pieces(msgspec.Struct, frozen=True):
 
 
 def step_pieces(setup: Setup, cluster: Cluster) -> Pieces:
-    """The same pieces that ``estimate_step`` adds up in closed form, for whoever times them one by one."""
+    """The pieces that ``estimate_step`` adds up in closed form, for callers that time them one by one."""
     rates, network = Rates(cluster.device), Network(cluster)
     stages = _stages(setup, rates, network)
     slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
@@ -135,9 +135,9 @@ def stage_parameters(setup: Setup, stage: int) -> float:
 
 
 def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> list[Stage]:
-    """One micro-batch on each stage, ``chunks`` of them a rank. Host and device are compared layer by layer: the head
-    keeps the device busy while layers may not, and the host does not run ahead from one to the other (losses are read,
-    stages wait)."""
+    """One micro-batch on each stage, with ``chunks`` stages per rank. Host and device times are joined layer by layer:
+    the head may be bound by the device and layers by the host, and the host does not run ahead from one to the other
+    (losses are read, stages wait)."""
     model = setup.model
     share = model.expert_layers / model.layers
     layer = Stage()
@@ -146,7 +146,7 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
             one = layer_pass(setup, rates, network, experts=experts)
             back = one.backward + _recomputed(setup, one)
             both = Stage(_timed(one.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
-            layer += both * (part * (1 + model.cross / model.layers / 2))  # an attention is about half a layer
+            layer += both * (part * (1 + model.cross / model.layers / 2))  # cross-attention is about half a layer
     stages = [layer * (layers / chunks) for layers in setup.stage_layers] * chunks
     for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, rates, network))):
         stages[stage] += Stage(_timed(ends.forward, rates), _timed(ends.backward, rates))
@@ -154,14 +154,14 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
 
 
 def _bubble_s(setup: Setup, stage: Stage) -> float:
-    """How long a rank idles for another stage's sake (Qi et al. 2023, table 1): a whole micro-batch; where gradients of
-    parameters fill in, once or twice as much less."""
+    """Seconds for which a rank idles because of another stage (Qi et al. 2023, table 1): a whole micro-batch, less the
+    gradients of parameters (two or three times) with which zero-bubble schedules fill the gap."""
     filled = {"zb-h1": 2, "zb-h2": 3, "zb-v": 3}.get(setup.schedule, 0)
     return max(0.0, stage.total_s - filled * stage.backward.weight_s)
 
 
 def _after(setup: Setup, rates: Rates, network: Network, slowest: int, pace: Stage) -> tuple[float, float]:
-    """What comes after the last backward: communication over dp and of tied weights, and the optimizer."""
+    """Seconds after the last backward: communication over dp and of tied weights, and the optimizer."""
     parameters = stage_parameters(setup, slowest)
     data_s = _data_comm_s(setup, network, parameters, pace.total_s) + _tied_s(setup, network)
     return data_s, _optimizer_s(setup, rates, parameters)
@@ -176,7 +176,7 @@ def _recomputed(setup: Setup, layer: Pass) -> Span:
 
 
 def _exposed(setup: Setup) -> float:
-    """The part of the communication inside and between stages that the device waits for."""
+    """The fraction of the communication inside and between stages for which the device waits."""
     return 1 - HIDDEN if setup.overlap == "all" else 1.0
 
 
@@ -189,7 +189,7 @@ def _timed(span: Span, rates: Rates, exposed: float = 1.0) -> Busy:
 
 
 def _send_s(setup: Setup, network: Network) -> float:
-    """Activations to the next stage and their gradients back; with tp each rank sends its part (scatter-gather)."""
+    """Seconds to send activations on and gradients back; with tp each rank sends its part (scatter-gather)."""
     if setup.pp < 2:
         return 0.0
     moved = setup.tokens * setup.model.hidden * setup.element_bytes / setup.tp
@@ -200,25 +200,25 @@ def _send_s(setup: Setup, network: Network) -> float:
 
 
 def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s: float) -> float:
-    """Gradients (and parameters, where they are sharded) over dp x cp, as far as they are not hidden."""
+    """Exposed seconds of the collectives of gradients (and of sharded parameters) over dp x cp."""
     data = Group(setup.dp * setup.cp, setup.data_stride)
     if data.size < 2:
         return 0.0
     moved = parameters * setup.element_bytes
     scatter_s, gather_s = (network.collective_s(name, moved, data) for name in ("reduce_scatter", "all_gather"))
     if setup.resharded:
-        # Gathered for the forward and again for the backward of every micro-batch, behind the compute of other layers.
+        # Every micro-batch gathers for forward and again for backward, overlapped by the compute of other layers.
         each_s = 2 * gather_s + scatter_s
         return setup.microbatches * max((1 - HIDDEN) * each_s, each_s - HIDDEN * microbatch_s)
     once_s = scatter_s + gather_s if setup.zero else network.collective_s("all_reduce", moved, data)
     if setup.overlap == "none":
         return once_s
-    # Gradients behind the last micro-batch's backward, parameters behind the next one's forward.
+    # Gradients overlap the last micro-batch's backward, parameters overlap the next step's forward.
     return max((1 - HIDDEN) * once_s, once_s - HIDDEN * microbatch_s)
 
 
 def _tied_s(setup: Setup, network: Network) -> float:
-    """The embedding's gradient, summed over the first stage and the last."""
+    """Seconds to all-reduce the tied embedding's gradient over the first stage and the last."""
     model = setup.model
     if setup.pp < 2 or not model.tied:
         return 0.0

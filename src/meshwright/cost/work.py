@@ -1,4 +1,4 @@
-"""What a step consists of on every stage, with its costs: the simulator plays it, an emulated device waits it."""
+"""The work of a step on every stage, with its costs: the simulator plays it, an emulated device waits for its times."""
 
 import msgspec
 
@@ -15,9 +15,9 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="comp
 
 
 class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="communicate"):
-    """A collective along a mesh axis of ``bytes`` (as ``cost.collective.Network`` counts them). It
-    starts when every rank of its group has come to it. ``blocking``: what follows waits for its end; else ``Wait``.
-    ``members``: the coordinates on ``pp`` that take part, rising; all of the axis where it is empty."""
+    """A collective of ``bytes`` (as ``cost.collective.Network`` counts them) along a mesh axis. It starts when every
+    rank of its group has reached it. ``blocking``: the next piece waits for its end; otherwise a ``Wait`` does.
+    ``members``: the coordinates on ``pp`` that take part, ascending; empty: the whole axis."""
 
     what: str
     collective: CollectiveKind
@@ -28,7 +28,7 @@ class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):
-    """Wait for the end of the ``Communicate`` of the same name that was not blocking."""
+    """Wait for the end of the non-blocking ``Communicate`` of the same name."""
 
     what: str
 
@@ -37,7 +37,7 @@ Piece = Compute | Communicate | Wait
 
 
 class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One stage on one rank: what each kind of action does for one micro-batch, what crosses the borders, what lives.
+    """One stage on one rank: the pieces of each kind of action, the bytes that cross stage borders, and memory.
 
     ``pieces`` is by kind of action (``F``, ``B``, ``I``, ``W``, and once a step ``REDUCE_GRAD``); ``before`` and
     ``after`` surround the schedule (prologue; joined gradients, clipping, optimizer). Bytes are of one rank:
@@ -58,7 +58,7 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The stages of a step, from the first to the last. ``heap_factor``: the bytes that the allocator takes from the
-    system for a byte that is saved or workspace."""
+    system per byte of saved values or workspace."""
 
     stages: tuple[StageWork, ...]
     heap_factor: float = 1.0

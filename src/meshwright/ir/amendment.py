@@ -1,4 +1,4 @@
-"""Changes of a plan while it runs: a link has become slower, and collectives over it take another algorithm."""
+"""Changes to a plan during a run: when a link becomes slower, collectives over it switch to another algorithm."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 
 NOT_RUN = ("prediction", "alternatives", "notes")
-"""What a plan says besides what is run."""
+"""Fields of a plan that do not change what runs."""
 
 
 class Amendment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """From ``step`` on, the collectives of one operation and size among ``ranks``, which differ on ``axis``, go by
-    ``algorithm``. ``num_bytes`` are of the whole vector."""
+    """From ``step`` on, collectives of this operation and size over ``axis`` among ``ranks`` use ``algorithm``.
+    ``num_bytes`` is the size of the whole vector."""
 
     step: int
     axis: str
@@ -33,5 +33,5 @@ def amended(before: Iterable[Amendment], new: Iterable[Amendment]) -> tuple[Amen
 
 
 def base_of(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """What is run of a plan, as it was before amendments; plans are as in their files."""
+    """The fields of a plan that decide what runs, without amendments. ``plan`` is as read from its file."""
     return {key: value for key, value in plan.items() if key not in (*NOT_RUN, "amendments")}

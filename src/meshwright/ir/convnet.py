@@ -1,4 +1,4 @@
-"""The convolutional network by its layers: what a prediction needs to know of it when nothing has been captured."""
+"""A convolutional network described by its layers, so that it can be predicted without capturing a model."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -9,11 +9,11 @@ from meshwright.errors import LayoutError, Problem, refuse
 
 
 class NetLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A convolution, or a dense layer, with what follows it (bias, batch norm, activation).
+    """A convolution or dense layer, including its bias, batch norm and activation.
 
-    ``inputs`` and ``outputs`` are channels (features of a dense layer), ``kernel`` the height and width of the filters,
-    ``groups`` the parts in which channels are convolved. ``pixels_in`` and ``pixels_out`` count positions, height times
-    width, of one image before and after; 1 for a dense layer.
+    ``inputs`` and ``outputs`` count channels (features of a dense layer). ``kernel`` is the height and width of the
+    filters, ``groups`` the number of channel groups. ``pixels_in`` and ``pixels_out`` are height times width of one
+    image before and after the layer; 1 for a dense layer.
 
     Raises:
         LayoutError: a size is impossible or sizes do not divide.
@@ -43,7 +43,7 @@ class NetLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def depth(self) -> int:
-        """The reduction length: how many products are added up in one output."""
+        """The reduction length: the number of products that are summed for one output."""
         return self.inputs // self.groups * self.kernel**2
 
     @property
@@ -53,17 +53,17 @@ class NetLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def parameters(self) -> int:
-        """Parameters with bias and batch norm."""
+        """Parameters of the filters, bias and batch norm."""
         return self.weights + self.outputs * (int(self.bias) + 2 * int(self.norm))
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs of one image's forward pass: a product and an addition for each weight and output position."""
+        """FLOPs of one image's forward pass: a multiplication and an addition per weight and output position."""
         return 2.0 * self.weights * self.pixels_out
 
 
 class ConvNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Layers in the order in which they run; poolings and additions between them have no parameters and few FLOPs."""
+    """Layers in the order in which they run. Poolings and additions are left out: no parameters and few FLOPs."""
 
     name: str
     image: tuple[int, int]
@@ -78,16 +78,16 @@ class ConvNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs of the products of one image's forward pass."""
+        """FLOPs of all layers in one image's forward pass."""
         return sum(layer.forward_flops for layer in self.layers)
 
     def step_flops(self, images: int) -> float:
-        """FLOPs of the products of a training step: three times the forward pass, but that no gradient of the images
-        is computed."""
+        """FLOPs of all layers in a training step: three times the forward pass, less the gradient of the images, which
+        is not computed."""
         return images * (3.0 * self.forward_flops - self.layers[0].forward_flops)
 
     def share(self, kind: Literal["convolution", "dense"]) -> tuple[float, float]:
-        """What part of the forward FLOPs, and of the parameters, layers of this kind have."""
+        """The fractions of the forward FLOPs and of the parameters in layers of this kind."""
         chosen = [layer for layer in self.layers if layer.kind == kind]
         flops = sum(layer.forward_flops for layer in chosen) / self.forward_flops
         return flops, sum(layer.parameters for layer in chosen) / self.parameters

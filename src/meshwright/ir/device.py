@@ -1,4 +1,4 @@
-"""The device: what one rank computes on, its peaks, its memory, and how much of a peak operators reach."""
+"""The device that one rank computes on: its peaks, its memory, and the fraction of a peak that operators reach."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,19 +15,20 @@ PEAK_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8"
 """The keys that ``Device.peak_flops_per_s`` may have; ``tfloat32`` is float32 rounded by the matrix unit."""
 
 Curve = tuple[tuple[float, float], ...]
+"""Points (size, fraction of the peak), with rising sizes."""
 Origin = Literal["measured", "catalog", "default", "given"]
-"""Where constants are from: measured on this machine; data sheets and published figures; a stand-in, as nobody
-measured; given by the user, in a file that does not say."""
+"""Where constants come from: measured on this machine; data sheets and published figures; a stand-in without
+measurement; given by the user in a file that does not say."""
 
 
 class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How a device's kernels fall short of its data sheet; the defaults were fitted once, on A100 (docs/predictor.md).
+    """How far a device's kernels fall short of its data sheet. The defaults were fitted on A100 (docs/predictor.md).
 
-    ``processors`` that take a tile of a matrix product at a time; what their main loop reaches of the peak, and fused
-    attention's; the reduction length that filling and draining a tile costs; the cost of loading a small tile's
-    operands, in rows; the fraction of the memory bandwidth; the device's time from one kernel to the next; the host's
-    time to issue one kernel, hidden while the device is busy.
-    """
+    ``processors`` each compute one tile of a matrix product at a time. The main loops of matrix products and of fused
+    attention reach ``matmul_fraction`` and ``attention_fraction`` of the peak; kernels bound by memory reach
+    ``bandwidth_fraction`` of the bandwidth. Filling and draining a tile costs as much as ``extra_depth`` of reduction
+    length; ``operand_cost`` is the cost of loading a small tile's operands, in rows. ``kernel_s`` is the device's time
+    from one kernel to the next, ``launch_s`` the host's time to issue one (hidden while the device is busy)."""
 
     processors: int
     matmul_fraction: float = 0.905
@@ -40,8 +41,9 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How a device works when ``ranks`` devices of its box work at once, each with ``threads`` threads: its efficiency
-    curves then, by kind, as fractions of the peak of all its threads, and the seconds from one kernel to the next."""
+    """The measured speed of a device while ``ranks`` devices of its box work, each with ``threads`` threads.
+    ``efficiency`` has curves by kind, as fractions of the peak of all its threads. ``kernel_s`` is the time from one
+    kernel to the next, in seconds."""
 
     threads: int = 1
     ranks: int = 1
@@ -50,15 +52,14 @@ class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One device: what holds a rank (a GPU, a chip; on CPU a core).
+    """One device, which holds one rank: a GPU, a chip, or a core of a CPU.
 
-    ``peak_flops_per_s`` is dense, by dtype name (``PEAK_DTYPES``). ``efficiency`` gives, by kind of operator, rising
-    ``[size, fraction of the peak]`` points; a size is FLOPs for what computes and bytes for what is bound by memory
-    (``ir/kind.py``). ``conditions`` say what else was measured: more threads, all devices of the box at work.
-    ``kernels`` says what the closed-form estimates need beyond that. ``usd_per_hour`` is what a device is rented for,
-    None where no price is known, and ``price_source`` says by whom and when: prices move. ``origin`` is of peaks,
-    bandwidth and efficiency.
-    """
+    ``peak_flops_per_s`` is the dense peak by dtype name (``PEAK_DTYPES``). ``efficiency`` has, by kind of operator,
+    ``[size, fraction of the peak]`` points with rising sizes: FLOPs if arithmetic bounds the kind, bytes if memory
+    does (``ir/kind.py``). ``conditions`` are measurements with more threads, or with all devices of the box at
+    work. ``kernels`` are further constants of the closed-form estimates. ``usd_per_hour`` is the rent of one device
+    (None: unknown); ``price_source`` says who asks this price, and when, because prices change. ``origin`` says where
+    peaks, bandwidth and efficiency come from."""
 
     name: str
     kind: Literal["cpu", "gpu", "accelerator"]
@@ -74,7 +75,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     origin: Origin = "given"
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s at best in ``dtype``; a ClusterError where the device has no such precision."""
+        """The peak FLOP/s in ``dtype``; a ClusterError if the device has no peak for it."""
         if dtype not in self.peak_flops_per_s:
             raise ClusterError(
                 f"there is no peak for {dtype!r}",
@@ -84,9 +85,9 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.peak_flops_per_s[dtype]
 
     def under(self, *, ranks: int = 1, threads: int = 1) -> "Device":
-        """The device as it was measured nearest to ``ranks`` of its box working at once, with ``threads`` threads each
-        (the same, where nothing but itself was measured). Its peaks are then those of all its threads; curves that were
-        not measured stay as they are."""
+        """The device under the measured condition nearest to ``ranks`` working devices of its box, with ``threads``
+        threads each; the device itself, if no other condition is nearer. Peaks and memory bandwidth are then those of
+        all its threads. Curves that were not measured under this condition stay as they are."""
         alone = Condition(efficiency=self.efficiency, kernel_s=self.kernels.kernel_s if self.kernels else 0.0)
         nearest = min(
             (alone, *self.conditions),
@@ -107,7 +108,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def efficiency_at(self, kind: str, size: float) -> float:
         """The fraction of the peak that an operator of this kind and size reaches: linear in log(size) between the
-        points, constant beyond them, and 1 where the device has no curve for the kind."""
+        points of the curve, constant beyond them, and 1 if the device has no curve for the kind."""
         curve = self.efficiency.get(kind, ((1.0, 1.0),))
         if size <= curve[0][0]:
             return curve[0][1]
@@ -117,7 +118,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return curve[-1][1]
 
 
-# A number in the wrong unit is the likeliest mistake in a file, so what no machine has is refused with a hint.
+# The likeliest mistake in a file is a number in the wrong unit: impossible numbers are refused with a hint.
 _RANGES = {
     "alpha_s": (0.0, 1.0, "give seconds: 5 microseconds are 5e-6"),
     "beta_s_per_byte": (0.0, 1e-3, "give seconds per byte: 25 GB/s are 4e-11"),
@@ -131,7 +132,7 @@ _RANGES = {
 
 
 def quantity_problems(quantities: Mapping[str, float], where: str = "") -> Iterator[Problem]:
-    """The values, by quantity, that no machine has, each at its key (after ``where``), with a hint at the unit."""
+    """Problems of values that no machine has, each at its key (below ``where``), with a hint at the unit."""
     for quantity, value in quantities.items():
         low, high, hint = _RANGES[quantity]
         if not low <= value <= high:
@@ -139,7 +140,7 @@ def quantity_problems(quantities: Mapping[str, float], where: str = "") -> Itera
 
 
 def device_problems(device: Device, where: str) -> Iterator[Problem]:
-    """What is impossible about the device, each at its key (after ``where``)."""
+    """Problems of impossible values in the device, each at its key (below ``where``)."""
     names = ("memory_bytes", "memory_bandwidth_bytes_per_s", "usd_per_hour")
     quantities = {name: getattr(device, name) for name in names}
     yield from quantity_problems({name: value for name, value in quantities.items() if value is not None}, where)

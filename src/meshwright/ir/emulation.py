@@ -1,4 +1,4 @@
-"""What an emulated device does for each stage: how long it waits, and for whom."""
+"""The work of an emulated device in each stage: how long it waits, and for which peers."""
 
 from typing import Literal
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``seconds`` of computing (``compute``) or of a collective that blocks (``communicate``); ``meet``: of one for
-    which all stages come together first; ``start``: of one that goes on until an ``until`` of the same name waits."""
+    """``seconds`` of ``compute``, or of a collective: ``communicate`` blocks; ``meet`` first waits for all stages, then
+    blocks; ``start`` goes on until an ``until`` with the same name waits for it."""
 
     what: str
     role: Literal["compute", "communicate", "meet", "start", "until"]
@@ -15,8 +15,8 @@ class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EmulatedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One stage: by kind of action (as in ``cost.work.StageWork``), and around the schedule. A message to the next
-    stage is under way for ``sent_up_s``, to the one before for ``sent_down_s``."""
+    """The work of one stage by kind of action (as in ``cost.work.StageWork``), ``before`` and ``after`` the schedule. A
+    message takes ``sent_up_s`` to the next stage and ``sent_down_s`` to the previous stage."""
 
     actions: dict[str, tuple[Doing, ...]]
     before: tuple[Doing, ...] = ()

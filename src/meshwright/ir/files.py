@@ -1,4 +1,4 @@
-"""Reading and writing the nouns as JSON or TOML, with errors that name file and key."""
+"""Read and write plans, clusters and other structs as JSON or TOML, with errors that name file and key."""
 
 import difflib
 import os
@@ -23,7 +23,7 @@ _LINE_LENGTH = 120
 
 
 def encode_json(value: msgspec.Struct) -> bytes:
-    """The value as JSON to read and diff: what fits in a line stands on one line, the rest is indented.
+    """The value as JSON for people to read and diff: a value that fits on one line is on one line, others are indented.
 
     A type with ``to_text`` and ``from_text`` (such as ``schedule.ActionList``) is written as one string.
     """
@@ -31,11 +31,11 @@ def encode_json(value: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[T], *, where: str, toml: bool = False) -> T:
-    """Decode JSON (or TOML) bytes into a noun; unknown keys, wrong types and other versions are errors.
+    """Decode JSON (or TOML) bytes into a struct; unknown keys, wrong types and other versions are errors.
 
     Raises:
         FileFormatError: names ``where`` (usually a file) and the key.
-        MeshwrightError: the noun itself refused the value; ``where`` is put before the place it names.
+        MeshwrightError: the struct itself refused the value; ``where`` is put before the place that the error names.
     """
     try:
         raw: Any = msgspec.toml.decode(data) if toml else msgspec.json.decode(data)
@@ -55,7 +55,7 @@ def decode(data: bytes, kind: type[T], *, where: str, toml: bool = False) -> T:
                 remedy="write the file again with this Meshwright, or use the one that wrote it",
             )
     try:
-        # TOML is written by hand: `80e9` is a float there, and yet a fine number of bytes.
+        # People write TOML by hand: `80e9` is a float there, and must be accepted as a number of bytes.
         return msgspec.convert(raw, kind, strict=not toml, dec_hook=_from_file)
     except msgspec.ValidationError as error:
         raise _explained(error, kind, where) from None
@@ -64,17 +64,17 @@ def decode(data: bytes, kind: type[T], *, where: str, toml: bool = False) -> T:
 
 
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:
-    """Read a noun from a ``.json`` or ``.toml`` file.
+    """Read a struct from a ``.json`` or ``.toml`` file.
 
     Raises:
         FileFormatError: the file is missing, not JSON/TOML, or a key is wrong.
-        MeshwrightError: the noun itself refused the value (see ``decode``).
+        MeshwrightError: the struct itself refused the value (see ``decode``).
     """
     return decode(read_bytes(path), kind, where=str(path), toml=Path(path).suffix == ".toml")
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """What the file holds; a FileFormatError where it cannot be read."""
+    """The bytes of the file; a FileFormatError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -84,20 +84,20 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def save(value: msgspec.Struct, path: str | os.PathLike[str]) -> None:
-    """Write a noun to ``.json`` or ``.toml``, atomically (a reader never sees half a file)."""
+    """Write a struct to a ``.json`` or ``.toml`` file, atomically (a reader never sees half a file)."""
     path = Path(path)
     data = msgspec.toml.encode(value, enc_hook=_to_file) if path.suffix == ".toml" else encode_json(value)
     write_if_changed(path, data)
 
 
 def write_if_changed(path: Path, data: bytes) -> None:
-    """``write_atomically``, unless it stands there already: that needs no room on a disk that may be full."""
+    """Write ``data`` atomically, unless the file already holds it: then a full disk does not matter."""
     if not path.is_file() or path.read_bytes() != data:
         write_atomically(path, data)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary file beside ``path``, then rename over it."""
+    """Write to a temporary file in the same folder, then rename it to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -112,14 +112,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """``did you mean `a` or `b`?`` with the nearest known words, if any is near; then ``otherwise``."""
+    """The hint ``did you mean `a` or `b`?`` with the known words near ``word``, if any, followed by ``otherwise``."""
     near = difflib.get_close_matches(word, list(known), n=3)
     hint = f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
     return f"{hint} {otherwise}".strip()
 
 
 def _lay_out(value: Any, indent: int) -> str:
-    # Bottom up would be faster, but the depth is small and the encoder is fast.
+    # Encoding from the bottom up would be faster, but the depth is small and the encoder is fast.
     line = msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
     if not value or not isinstance(value, dict | list | tuple) or (indent and indent + len(line) <= _LINE_LENGTH):
         return line
@@ -132,7 +132,7 @@ def _lay_out(value: Any, indent: int) -> str:
 
 
 class _RefusedError(ValueError):
-    """Carries a noun's own error through msgspec, which adds the path to any ValueError."""
+    """Carries a struct's own error through msgspec, which adds the path to any ValueError."""
 
     def __init__(self, error: MeshwrightError) -> None:
         self.error = error
@@ -172,7 +172,7 @@ def _explained(error: msgspec.ValidationError, kind: type[msgspec.Struct], where
 
 
 def _keys_at(kind: type[msgspec.Struct], key: str) -> list[str]:
-    """The keys that may stand at the path ``key`` (such as ``levels[0].members[1]``) of a noun."""
+    """The keys that a struct allows at the path ``key`` (such as ``levels[0].members[1]``)."""
     here = list(alternatives(inspect.type_info(kind)))
     for index, name in _STEP.findall(key):
         there: list[inspect.Type] = []
@@ -190,5 +190,5 @@ def _keys_at(kind: type[msgspec.Struct], key: str) -> list[str]:
 
 
 def alternatives(node: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The members of a union type; of another type itself."""
+    """The members of a union type, or the type itself if it is no union."""
     return tuple(node.types) if isinstance(node, inspect.UnionType) else (node,)

@@ -14,11 +14,12 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
+"""Bytes of one element, by dtype."""
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A value of the step. ``storage`` names the tensor that owns its memory (itself, unless it is a view);
-    ``dims`` names, per dim and outermost first, the factor classes it is made of."""
+    """A value of the step. ``storage`` names the tensor that owns its memory (itself, unless it is a view).
+    ``dims`` names the factor classes of each dim, outermost first."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,20 +30,22 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def num_elements(self) -> int:
+        """The number of elements, from the shape."""
         return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of the elements."""
         return self.num_elements * ITEM_BYTES[self.dtype]
 
 
 class Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One call of the step. ``name`` is ``module.path:op#k``. ``arguments`` are those of the call, with ``t0``, ``t1``,
-    ... for ``inputs``; ``positions`` are the places of ``outputs`` among the results, where there may be several.
-    ``classes`` maps the letters of its rule to factor classes, ``letters`` those of the operator's pattern to those of
-    its rule. ``reason`` says why it has no rule, where it has none; ``repeat`` is the block it repeats (``layers.*``);
-    ``sequence`` pairs a forward operator with its backward ones; ``prologue`` operators depend on no parameter and no
-    random number."""
+    """One call of the step. ``name`` is ``module.path:op#k``. ``arguments`` are the call's arguments, with ``t0``,
+    ``t1``, ... for ``inputs``. ``positions`` are the indices of ``outputs`` among the results of a call that returns
+    several. ``classes`` maps the letters of its rule to factor classes; ``letters`` maps the letters of the operator's
+    pattern to those of its rule. ``reason`` says why ``rule`` is None. ``repeat`` is the repeated block that holds the
+    operator (``layers.*``). A forward operator and its backward operators have the same ``sequence`` number.
+    ``prologue`` operators depend on no parameter and no random number."""
 
     name: str
     target: str
@@ -65,7 +68,7 @@ class Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class FactorClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Factors that are one and the same along edges. ``role`` is ``batch`` for those reached from the batch dim."""
+    """Factors that are the same along the edges. ``role`` is ``batch`` for factors that the batch dim reaches."""
 
     name: str
     size: int
@@ -73,15 +76,16 @@ class FactorClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ParameterGradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A parameter and the tensor that holds its gradient (None where the loss does not reach it)."""
+    """A parameter and the tensor that holds its gradient (None if the loss does not depend on the parameter)."""
 
     parameter: str
     gradient: str | None
 
 
 class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One captured training step of the global batch (or an evaluation, which has no gradients). ``precision`` is what
-    it was captured in; None: what the model itself computes in."""
+    """One captured training step of the global batch, or an evaluation, which has no gradients. ``buffer_updates`` maps
+    a buffer to the tensor with its new value. ``tied`` maps further names of shared parameters and buffers to the name
+    that stands for them. ``precision`` is the precision of the capture (None: the model's own dtypes)."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -106,15 +110,15 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return sum(operator.flops for operator in self.operators)
 
     def num_parameters(self) -> int:
-        """Elements of all parameters (tied ones once)."""
+        """The number of elements of all parameters; tied parameters count once."""
         return sum(self.tensors[name].num_elements for name in self.parameters)
 
     def producers(self) -> dict[str, Operator]:
-        """By tensor name, the operator that makes it."""
+        """The operator that makes each tensor, by tensor name."""
         return {output: operator for operator in self.operators for output in operator.outputs}
 
     def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
-        """By tensor name, the operators that read it and at which input."""
+        """The operators that read each tensor, by tensor name, with the index of the input."""
         result: dict[str, list[tuple[Operator, int]]] = {}
         for operator in self.operators:
             for position, name in enumerate(operator.inputs):
@@ -123,9 +127,9 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def fingerprint(graph: Graph) -> str:
-    """A digest of the model and its step, the same for every batch size from 2 on: parameters, operators, patterns, and
-    the sizes of all factors that are not batch. Dtypes are not in it, but casts are, as operators: a model that casts
-    (to float32 before its loss) has another one in that dtype."""
+    """A digest of the model and its step, equal for every batch size of 2 or more: parameters, operators, patterns, and
+    the sizes of all factors except batch. It ignores dtypes, but includes casts, because casts are operators: a model
+    with a cast (to float32 before its loss) has another fingerprint when it runs in that dtype."""
     digest = hashlib.sha256()
     for name in (*graph.parameters, *graph.buffers):
         tensor = graph.tensors[name]

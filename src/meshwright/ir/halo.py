@@ -1,4 +1,4 @@
-"""Halos: which rows of a divided dim an operator needs beyond those of its own part, and from which parts they come.
+"""Halos: the rows of a divided dim that an operator needs from outside its own part, and the parts that own them.
 
 rows        0 1 2 3 | 4 5 6 7 | 8 9 10 11      three parts of a dim, edges 0 4 8 12; windows of 3 rows, padding 1
 part 1            3 [ 4 5 6 7 ] 8              reads (3, 9): row 3 comes from part 0, row 8 from part 2
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 Rows = tuple[int, int]
-"""The rows from the first up to, not including, the second."""
+"""A range of rows: from the first number up to, but not including, the second."""
 
 
 def window_ranges(edges: Sequence[int], *, stride: int, window: int, padding: int) -> tuple[Rows, ...]:
-    """By part of the windows, the rows that they read; they may lie before the first row and after the last. Window
-    ``o`` begins at row ``o * stride - padding`` and is ``window`` rows long; ``edges`` divide the windows."""
+    """The rows that each part of the windows reads. They may lie before the first row or after the last. Window ``o``
+    begins at row ``o * stride - padding`` and is ``window`` rows long. ``edges`` are the bounds of the parts."""
     result = []
     for first, end in pairwise(edges):
         low = first * stride - padding
@@ -23,33 +23,33 @@ def window_ranges(edges: Sequence[int], *, stride: int, window: int, padding: in
 
 
 def overlap(one: Rows, other: Rows) -> Rows:
-    """The rows that are in both (none: the second bound is not above the first)."""
+    """The rows that are in both ranges (if none, the second bound is not above the first)."""
     return max(one[0], other[0]), min(one[1], other[1])
 
 
 def owned(edges: Sequence[int], part: int) -> Rows:
-    """The rows of a part."""
+    """The rows that a part owns."""
     return edges[part], edges[part + 1]
 
 
 def outside(rows: Rows, own: Rows) -> tuple[Rows, Rows]:
-    """What of some rows lies before and after one's own."""
+    """The parts of ``rows`` that lie before and after the rows ``own``."""
     low, high = rows
     return (low, max(low, min(high, own[0]))), (min(high, max(low, own[1])), high)
 
 
 def fetched(ranges: Sequence[Rows], edges: Sequence[int], part: int) -> list[tuple[int, Rows]]:
-    """What a part gets from which other parts: (part, rows), in order of rows."""
+    """The rows that a part gets from other parts: (other part, rows), in order of rows."""
     found = [(other, overlap(ranges[part], owned(edges, other))) for other in range(len(ranges)) if other != part]
     return [(other, each) for other, each in found if each[0] < each[1]]
 
 
 def given(ranges: Sequence[Rows], edges: Sequence[int], part: int) -> list[tuple[int, Rows]]:
-    """What a part gives to which other parts."""
+    """The rows that a part gives to other parts: (other part, rows)."""
     found = [(other, overlap(ranges[other], owned(edges, part))) for other in range(len(ranges)) if other != part]
     return [(other, each) for other, each in found if each[0] < each[1]]
 
 
 def most_rows(ranges: Sequence[Rows], edges: Sequence[int]) -> int:
-    """The rows that the busiest part gets from others."""
+    """The largest number of rows that a part gets from other parts."""
     return max(sum(high - low for _, (low, high) in fetched(ranges, edges, part)) for part in range(len(ranges)))

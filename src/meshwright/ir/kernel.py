@@ -1,4 +1,4 @@
-"""Kernels as data: kinds, dtypes, FLOPs and bytes of what a rank runs, with the sizes of products and attentions."""
+"""Kernels as data: kind, dtype, FLOPs and bytes of a rank's kernels, with sizes of matrix products and attention."""
 
 from collections.abc import Sequence
 from math import prod
@@ -9,6 +9,7 @@ import msgspec
 from meshwright.ir.graph import ITEM_BYTES
 
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
+"""Targets of matrix products, without overload names."""
 
 
 class Operand(NamedTuple):
@@ -24,7 +25,7 @@ class Operand(NamedTuple):
 
 
 class Product(NamedTuple):
-    """``batch`` products of (m x k) by (k x n)."""
+    """The sizes of ``batch`` matrix products of (m x k) by (k x n)."""
 
     m: float
     n: float
@@ -33,8 +34,9 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """``batch`` heads of all samples: ``queries`` of ``width``, which see ``keys``, with values of ``values``; in a
-    ring, ``held`` of the keys at a time."""
+    """The sizes of attention on one rank. ``batch`` is samples times heads; ``queries`` and ``keys`` are numbers of
+    positions; ``width`` is the head size of queries and keys, ``values`` that of values. ``held`` is the number of keys
+    on the rank at a time: fewer than ``keys`` in a ring."""
 
     batch: int
     queries: int
@@ -47,13 +49,13 @@ class Attention(NamedTuple):
     masked: bool = False
 
     def fused(self, on_cpu: bool, dtype: str) -> bool:
-        """Whether it is one kernel that keeps no scores."""
+        """Whether attention runs as one kernel that does not store the scores."""
         return fused_attention(on_cpu, dtype, self.dropout, self.width == self.values)
 
 
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``calls`` kernels of one kind (``ir.kind``): their FLOPs, and the bytes that they read and write, together. Of
-    matrix products, and of convolutions as such, the sizes; and those of attention."""
+    """``calls`` kernels of one kind (``ir.kind``). ``flops`` and ``bytes`` (read and written) are totals of all calls.
+    ``product`` has the sizes of a matrix product, or of a convolution as one; ``attention`` those of attention."""
 
     kind: str
     dtype: str = ""
@@ -65,14 +67,14 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def fused_attention(on_cpu: bool, dtype: str, dropout: bool, equal_widths: bool) -> bool:
-    """Whether attention is one kernel that keeps no scores: what lowering emits, and costs follow. ``equal_widths``: of
-    queries and values."""
+    """Whether attention runs as one kernel that does not store the scores. Lowering and costs both ask this function.
+    ``equal_widths``: queries and values have the same width."""
     return on_cpu and not dropout and equal_widths and dtype in ("float32", "float64", "bfloat16")
 
 
 def product_of(target: str, kind: str, inputs: Sequence[Operand], made: Operand, flops: float) -> Product | None:
-    """The sizes of a matrix product, or of a convolution as the product of positions by filters (Chellapilla et al.
-    2006), from one rank's tensors; None for other calls."""
+    """The sizes of a matrix product, or of a convolution as a matrix product of positions by filters (Chellapilla et
+    al. 2006), from one rank's tensors; None for other calls."""
     if target.startswith(tuple(f"{name}." for name in PRODUCTS)):
         (*batch, m, k), (*_, n) = inputs[-2].shape, inputs[-1].shape
         return Product(m, n, k, prod(batch))
@@ -88,10 +90,10 @@ def product_of(target: str, kind: str, inputs: Sequence[Operand], made: Operand,
 
 
 def attention_of(backward: bool, inputs: Sequence[Operand], flops: float, *, dropout: bool, causal: bool) -> Attention:
-    """The sizes of attention, or of its backward pass, from one rank's inputs as ``ops/library.py`` has them."""
+    """The sizes of attention, or of its backward pass, from one rank's inputs in the order of ``ops/library.py``."""
     query, key, value = (one.shape for one in inputs[backward : backward + 3])
     batch, each = prod(query[:2]), query[2] * (query[3] + value[3]) * (5 if backward else 2)
-    # In a ring, the keys of all ranks come by.
+    # In a ring, the queries see the keys of all ranks, but the rank's own inputs have only its own keys.
     keys = max(key[2], round(flops / (batch * each)))
     masked = len(inputs) > (6 if backward else 3)
     return Attention(batch, query[2], keys, query[3], value[3], key[2], dropout, causal, masked)

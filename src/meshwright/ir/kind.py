@@ -1,20 +1,20 @@
-"""Kinds of operators: those that run alike on a device, by which its efficiency curves are kept."""
+"""Kinds of operators: operators of one kind run alike on a device, and share one of its efficiency curves."""
 
 from meshwright.ir.graph import Operator
 
 COMPUTE = (
     "matmul", "convolution", "convolution_input", "convolution_weight", "attention", "attention_backward",
 )  # fmt: skip
-"""Kinds that are bound by arithmetic: the size of a call is its FLOPs, its fraction is one of ``peak_flops_per_s``."""
+"""Kinds bound by arithmetic: the size of a call is its FLOPs, its efficiency a fraction of ``peak_flops_per_s``."""
 MEMORY = (
     "pointwise", "activation", "activation_backward", "softmax", "norm", "norm_backward", "batch_norm",
     "batch_norm_backward", "reduction", "gather", "scatter", "copy", "random", "update",
     "operands",
 )  # fmt: skip
-"""Kinds that are bound by memory: the size is the bytes of inputs and outputs, the fraction one of the bandwidth.
-``activation`` are functions that take many instructions an element; ``copy`` changes the order of elements; ``update``
-is a pass of an optimizer over parameters; ``operands`` is what a product does with its operands and its result besides
-multiplying: it counts where a product is flat."""
+"""Kinds bound by memory: the size of a call is the bytes of its inputs and outputs, its efficiency a fraction of the
+bandwidth. ``activation``: functions with many instructions per element. ``copy``: changes the order of elements.
+``update``: a pass of an optimizer over parameters. ``operands``: the work of a matrix product on its operands and its
+result besides multiplying, which counts for flat products (few rows for their weights)."""
 KINDS = (*COMPUTE, *MEMORY)
 
 _EXPERTS = (
@@ -62,7 +62,7 @@ _KIND_OF = {target: kind for kind, targets in _TARGETS.items() for target in tar
 
 
 def kind_of(operator: Operator) -> str:
-    """The kind of an operator; what is not known otherwise is taken for ``pointwise``."""
+    """The kind of an operator; unknown operators are ``pointwise``."""
     base = ".".join(operator.target.split(".")[:2])
     if base == "aten.convolution_backward":
         return "convolution_input" if _keeps_samples(operator) else "convolution_weight"
@@ -70,13 +70,13 @@ def kind_of(operator: Operator) -> str:
 
 
 def kind_of_target(target: str) -> str:
-    """The kind of a call of ``target`` (``aten.mm.default``, ``aten.add_.Tensor``), but for convolutions' gradients."""
+    """The kind of a call of ``target`` (``aten.mm.default``, ``aten.add_.Tensor``); not for convolution gradients."""
     namespace, name = target.split(".")[:2]
     return _KIND_OF.get(f"{namespace}.{name.removesuffix('_')}", "pointwise")
 
 
 def _keeps_samples(operator: Operator) -> bool:
-    """Whether it is the gradient of the input, which has the samples of the output's gradient."""
+    """Whether a convolution's gradient is that of its input, which has the same samples as the output's gradient."""
     if operator.rule is None:
         return True
     pattern = operator.rule.parsed

@@ -1,4 +1,4 @@
-"""What a user asks for by hand; the rest is planned."""
+"""The layout: the parallel sizes and options that a user chooses by hand. The planner decides the rest."""
 
 import math
 from collections.abc import Iterator
@@ -11,65 +11,65 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.precision import Precision
 
 TIME = "time"
-"""The axis of micro-batches: it divides the batch as a mesh axis does, but in time, so nothing communicates over it."""
+"""The axis of micro-batches: like a mesh axis it divides the batch, but in time, so nothing communicates over it."""
 DATA_AXES = ("dp", "dp_shard")
-"""The axes over which the batch of every step is cut before it is given to the ranks, outermost first."""
+"""The axes that cut the batch of every step before the ranks get it, outermost first."""
 
 SPATIAL_AXES = ("sz", "sy", "sx")
-"""The axes that cut depth, height and width."""
+"""The axes that cut the depth, height and width of images."""
 MIXED = "m"
-"""How the names of axes begin over which operators split anything."""
+"""The first letter of the names of the axes of ``mixed``, over which each operator may split any of its factors."""
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a user asks for by hand; the rest is planned. One size may be -1: what is left of the ranks."""
+    """The sizes and options that a user chooses; the planner decides the rest. One size may be -1: all ranks left."""
 
     dp: int = 1
     """Data-parallel size: divides the batch."""
     cp: int = 1
     """Context-parallel size: divides the sequence."""
     context: Literal["gather", "ring"] = "gather"
-    """How attention comes to the keys and values of other cp ranks: all at once, or one rank's after the other."""
+    """How attention gets the keys and values of other cp ranks: all at once, or from one rank after the other."""
     ep: int = 1
-    """Expert-parallel size: how many of the dp ranks divide the experts among them; it divides dp."""
+    """Expert-parallel size: the number of dp ranks that divide the experts among them. It must divide dp."""
     tp: int = 1
     """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
     sequence_parallel: bool = False
-    """Whether tp divides the sequence between its blocks: reduce-scatters and all-gathers in place of all-reduces."""
+    """Whether tp divides the sequence between its blocks: reduce-scatters and all-gathers replace all-reduces."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What the ranks that share the batch cut among them (ZeRO): 1 optimizer state, 2 also gradients, 3 also
+    """The state that the ranks of the batch divide among them (ZeRO): 1 optimizer state, 2 also gradients, 3 also
     parameters, which are then gathered for every use."""
     zero_ranks: int = 0
-    """How many neighbouring dp ranks share one copy of what ``zero`` cuts; the other dp ranks hold copies. 0: all."""
+    """The number of neighbouring dp ranks that divide the state of ``zero``; each such group holds a copy. 0: all."""
     offload: Literal["none", "optimizer"] = "none"
-    """What lies on the host between its uses: optimizer state. Where the planner searches: what it may put there."""
+    """The state that is kept on the host between uses. If the planner searches: the state that it may keep there."""
     precision: Precision | None = None
-    """What products compute in; parameters, gradients and optimizer state stay in float32. Left out: what the model
-    itself computes in."""
+    """The precision of matrix products and convolutions; parameters, gradients and optimizer state stay in float32.
+    Default: the model's own dtypes."""
     spatial: tuple[int, ...] = ()
-    """Into how many parts images are cut: ``(height, width)``, or height alone; volumes ``(depth, height, width)``.
+    """The numbers of parts of images: ``(height, width)``, or height alone; of volumes ``(depth, height, width)``.
     Convolutions exchange the rows at the borders."""
     mixed: tuple[int, ...] = ()
-    """Ranks over which every operator splits what costs least: samples, rows of images, channels, filters or features;
-    several sizes make several axes, ``m1``, ``m2``, ..., which one operator can split differently."""
+    """Ranks over which each operator splits the factor that costs least: samples, rows of images, channels, filters or
+    features. Several sizes make several axes, ``m1``, ``m2``, ..., which one operator can split differently."""
     pp: int = 1
     """Pipeline-parallel size: divides the model into stages, one after the other."""
     microbatches: int = 1
-    """Parts of the batch that are worked through one after the other; gradients are accumulated."""
+    """Number of parts of the batch that run one after the other; their gradients are accumulated."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
     """The order of the micro-batches in a pipeline."""
     chunks: int = 1
-    """Stages that every pipeline rank holds; more than one asks for schedule ``interleaved``."""
+    """Number of stages on every pipeline rank; more than one needs schedule ``interleaved``."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward pass instead of kept: attention, or whole repeated blocks."""
+    """The operators that backward computes again instead of keeping results: attention, or whole repeated blocks."""
     batch_statistics: Literal["global", "microbatch", "rank"] = "global"
-    """What batch norm averages over: the whole batch; the micro-batch, which micro-batches ask for; or the samples of a
-    rank (in a micro-batch), as DistributedDataParallel does: nothing is exchanged, and running statistics are the mean
-    of all ranks'."""
+    """The samples of batch norm's statistics: the whole batch (not with micro-batches); the micro-batch; or the samples
+    of a rank in a micro-batch, as in DistributedDataParallel: ranks exchange nothing, and running statistics are
+    the mean over ranks."""
     stage_sizes: tuple[dict[str, int], ...] = ()
-    """Sizes of dp and tp by pipeline rank, where they differ, all of one product: ``({"dp": 2}, {"tp": 2})``."""
+    """Sizes of dp and tp by pipeline rank, if they differ; products must be equal: ``({"dp": 2}, {"tp": 2})``."""
     pin: dict[str, str] = {}
-    """Module globs to ``"factor@axis"`` (``{"conv*": "batch@tp"}``, ``{"head": "none@tp"}``), before the rule."""
+    """Splits set by the user, ``"factor@axis"`` by module glob: ``{"conv*": "batch@tp"}``, ``{"head": "none@tp"}``."""
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
@@ -88,7 +88,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def num_ranks(self) -> int:
-        """The ranks that it needs; negative where a size is open."""
+        """The number of ranks that the layout needs; negative if a size is open."""
         return math.prod(self.axis_sizes)
 
     @property
@@ -103,10 +103,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return {f"m{index}": size for index, size in enumerate(self.mixed, start=1)}
 
     def resolved(self, world_size: int) -> "Layout":
-        """The layout with -1 filled in.
+        """The layout with -1 replaced by the number of ranks left.
 
         Raises:
-            LayoutError: the sizes do not multiply to ``world_size``, or do not go together.
+            LayoutError: the product of the sizes is not ``world_size``, or sizes or options exclude each other.
         """
         sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp")}
         refuse(LayoutError, self._impossible(sizes))
@@ -117,7 +117,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return msgspec.structs.replace(self, **sizes)
 
     def _impossible(self, sizes: dict[str, int]) -> Iterator[Problem]:
-        """What is wrong for any number of ranks."""
+        """Problems that do not depend on the number of ranks."""
         for name, size in sizes.items():
             if size < 1 and size != -1:
                 yield "layout", f"{name}={size}", "give 1 or more, or -1 for what is left"
@@ -127,13 +127,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name, parts, example in (("spatial", self.spatial, "[2, 2]"), ("mixed", self.mixed, "[4] or [2, 2]")):
             if len(parts) > 3 or min(parts, default=1) < 1:
                 yield "layout", f"{name}={list(parts)}", f"give up to three sizes of 1 or more: {example}"
-        # The integer program that divides ``mixed`` does not know these.
+        # The integer program that chooses splits over ``mixed`` does not support these.
         others = {"cp": sizes["cp"] != 1, "ep": self.ep != 1, "sequence_parallel": self.sequence_parallel}
         for name in [name for name, used in others.items() if used and max(self.mixed, default=1) > 1]:
             yield "layout: mixed", f"mixed with {name}", "leave one of them out"
 
     def _unfit(self, sizes: dict[str, int], product: int, world_size: int) -> Iterator[Problem]:
-        """Which sizes do not go together, or need another number of ranks than ``world_size``."""
+        """Problems of sizes that exclude each other, or that need another number of ranks than ``world_size``."""
         dp, pp = sizes["dp"], sizes["pp"]
         if product != world_size:
             named = [name for name in sizes if name in ("dp", "tp") or sizes[name] != 1]
@@ -189,15 +189,15 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 yield f"{place}[{index}]", problem, f"give sizes of dp and tp whose product is {each}"
 
     def of_stage(self, index: int) -> "Layout":
-        """The layout with the sizes of pipeline rank ``index`` everywhere."""
+        """The layout in which all stages have the sizes of pipeline rank ``index``."""
         if not self.stage_sizes:
             return self
         own = {"dp": 1, "tp": 1} | self.stage_sizes[index]
         return msgspec.structs.replace(self, stage_sizes=(), **own)
 
     def mesh(self) -> Mesh:
-        """The mesh of the layout's axes: pp outermost where there is one, tp innermost; the ranks that divide the batch
-        are dp x ep where there are experts, and dp x dp_shard where only some of them share what ZeRO cuts."""
+        """The mesh of the layout's axes: pp outermost, tp innermost. The ranks that divide the batch are dp x ep with
+        expert parallelism, and dp x dp_shard if only some of them share one copy of what ZeRO divides."""
         stages = {"pp": self.pp} if self.pp > 1 else {}
         shares = self.zero_ranks if self.zero_ranks < self.dp else 0
         inner = (("dp_shard", shares), ("ep", self.ep), ("cp", self.cp), *self.spatial_axes.items(),
@@ -207,14 +207,14 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def zero_axis(self) -> str:
-        """The mesh axis over which ``zero`` cuts; empty where it does not."""
+        """The mesh axis over which ``zero`` divides; empty if it divides nothing."""
         if not self.zero:
             return ""
         return next((name for name in ("dp_shard", "dp", "ep") if self.mesh().sizes.get(name, 1) > 1), "")
 
 
 def layout_text(layout: Layout) -> str:
-    """``dp2 x tp2, 4 micro-batches, 1f1b``: what is not the default."""
+    """The layout as text, without default values: ``dp2 x tp2, 4 micro-batches, 1f1b``."""
     axes = " x ".join(f"{name}{size}" for name in ("dp", "ep", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
     for name, parts in (("spatial", layout.spatial), ("mixed", layout.mixed)):
         if max(parts, default=1) > 1:

@@ -1,4 +1,4 @@
-"""Learning rates for other batch sizes than the one that they were found for."""
+"""Scale a learning rate to another batch size than the one that it was found for."""
 
 import math
 from typing import Literal
@@ -7,12 +7,12 @@ Scaling = Literal["none", "linear", "sqrt"]
 
 
 def scaled_by(rule: Scaling, batch_size: float, base_batch_size: float) -> float:
-    """What a learning rate that was found for ``base_batch_size`` samples is multiplied by for ``batch_size``.
+    """The factor for a learning rate that was found for ``base_batch_size`` samples and is used for ``batch_size``.
 
-    ``linear``: by the ratio of both, k (P. Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
-    2017, arXiv:1706.02677, section 2.1); ``sqrt``: by its root, which keeps the variance of a step (A. Krizhevsky, "One
-    weird trick for parallelizing convolutional neural networks", 2014, arXiv:1404.5997, section 5; Y. You et al., 2020,
-    arXiv:1904.00962, for LAMB).
+    ``linear``: the ratio k of both (P. Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
+    2017, arXiv:1706.02677, section 2.1). ``sqrt``: the root of k, which keeps the variance of a step (A. Krizhevsky,
+    "One weird trick for parallelizing convolutional neural networks", 2014, arXiv:1404.5997, section 5; Y. You et al.,
+    2020, arXiv:1904.00962, for LAMB). ``none``: 1.
     """
     ratio = batch_size / base_batch_size
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

@@ -1,4 +1,4 @@
-"""The ledger of a run: what was predicted beside what was measured, what was off most, and what would explain it."""
+"""The ledger of a run: predicted and measured times side by side, the largest deviation, and its likely cause."""
 
 import statistics
 from collections.abc import Collection, Iterator, Sequence
@@ -13,7 +13,7 @@ from meshwright.ir.summary import RankTimes, summarize
 from meshwright.ir.trace import Trace, TraceSource
 from meshwright.ir.units import seconds, size
 
-if TYPE_CHECKING:  # reports read ledgers, and must not import the catalog, which clusters know
+if TYPE_CHECKING:  # reports import this module, but must not import the catalog, which ir.cluster imports
     from meshwright.ir.cluster import Cluster
 
 PartName = Literal["computing", "exposed communication", "bubble"]
@@ -22,13 +22,13 @@ PARTS: dict[PartName, str] = {
     "exposed communication": "exposed_s",
     "bubble": "bubble_s",
 }
-"""The parts of a step, which add up to it, and their fields in ``RankTimes``."""
+"""The parts that add up to a step, and their fields in ``RankTimes``."""
 AGREE = 0.05
-"""Parts that differ by less than this share of the step are told as agreeing."""
+"""If the largest difference is less than this fraction of the step, the ledger says that all parts agree."""
 TOLD = 0.01
-"""What takes less than this share of the step is too little to tell a constant from."""
+"""Times below this fraction of the step are too short to estimate a constant from."""
 MEMORY_AGREES = 0.1
-"""Peaks that differ by less than this share are told as agreeing."""
+"""If predicted and measured peaks differ by less than this fraction, the ledger says that they agree."""
 
 
 _ROWS: tuple[tuple[str, str, Literal["s", "bytes"]], ...] = (
@@ -39,7 +39,7 @@ _ROWS: tuple[tuple[str, str, Literal["s", "bytes"]], ...] = (
 
 
 class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One rank: the pipeline rank that it is (0 without a pipeline), its predicted step, and its measured one."""
+    """The predicted and the measured step of one rank. ``stage`` is its pipeline rank (0 without a pipeline)."""
 
     rank: int
     stage: int
@@ -47,12 +47,12 @@ class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     measured: RankTimes
 
     def difference_s(self, part: PartName) -> float:
-        """By how much longer the part took than was predicted; negative: shorter."""
+        """The measured minus the predicted time of a part, in seconds."""
         return float(getattr(self.measured, PARTS[part]) - getattr(self.predicted, PARTS[part]))
 
 
 class Deviation(msgspec.Struct, frozen=True, kw_only=True):
-    """A part that was off: seconds predicted and measured; ``share`` is their difference over the measured step."""
+    """A deviating part of a rank's step. ``share`` is measured minus predicted time, over the measured step."""
 
     part: PartName
     rank: int
@@ -68,7 +68,7 @@ class Deviation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the table: a part of a rank's step (seconds), its whole, or its peak memory (bytes)."""
+    """A line of the table: a part of a rank's step (seconds), the whole step, or the rank's peak memory (bytes)."""
 
     rank: int
     what: str
@@ -78,22 +78,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured; None where nothing was measured."""
+        """Predicted over measured; None if nothing was measured."""
         return self.predicted / self.measured if self.measured else None
 
     def texts(self) -> tuple[str, str, str]:
-        """Predicted, measured, and their ratio, as people read them."""
+        """The predicted value, the measured value and their ratio as text, with units."""
         shown = seconds if self.unit == "s" else size
         return shown(self.predicted), shown(self.measured), "-" if self.ratio is None else f"{self.ratio:.2f}"
 
 
 class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Predicted beside measured for every rank of a run.
+    """Predicted and measured steps of every rank of a run, side by side.
 
-    ``plan`` is ``Plan.digest``; ``levels`` are the levels of the cluster over which its ranks communicate, innermost
-    first; ``constants`` says where the cluster's are from; measured times are medians over ``num_steps`` steps, by
-    rank and part.
-    """
+    ``plan`` is ``Plan.digest``. ``levels`` are the levels of the cluster over which its ranks communicate, innermost
+    first. ``constants`` says where the cluster's constants come from. Measured times are medians over ``num_steps``
+    steps, by rank and part."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -110,12 +109,12 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def predicted_step_s(self) -> float:
-        """The step that was predicted."""
+        """The predicted step time: the longest of all ranks."""
         return max(one.predicted.step_s for one in self.ranks)
 
     @property
     def measured_step_s(self) -> float:
-        """The step that was measured."""
+        """The measured step time: the longest of all ranks."""
         return max(one.measured.step_s for one in self.ranks)
 
     @property
@@ -125,7 +124,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def worst(self) -> Deviation:
-        """The part and the rank with the largest difference in seconds; of equal ones computing: others follow it."""
+        """The part and rank with the largest difference in seconds. Computing wins ties: other parts follow from it."""
         every = ((abs(one.difference_s(part)), part, one) for part in PARTS for one in self.ranks)
         _, part, one = max(every, key=lambda found: found[0])
         return Deviation(
@@ -138,7 +137,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def compute_factor(self) -> float:
-        """How many times as long computing took as was predicted, over all ranks; 1 where it is too little to tell."""
+        """Measured over predicted computing time of all ranks; 1 if either is too short to estimate it."""
         predicted_s = sum(one.predicted.compute_s for one in self.ranks)
         measured_s = sum(one.measured.compute_s for one in self.ranks)
         if self._too_little(predicted_s / len(self.ranks), measured_s / len(self.ranks)):
@@ -147,11 +146,11 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def communication_factor(self) -> float:
-        """How many times as long communication took as was predicted; 1 where it is too little to tell.
+        """Measured over predicted communication time; 1 if either is too short to estimate it.
 
-        Of the ranks of a stage, the one that waited least came last to its collectives: it waited for communication
-        alone, and not for others. What was predicted to hide behind computing is taken to have hidden for as long as
-        that computing really took: ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
+        In each stage, the rank that waited least came last to its collectives: it waited for communication only, not
+        for other ranks. Communication that was predicted to hide behind computing is assumed to have hidden for as long
+        as this computing really took: ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
         """
         exposed_s = measured_s = hidden_s = 0.0
         for entries in self._by_stage().values():
@@ -164,7 +163,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def explanation(self) -> str:
-        """Which constant would explain what was off most, and what memory says, in sentences."""
+        """Sentences that name the constant that would explain the largest deviation, and that compare peak memory."""
         worst = self.worst
         if abs(worst.share) < AGREE:
             found = f"Prediction and measurement agree: no part is off by more than {AGREE:.0%} of the step."
@@ -177,7 +176,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return f"{found} {self._about_memory()}"
 
     def rows(self) -> tuple[Row, ...]:
-        """The table: for every rank the parts of its step, the step, and its peak memory."""
+        """The rows of the table: for every rank, the parts of its step, the step, and its peak memory."""
         return tuple(
             Row(
                 rank=one.rank, what=what, unit=unit,
@@ -188,7 +187,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )  # fmt: skip
 
     def table(self) -> str:
-        """The ledger for a terminal, with what was off most and what would explain it."""
+        """The ledger as text for a terminal, with the largest deviation and its explanation."""
         steps = "1 step" if self.num_steps == 1 else f"the median of {self.num_steps} steps"
         head = f"{self.model} as {self.layout} on {self.cluster}{f' ({self.constants})' * bool(self.constants)}"
         lines = [
@@ -204,7 +203,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return "\n".join([*lines, f"{self.worst}", self.explanation])
 
     def _too_little(self, predicted_s: float, measured_s: float) -> bool:
-        """Whether one of both is too small a part of its step to tell a constant from."""
+        """Whether one of both times is too small a fraction of its step to estimate a constant from."""
         return predicted_s < TOLD * self.predicted_step_s or measured_s < TOLD * self.measured_step_s
 
     def _by_stage(self) -> dict[int, list[RankEntry]]:
@@ -295,13 +294,13 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster") -> Ledger:
-    """The ledger of a run of ``plan`` on ``cluster``: the predicted step, and one trace of each measured step.
+    """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
 
-    Both are of all ranks of the plan's mesh. Memory of measured traces is what the model needs, as in predicted ones
-    (see ``Trace.above``).
+    Every trace holds all ranks of the plan's mesh. Memory in measured traces must be that of the model alone, as in
+    predicted traces (see ``Trace.above``).
 
     Raises:
-        TraceError: no step was measured; a trace is of another plan, has another source, or not the mesh's ranks.
+        TraceError: no step was measured, or a trace is of another plan, of another source, or of other ranks.
     """
     if not measured:
         raise TraceError("no step was measured", where="ledger", remedy="let the run make one step with a recorder")
@@ -334,10 +333,10 @@ def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster
 
 
 def check_belongs(trace: Trace, digest: str, where: str) -> None:
-    """That a trace is of the plan with this digest; ``where`` is the trace's name or file.
+    """Check that a trace belongs to the plan with this digest. ``where`` is the trace's name or file.
 
     Raises:
-        TraceError: it says no plan, or another.
+        TraceError: the trace names no plan, or another plan.
     """
     if trace.plan != digest:
         said = f"of plan {trace.plan}" if trace.plan else "of no plan"
@@ -360,7 +359,7 @@ def _problems(trace: Trace, name: str, world_size: int) -> Iterator[Problem]:
 
 
 def _levels(cluster: "Cluster", world_size: int) -> tuple[str, ...]:
-    """The names of the levels inside of which ranks 0 to ``world_size`` - 1 lie, innermost first."""
+    """The names of the levels that join ranks 0 to ``world_size`` - 1, innermost first."""
     if world_size == 1 or cluster.num_devices == 1:
         return ()
     last = min(world_size, cluster.num_devices) - 1
@@ -369,7 +368,7 @@ def _levels(cluster: "Cluster", world_size: int) -> tuple[str, ...]:
 
 
 def _median(steps: Sequence[RankTimes]) -> RankTimes:
-    """The median of every field by itself, over the steps of one rank."""
+    """The median of each field separately, over the steps of one rank."""
     fields = [field for field in RankTimes.__struct_fields__ if field not in ("rank", "peak_bytes")]
     medians = {field: statistics.median(getattr(step, field) for step in steps) for field in fields}
     peak_bytes = round(statistics.median(step.peak_bytes for step in steps))
@@ -377,6 +376,6 @@ def _median(steps: Sequence[RankTimes]) -> RankTimes:
 
 
 def _computing(entries: Collection[RankEntry]) -> float:
-    """How many times as long as predicted these ranks computed; 0 where nothing was predicted."""
+    """Measured over predicted computing time of these ranks; 0 if nothing was predicted."""
     predicted_s = sum(one.predicted.compute_s for one in entries)
     return sum(one.measured.compute_s for one in entries) / predicted_s if predicted_s else 0.0

@@ -1,4 +1,4 @@
-"""The mesh: named axes over ranks, from which every group of ranks that communicates is read."""
+"""The mesh: named axes over ranks, which define every group of ranks that communicates."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,11 +8,11 @@ import msgspec
 from meshwright.errors import LayoutError, Problem, refuse
 
 JOIN = "+"
-"""Between the names of neighbouring axes that communicate as one: ``dp+tp``."""
+"""Joins the names of neighbouring axes that communicate as one axis: ``dp+tp``."""
 
 
 def members(axis: str) -> tuple[str, ...]:
-    """The axes of a joined one; of another, itself."""
+    """The single axes of a joined axis; for a single axis, the axis itself."""
     return tuple(axis.split(JOIN))
 
 
@@ -24,8 +24,8 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AxisGroup(msgspec.Struct, frozen=True):
-    """The ranks that differ from one rank on one axis only (or on joined ones): the group's name, its size, that rank's
-    index in it, and the algorithm of its collectives."""
+    """The ranks that differ from this rank only on one axis (or on joined axes). ``index`` is this rank's position in
+    the group, ``algorithm`` that of the group's collectives."""
 
     name: str
     size: int
@@ -34,7 +34,7 @@ class AxisGroup(msgspec.Struct, frozen=True):
 
 
 def sizes_of(groups: Mapping[str, AxisGroup]) -> tuple[dict[str, int], dict[str, int]]:
-    """The axes' sizes, and this rank's index on each."""
+    """The size of each axis, and this rank's index on each axis."""
     return {axis: one.size for axis, one in groups.items()}, {axis: one.index for axis, one in groups.items()}
 
 
@@ -47,8 +47,8 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                              pp 1  dp 0      4     5
                                    dp 1      6     7
 
-    ``ep`` is never an axis beside ``dp`` and ``cp``, because it divides them: experts live on another mesh over the
-    same ranks, in which ``dp`` and ``cp`` (adjacent) are replaced by an outer rest and ``ep``.
+    With expert parallelism, ``Layout.mesh`` lays the data-parallel ranks out along two axes: ``ep``, which divides the
+    experts, and outside of it ``dp``, of size dp / ep.
 
     Raises:
         LayoutError: a size is below 1, or a name is empty or used twice.
@@ -89,11 +89,11 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.prod(axis.size for axis in self.axes)
 
     def has(self, axis: str) -> bool:
-        """Whether there is such an axis, or all of those that are joined."""
+        """Whether the mesh has this axis, or every axis of a joined axis."""
         return set(members(axis)) <= set(self.names)
 
     def size(self, *names: str) -> int:
-        """The number of coordinates along these axes together."""
+        """The product of the sizes of these axes."""
         single = [one for name in names for one in members(name)]
         self._known(single)
         return math.prod(axis.size for axis in self.axes if axis.name in single)
@@ -122,7 +122,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return rank
 
     def ranks_at(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The ranks with these coordinates, whatever the others: ``ranks_at({"pp": 1})`` holds stage 1."""
+        """The ranks with these coordinates, and any on the other axes: ``ranks_at({"pp": 1})`` are those of stage 1."""
         ranks = [self.rank_of(dict.fromkeys(self.names, 0) | dict(coordinates))]
         for axis, stride in zip(self.axes, self._strides(), strict=True):
             if axis.name not in coordinates:
@@ -130,14 +130,14 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(ranks)
 
     def group_ranks(self, axis: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only on ``axis`` (or only on these axes), itself included, rising."""
+        """``rank`` and the ranks that differ from it only on ``axis`` (or only on these axes), in rising order."""
         varying = members(axis) if isinstance(axis, str) else tuple(axis)
         self._known(varying)
         here = self.coordinates(rank)
         return self.ranks_at({name: here[name] for name in self.names if name not in varying})
 
     def groups(self, axis: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups of ``axis`` (or of these axes), by their first rank; each rank is in exactly one."""
+        """All groups of ``axis`` (or of these axes), in order of their first ranks; each rank is in exactly one."""
         varying = members(axis) if isinstance(axis, str) else tuple(axis)
         self._known(varying)
         return tuple(self.group_ranks(varying, first) for first in self.ranks_at(dict.fromkeys(varying, 0)))

@@ -1,4 +1,4 @@
-"""Batch norm with statistics of each rank's samples: where it splits samples, it splits them as its ``own``."""
+"""Batch norm with statistics of each rank's own samples: a split of samples becomes a split of the factor ``own``."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -10,11 +10,11 @@ from meshwright.ir.placement import parts_of
 from meshwright.ir.rule import OWN
 
 Chosen = Mapping[str, str]
-"""A strategy: by axis the factor that is split."""
+"""A strategy: the factor that is split, by axis."""
 
 
 def owned(operator: Operator, strategy: Chosen) -> dict[str, str]:
-    """The strategy with samples as the operator's own, on all axes but time."""
+    """The strategy with ``own`` in place of the operator's samples, on all axes but time."""
     joint = operator.rule.joint if operator.rule is not None else {}
     own = joint.get(OWN, ())
     return {axis: OWN if axis != TIME and choice in own else choice for axis, choice in strategy.items()}
@@ -23,8 +23,8 @@ def owned(operator: Operator, strategy: Chosen) -> dict[str, str]:
 def owned_problems(
     graph: Graph, operator: Operator, strategies: Mapping[str, Chosen], sizes: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Whether a rank has too few values to take statistics of, or backward, which goes on with forward's statistics,
-    splits its own samples otherwise than forward did."""
+    """Problems of batch norms over ``own``: a rank has too few values for statistics, or the backward operator, which
+    reads the statistics of the forward operator, splits ``own`` over other axes."""
     if operator.backward or operator.rule is None or OWN not in operator.rule.joint:
         return
     axes = _axes(strategies[operator.name])
@@ -40,7 +40,7 @@ def owned_problems(
 
 
 def _least(graph: Graph, operator: Operator, strategy: Chosen, sizes: Mapping[str, int]) -> int:
-    """The values of a channel on the rank that has fewest, with those of ranks that cut the same samples by space."""
+    """The values per channel on the rank with the fewest, including ranks that cut the same samples by space."""
     assert operator.rule is not None
     (letter,) = operator.rule.joint[OWN]
     samples = operator.rule.sizes[letter] // parts_of(operator.rule, strategy, letter, sizes)

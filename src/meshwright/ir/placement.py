@@ -1,4 +1,4 @@
-"""Where the parts of a tensor live: Shard, Flat, Replicate or Partial on each mesh axis."""
+"""Placements: how a tensor lies over the ranks of each mesh axis: Shard, Flat, Replicate or Partial."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -12,12 +12,13 @@ from meshwright.ir.mesh import members
 from meshwright.ir.rule import ONE_AXIS, Dim, Factor, Operand, Rule
 
 LINEAR = "^"
+"""The mark of a choice that passes a Partial through, repeated like the carets of the linear operands."""
 
 
 class Shard(msgspec.Struct, frozen=True, tag="shard"):
-    """The dim is ``outer`` equal blocks, each cut over the axis in whole units of ``unit`` indices. Parts differ by at
-    most one unit: of n units over k ranks, the first n mod k get one more than the others. ``unit`` is 1 wherever parts
-    are equal.
+    """The dim consists of ``outer`` equal blocks. The axis cuts each block in whole units of ``unit`` indices. Parts
+    differ by at most one unit: of n units over k ranks, the first n mod k ranks get one unit more. ``unit`` is 1 if all
+    parts are equal.
 
         S(0) of 7 over 2                  0 1 2 3 | 4 5 6
         S(0 by 2) of 6 over 2             0 1 2 3 | 4 5            three heads of two, flattened
@@ -34,9 +35,9 @@ class Shard(msgspec.Struct, frozen=True, tag="shard"):
 
 
 class Flat(msgspec.Struct, frozen=True, tag="flat"):
-    """What the other axes leave of the tensor, in equal parts: rows of its first dim where the axis divides that, else
-    its elements in order, padded with zeros to a multiple. A placement to store in, not to compute with: any tensor
-    can be cut so, and parts of many can be gathered together. At most one axis of a tensor has it."""
+    """Equal parts of what the other axes leave of the tensor: rows of its first dim if the axis divides that dim, else
+    its elements in order, padded with zeros to a multiple. Flat is for storage, not for computing: it can cut any
+    tensor, and the parts of many tensors can be gathered together. A tensor is Flat over at most one axis."""
 
     def __str__(self) -> str:
         return "flat"
@@ -50,7 +51,7 @@ class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
 
 
 class Partial(msgspec.Struct, frozen=True, tag="partial"):
-    """Every rank of the axis holds a term; the tensor is their ``op`` (sum, max, min)."""
+    """Every rank of the axis holds a term; the tensor is the ``op`` (sum, max, min) of all terms."""
 
     op: str = "sum"
 
@@ -60,23 +61,23 @@ class Partial(msgspec.Struct, frozen=True, tag="partial"):
 
 Placement = Shard | Flat | Replicate | Partial
 Placements = dict[str, Placement]
-"""By mesh axis; an axis that is not named is Replicate."""
+"""The placement on each mesh axis; an axis without an entry is Replicate."""
 
 REPLICATE = Replicate()
 
 
 def is_split(placement: Placement | None) -> TypeGuard[Shard | Flat]:
-    """Whether every rank of the axis holds a part."""
+    """Whether every rank of the axis holds a part of the tensor."""
     return isinstance(placement, Shard | Flat)
 
 
 def flat_axis(placements: Placements) -> str:
-    """The axis over which a tensor is Flat; empty where there is none."""
+    """The axis over which a tensor is Flat; empty if there is none."""
     return next((axis for axis, placement in placements.items() if isinstance(placement, Flat)), "")
 
 
 def unflattened(placements: Placements) -> Placements:
-    """The placements without Flat."""
+    """The placements without any Flat."""
     return {axis: placement for axis, placement in placements.items() if not isinstance(placement, Flat)}
 
 
@@ -86,8 +87,8 @@ def is_linear(choice: str) -> bool:
 
 
 def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], *names: str, parts: int = 1) -> Shard | None:
-    """The Shard that splitting a factor, in so many parts in all, gives a tensor of these dims, or None where it has no
-    such factor; of several names the first that is there."""
+    """The Shard of a tensor of these dims when a factor is split into ``parts`` parts over all axes. The factor is the
+    first of ``names`` that the dims have; None if they have none of them."""
     for name in names:
         for index, dim in enumerate(dims):
             outer = 1
@@ -105,8 +106,8 @@ def _size(factor: Factor, sizes: dict[str, int]) -> int:
 
 
 def input_placements(rule: Rule, strategy: Mapping[str, str], operand: int, sizes: Mapping[str, int]) -> Placements:
-    """What the operator needs of its input number ``operand`` under ``strategy`` (axis -> factor or carets), on axes of
-    these ``sizes``."""
+    """The placements that the operator needs for its input ``operand`` (a number) under ``strategy`` (axis -> factor or
+    carets), on axes of these ``sizes``."""
     pattern = rule.parsed.inputs[operand]
     result: Placements = {}
     for axis, choice in strategy.items():
@@ -121,8 +122,8 @@ def input_placements(rule: Rule, strategy: Mapping[str, str], operand: int, size
 
 
 def output_placements(rule: Rule, strategy: Mapping[str, str], output: int, sizes: Mapping[str, int]) -> Placements:
-    """What the operator gives as output number ``output`` under ``strategy`` (axis -> factor or carets), on axes of
-    these ``sizes``."""
+    """The placements that the operator gives to its output ``output`` (a number) under ``strategy`` (axis -> factor or
+    carets), on axes of these ``sizes``."""
     pattern = rule.parsed.outputs[output]
     result: Placements = {}
     for axis, choice in strategy.items():
@@ -136,7 +137,7 @@ def output_placements(rule: Rule, strategy: Mapping[str, str], output: int, size
                 if not rule.owns(choice, output):
                     result[axis] = Partial(rule.reduction)
             elif axis == TIME and rule.decomposition(choice) == "sum":
-                # Micro-batches exchange nothing: what the decomposition would sum over them stays a term of the sum.
+                # Micro-batches exchange nothing: each has a term of the sum that the decomposition would compute.
                 result[axis] = Partial("sum")
     return result
 
@@ -153,7 +154,7 @@ def _shard(
 
 
 def parts_of(rule: Rule, strategy: Mapping[str, str], letter: str, sizes: Mapping[str, int]) -> int:
-    """In how many parts a letter is cut, over all axes that split it."""
+    """The number of parts into which all axes together cut a letter."""
     parts, joint = 1, rule.joint
     for axis, choice in strategy.items():
         if choice == letter or (joint and letter in joint.get(choice, ())):
@@ -162,9 +163,9 @@ def parts_of(rule: Rule, strategy: Mapping[str, str], letter: str, sizes: Mappin
 
 
 def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """The first letter that cannot be cut in as many parts as ``strategy`` asks for, and these parts; None where all
-    can. Parts may differ by one unit where the rule bears it, but no part may be empty; micro-batches are equal. What
-    goes round a ring of ranks, or from each to each, is cut over one axis only."""
+    """The first letter that cannot be cut into the parts that ``strategy`` asks for, and the number of parts; None if
+    all can. Parts may differ by one unit if the rule allows it, but no part may be empty, and micro-batches are equal.
+    A factor whose decomposition is in ``ONE_AXIS`` (ring, all-to-all) can be cut over one axis only."""
     for choice in strategy.values():
         if choice in rule.decompositions and rule.decomposition(choice) in ONE_AXIS:
             axes = [axis for axis, other in strategy.items() if other == choice]
@@ -181,8 +182,8 @@ def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) ->
 
 
 def bounds(units: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """Where the parts of ``units`` begin, and where the last one ends: cut over ``parts[0]`` ranks, each part over
-    ``parts[1]``, and so on. The first of each cut are one unit larger where they are not equal.
+    """The first unit of each part, and the end of the last part, when ``units`` are cut over ``parts[0]`` ranks, each
+    part over ``parts[1]`` ranks, and so on. If a cut is uneven, its first parts are one unit larger.
 
     >>> bounds(7, (2, 2))
     (0, 2, 4, 6, 7)
@@ -194,8 +195,8 @@ def bounds(units: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 
 class AxisCut(NamedTuple):
-    """How one axis cuts what other axes leave of a dim on a rank: each of ``blocks`` in parts of ``units`` (by index on
-    the axis), each unit ``unit`` indices. Equal parts are of one unit each."""
+    """How one axis cuts what other axes leave of a dim on a rank. It cuts each of ``blocks`` blocks into parts;
+    ``units`` has the units of each part (by index on the axis), of ``unit`` indices each. Equal parts have one unit."""
 
     blocks: int
     units: tuple[int, ...]
@@ -208,15 +209,15 @@ class AxisCut(NamedTuple):
 
     @property
     def block(self) -> int:
-        """The indices of a block."""
+        """The number of indices in a block."""
         return sum(self.units) * self.unit
 
     def length(self, index: int) -> int:
-        """The indices of a block that are a part's."""
+        """The number of indices of a block in part ``index``."""
         return self.units[index] * self.unit
 
     def span(self, index: int) -> tuple[int, int]:
-        """Of a block, the indices of a part: the first, and the one after the last."""
+        """The first index of part ``index`` in a block, and the index after its last."""
         begin = sum(self.units[:index])
         return begin * self.unit, (begin + self.units[index]) * self.unit
 
@@ -225,8 +226,8 @@ def axis_cut(
     shape: Sequence[int], axis: str, others: Placements, shard: Shard, axis_sizes: Mapping[str, int],
     at: Mapping[str, int],
 ) -> AxisCut:  # fmt: skip
-    """How ``axis`` (or axes, joined) cuts a tensor of the global ``shape`` for the rank at these coordinates, given how
-    others cut it: those that cut the same factor are outside of it."""
+    """How ``axis`` (or joined axes) cuts a tensor of the global ``shape`` on the rank at coordinates ``at``, given the
+    cuts of ``others``. Other axes that cut the same factor are outside of ``axis``."""
     blocks, units = shard.outer, shape[shard.dim] // shard.outer // shard.unit
     beside = {name: one for name, one in others.items() if name not in members(axis)}
     local = _local_length(shape, shard.dim, beside, axis_sizes, at)
@@ -246,8 +247,7 @@ def axis_cut(
 def _cuts(
     shape: Sequence[int], dim: int, placements: Placements, axis_sizes: Mapping[str, int], at: Mapping[str, int]
 ) -> Iterator[tuple[Shard, int, int]]:
-    """The cuts of a dim, outer axes first. Each has the units of its factor before the cut on this rank, and those
-    after it."""
+    """The cuts of a dim, outer axes first, each with the units of its factor on this rank before and after the cut."""
     units: dict[int, int] = {}
     for axis, parts in axis_sizes.items():
         shard = placements.get(axis)
@@ -263,8 +263,8 @@ def local_shape(
     axis_sizes: Mapping[str, int],
     at: Mapping[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """The shape of the part of the rank at these coordinates by axis (default: the first, whose part is the largest).
-    Flat parts are padded to be equal."""
+    """The shape of the part on the rank at coordinates ``at`` (default: the first rank, whose part is the largest).
+    Flat parts are padded to equal size."""
     result = list(shape)
     for axis, placement in placements.items():
         if isinstance(placement, Shard):
@@ -287,7 +287,7 @@ def _local_length(
 
 
 def nested(one: Shard, parts: int, two: Shard, length: int) -> bool:
-    """Whether ``two`` cuts the same factor of a dim as ``one``, or whole blocks of what ``one`` leaves."""
+    """Whether ``two`` cuts the same factor of a dim as ``one``, or cuts blocks that lie whole in parts of ``one``."""
     if one.outer == two.outer:
         return one.unit == two.unit
     block = length // one.outer
@@ -296,7 +296,7 @@ def nested(one: Shard, parts: int, two: Shard, length: int) -> bool:
 
 
 def flat_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """The shape of one of ``parts`` Flat parts, of as many dims as the whole: rows, or a column of elements."""
+    """The shape of one of ``parts`` Flat parts, with as many dims as the whole: rows, or a column of elements."""
     if not shape:
         return shape
     if shape[0] % parts == 0:
@@ -305,6 +305,6 @@ def flat_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
 
 
 def describe(placements: Placements) -> str:
-    """``dp:S(0) tp:R`` for people."""
+    """The placements as text, without Replicate: ``dp:S(0) tp:P(sum)``; ``R`` if every axis is Replicate."""
     shown = [f"{axis}:{placement}" for axis, placement in placements.items() if placement != REPLICATE]
     return " ".join(shown) or "R"

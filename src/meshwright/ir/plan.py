@@ -1,4 +1,4 @@
-"""What was decided: mesh, strategy of every operator, storage, buckets. People read, diff, edit and rerun it."""
+"""The plan: mesh, strategy of every operator, storage, buckets. People read, diff, edit and rerun its file."""
 
 import hashlib
 import re
@@ -31,13 +31,13 @@ from meshwright.ir.stored import bucket_problems, gather_problems, storage_probl
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
 
 Strategy = dict[str, str]
-"""Mesh axis -> the factor split over it, or carets where a Partial passes through."""
+"""Maps a mesh axis to the factor that is split over it, or to carets if a Partial passes through."""
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Gradients (by parameter) that are reduced together over one axis (or joined ones), and by which algorithm; what
-    is stored Flat there is reduced to parts. The sums are then summed over the axes ``across``. Or parameters, stored
-    Flat over the axis, that are gathered together. ``num_bytes`` are of the whole, on one rank."""
+    """Gradients (by parameter) that one collective reduces over ``axis`` (or joined axes), or parameters stored Flat
+    over ``axis`` that one collective gathers. Gradients of parameters stored Flat are reduce-scattered. The sums are
+    then summed over the axes ``across``. ``num_bytes`` is the size of the whole bucket on one rank."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -47,13 +47,13 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def label(self) -> str:
-        """What the collective is called, by its first and last parameter."""
+        """The name of the collective: its first and last parameter."""
         names = self.parameters
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Why a module is split as it is, for ``explain``."""
+    """The split of a module and the reason for it, for ``explain``."""
 
     module: str
     split: str
@@ -61,14 +61,14 @@ class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the plan was chosen for."""
+    """The predicted step time and peak memory for which the plan was chosen."""
 
     step_s: float
     peak_memory_bytes: int
 
 
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A layout that was weighed and not taken, and why."""
+    """A layout that the planner considered and did not choose, and why."""
 
     layout: str
     step_s: float
@@ -77,15 +77,15 @@ class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A part of the graph and how it is split. ``strategies`` are by operator name, or by the name of a repeated
-    block's operator with ``*`` for the index; operators that are not named run replicated. ``first`` is the stage's
+    """A stage of the graph and how it is split. ``strategies`` are by operator name, or by the name of a repeated
+    block's operator with ``*`` for the index; operators without an entry run replicated. ``first`` is the stage's
     first forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
-    (``blocks.*``), whose results backward computes again. ``axes`` are its submesh's sizes, where stages differ.
+    (``blocks.*``), whose results backward computes again. ``axes`` are its submesh's sizes, if stages differ.
 
-    ``storage`` is that of parameters between steps, and of their optimizer state. ``gradients`` says how gradients are
-    summed up over micro-batches, where they are reduced in each: as their parameters are stored; others are reduced
-    once a step. ``released`` are the parameters that are whole only while they are used, and gathered for each use of
-    forward and again for backward; others are whole from their first use to their last."""
+    ``storage`` has the placements of parameters (and of their optimizer state) between steps. ``gradients`` has the
+    placements of gradients that are reduced in every micro-batch and summed up like their stored parameters; all other
+    gradients are reduced once a step. ``released`` parameters are whole only during use: they are gathered for each use
+    in forward and again for backward. Other parameters are whole from their first use to their last."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
@@ -102,10 +102,10 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that was decided about a training step. ``algorithms`` of collectives, and the ``links`` for which the
-    cheapest resharding is searched, are by axis, or by neighbouring axes that may communicate as one (``dp+tp``).
-    ``interiors`` are the operators (by name, or that of a repeated block) that compute what needs no rows of neighbours
-    while these travel, and their borders then. ``amendments`` are the changes since it runs."""
+    """Everything that was decided about a training step. ``algorithms`` of collectives, and the ``links`` by which the
+    cheapest resharding is found, are by axis, or by neighbouring axes that may communicate as one (``dp+tp``).
+    ``interiors`` are operators (by name, or by that of a repeated block) that compute their interior while the rows of
+    neighbours travel, and then their borders. ``amendments`` are the changes during the run."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -135,12 +135,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def stage(self) -> Stage:
-        """The only stage of a plan without pipeline."""
+        """The only stage of a plan without a pipeline."""
         return self.stages[0]
 
     @property
     def firsts(self) -> tuple[str, ...]:
-        """The first forward operators of all stages but the first, where the graph is cut."""
+        """The first forward operator of every stage but the first: the graph is cut before each of them."""
         return tuple(stage.first for stage in self.stages[1:])
 
     def submesh(self, stage: int) -> Mesh:
@@ -149,7 +149,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return Mesh.of(**(axes | self.stages[stage].axes))
 
     def sizes(self, stage: int) -> dict[str, int]:
-        """Every axis that a stage's factors may lie on, with its size: those of its submesh, and time."""
+        """The sizes of all axes that may split a stage's factors: those of its submesh, and time."""
         return self.submesh(stage).sizes | ({TIME: self.microbatches} if self.microbatches > 1 else {})
 
     @property
@@ -158,7 +158,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return any(stage.axes for stage in self.stages)
 
     def storage(self, parameter: str) -> dict[str, Placement]:
-        """How a parameter is stored, in whatever stage holds it."""
+        """The stored placements of a parameter, from the stage that holds it."""
         return next((stage.storage[parameter] for stage in self.stages if parameter in stage.storage), {})
 
     def strategies(self, graph: Graph) -> dict[str, Strategy]:
@@ -171,19 +171,19 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return {one.name: self.stages[held.get(one.name, 0)].strategy(one.name) for one in graph.operators}
 
     def computes_interior_first(self, operator: str) -> bool:
-        """Whether an operator computes its interior while halos travel."""
+        """Whether an operator computes its interior while its halos travel."""
         return operator in self.interiors or starred(operator) in self.interiors
 
     @property
     def digest(self) -> str:
-        """Sixteen digits that identify what is run: of all but the prediction, what else was weighed, and the notes."""
+        """Sixteen hexadecimal digits that identify what runs: all fields but prediction, alternatives and notes."""
         said = msgspec.to_builtins(self, str_keys=True)
         for key in (*NOT_RUN, *(() if self.amendments else ("amendments",))):
             said.pop(key, None)
         return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()[:16]
 
     def explain(self) -> str:
-        """Every module, its split, its reason, as a table for people."""
+        """The plan as text for people: a table of modules, splits and reasons, then stages, collectives and costs."""
         head = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
         ranks = "1 rank" if self.mesh.world_size == 1 else f"{self.mesh.world_size} ranks"
         lines = [f"{self.model} on {self.cluster}: {head}, {ranks}, global batch {self.batch_size}"]
@@ -217,7 +217,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return "\n".join(lines)
 
     def _end_of_data_parallelism(self) -> list[str]:
-        """Where the batch is what keeps all ranks from dividing samples alone."""
+        """A line for ``explain`` if the batch does not divide over all ranks."""
         ranks, batch = self.mesh.world_size, self.batch_size
         if batch % ranks == 0:
             return []
@@ -227,11 +227,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return [f"  data parallelism ends at dp={most}: {samples} {verb} not divide over {ranks} ranks"]
 
     def check(self, graph: Graph, where: str = "plan") -> None:
-        """That the plan fits the graph.
+        """Check that the plan fits the graph.
 
         Raises:
-            PlanError: it was made for another model, names an unknown axis or factor, splits what cannot be split,
-                or passes on or reduces a partial sum where there is none.
+            PlanError: the plan was made for another model, names an unknown axis or factor, splits a factor that cannot
+                be split, or passes on or reduces a tensor that is no partial sum.
         """
         refuse(PlanError, self._problems(graph), where)
 
@@ -301,7 +301,7 @@ def _caret_problems(
     operator: Operator, strategy: Strategy, placements: Mapping[str, Placements], reduced: Collection[str]
 ) -> Iterator[Problem]:
     """Problems of linear choices (``^``) whose operands are no partial sums. ``placements`` are those of tensors that
-    were made before; tensors of ``reduced`` come from another stage, which has reduced them."""
+    earlier operators make. Tensors in ``reduced`` come from another stage, which has already reduced them."""
     place, rule = f"strategies[{operator.name!r}]", operator.rule
     for axis, choice in strategy.items():
         if not is_linear(choice):
@@ -311,7 +311,7 @@ def _caret_problems(
         if not group:
             pattern = rule.pattern if rule else "(no rule)"
             yield place, f"{choice!r} on {axis!r}, but no operand of {pattern!r} is marked so", "leave the axis out"
-        for name in group if axis != TIME else ():  # over time, what is whole is made Partial by dividing it
+        for name in group if axis != TIME else ():  # over time, dividing a whole tensor makes it Partial
             if placements.get(name, {}).get(axis) != Partial("sum") or name in reduced:
                 other = " here: it comes from another stage" if name in reduced else ""
                 problem = f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none{other}"
@@ -319,7 +319,7 @@ def _caret_problems(
 
 
 def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int) -> tuple[str, str]:
-    """The problem of a factor that cannot be cut into so many parts, and the remedy."""
+    """The problem of a factor that cannot be cut into this number of parts, and the remedy."""
     if letter in rule.joint:
         problem = f"factor {letter!r} goes round, or from each rank to each, along one axis, and is cut over several"
         return problem, "leave it out on all axes but one"
@@ -332,7 +332,7 @@ def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int) -> tuple[str
 
 
 def _communicated(plan: Plan) -> list[str]:
-    """What is reduced and gathered together, by kind and axis."""
+    """Lines for ``explain`` about the buckets, by kind of collective and axis."""
     kinds: dict[tuple[str, str, str], list[Bucket]] = {}
     for bucket in plan.buckets:
         flat = isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)

@@ -1,16 +1,16 @@
-"""What one rank runs for one stage of a step, as data: phases of nodes with local shapes, collectives, what they free.
+"""The program of one rank for one stage of a step, as data: phases of nodes with local shapes, collectives and frees.
 
-    prologue   once a step       what depends on no parameter; whole versions of split parameters
+    prologue   once a step       operators that depend on no parameter; whole versions of split parameters
     forward    each micro-batch
-    backward   each micro-batch  in one piece, or in two: ``input`` (what is sent) and ``weight``
+    backward   each micro-batch  in one piece, or in two: ``input`` (gradients that are sent) and ``weight``
     reduce     once a step       starts the reduction of gradients
-    finish     once a step       waits for it; loss and metrics
+    finish     once a step       waits for the reduction; makes loss and metrics
 
 A step of one stage and one micro-batch has ``prologue``, ``forward`` and ``backward``, which run as one function unless
 something is computed or gathered again.
 
-The executor reads a program too: what flows between phases, stages and micro-batches stands here only. It calls a
-function for each phase, of which the phase's nodes are the description.
+The executor reads programs too: only they say which values flow between phases, stages and micro-batches. The executor
+calls one function for each phase; the phase's nodes describe that function.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_a
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor on this rank. ``storage`` names the value that owns its memory: itself, unless it is a view, or was
-    written into the memory of another."""
+    written into the memory of another value."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,13 +44,13 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def owns(self) -> bool:
-        """Whether the memory is its own."""
+        """Whether the value owns its memory."""
         return self.name == self.storage
 
 
 class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A collective over ``size`` ranks of an axis. ``bytes`` are of the whole vector: what each rank holds before an
-    all-reduce, a reduce-scatter or an all-to-all, and after an all-gather; of a halo, what the busiest rank gets.
+    """A collective over ``size`` ranks of an axis. ``bytes`` is the size of the whole vector on one rank: before an
+    all-reduce, reduce-scatter or all-to-all, after an all-gather. For a halo, it is the most that a rank receives.
     ``label`` names the tensors."""
 
     kind: CollectiveKind
@@ -62,9 +62,9 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """One call. ``operator`` is the graph's that it comes from (or ``gathers``, ``gradients``, ``outputs``, ``sends``,
-    ``buffers``). ``starts`` is a collective that goes on until the node whose ``waits`` names this one; collectives
-    ``inside`` of a kernel are over when it is. ``frees`` are the storages whose last reader this is."""
+    """One call. ``operator`` is the operator of the graph that it comes from (or ``gathers``, ``gradients``,
+    ``outputs``, ``sends``, ``buffers``). ``starts`` is a collective that runs until the node whose ``waits`` names this
+    node. Collectives ``inside`` of a kernel end with the kernel. ``frees`` are storages that this node reads last."""
 
     name: str
     target: str
@@ -90,7 +90,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nodes in the order in which they run, the values that they take from outside, and those that are read after."""
+    """Nodes in the order in which they run, the values that they take from outside, and those that are read later."""
 
     name: str
     inputs: tuple[Value, ...] = ()
@@ -99,9 +99,9 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is there before the step: a parameter, buffer or input (``name``), as which ``value`` of this rank
-    (none, where the stage does not read it). ``bytes`` are held for it: of an input those of the whole batch, of which
-    the value may be a part."""
+    """A tensor that exists before the step: the parameter, buffer or input ``name``, which is ``value`` on this rank
+    (empty if the stage does not read it). ``bytes`` is its memory; for an input, that of the whole batch, of which the
+    value may be a part."""
 
     name: str
     value: str
@@ -109,8 +109,8 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor of the graph that crosses the border to the next or previous stage, in every micro-batch. ``value`` is
-    this rank's part; ``whole`` is the shape of all parts together."""
+    """A tensor of the graph that crosses to the next or previous stage in every micro-batch. ``value`` is this rank's
+    part; ``whole`` is the shape of all parts together."""
 
     tensor: str
     value: Value
@@ -118,8 +118,8 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The memory in which a parameter's gradient is summed up over micro-batches. It is its own, or that of a bucket,
-    which is then the storage of ``value``, from element ``offset`` on."""
+    """The memory that sums a parameter's gradient over micro-batches. It is separate memory, or lies in a bucket: then
+    the bucket is the storage of ``value``, and ``offset`` is the first element of the gradient."""
 
     parameter: str
     value: Value
@@ -127,7 +127,7 @@ class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A micro-batch's part of a value of the whole step (``source``). Dim ``dim`` is made of ``blocks`` equal blocks,
+    """A micro-batch's part of ``source``, a value of the whole step. Dim ``dim`` consists of ``blocks`` equal blocks,
     and every block is cut."""
 
     source: str
@@ -136,8 +136,8 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a value of each micro-batch becomes a value of the step: ``join`` is ``sum``, ``max``, ``min`` or ``last``,
-    and ``joined`` names the result."""
+    """How the values of all micro-batches become one value of the step: ``join`` is ``sum``, ``max``, ``min`` or
+    ``last``, and ``joined`` names the result."""
 
     value: str
     join: str
@@ -145,15 +145,14 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One stage on one rank. ``together``: its phases are one function. ``transfers`` are by the action that sends or
-    receives them.
+    """The program of one stage on one rank. ``together``: all its phases run as one function. ``transfers`` are by the
+    kind of action that sends or receives them.
 
     ``buckets`` are memory in which gradients are summed up together; ``slices`` are by the name of the part.
-    ``scalars`` (loss and metrics, where this stage makes them), ``gradients`` and ``buffers_after`` (buffers that a
-    step updates once) name the values that a step gives; ``buffer_updates`` those that every micro-batch leaves in a
-    buffer for the next. ``input_placements`` say how this rank gets the batch; ``random_key`` is the value that seeds
-    the micro-batch's random numbers.
-    """
+    ``scalars`` (loss and metrics, if this stage makes them), ``gradients`` and ``buffers_after`` (buffers that are
+    updated once a step) name the values that a step returns. ``buffer_updates`` names the values that every micro-batch
+    leaves in a buffer for the next. ``input_placements`` says how this rank gets the batch; ``random_key`` is the value
+    that seeds the micro-batch's random numbers."""
 
     stage: int = 0
     num_stages: int = 1
@@ -179,12 +178,12 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.transfers.get(action, ())
 
     def phase(self, name: str) -> Phase:
-        """The phase of this name; empty, where the program has none."""
+        """The phase with this name; an empty phase if the program has none."""
         return next((one for one in self.phases if one.name == name), Phase(name))
 
 
 class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank runs in a step: the programs of the stages that it holds."""
+    """The programs of all stages that one rank holds."""
 
     VERSION: ClassVar[int] = 2
     version: int = 2
@@ -195,22 +194,22 @@ class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class Fetch(msgspec.Struct, frozen=True):
     """Rows of neighbours that an operator fetches for one of its inputs. ``position`` is the number of the input;
     ``rows`` says which rows of which dims they are, and over which mesh axes they come. Operators that read the same
-    rows of one tensor fetch them once."""
+    rows of a tensor share one fetch."""
 
     position: int
     rows: tuple[object, ...]
 
 
 class OperatorProgram(msgspec.Struct, frozen=True, eq=False):
-    """One operator on one rank, given its inputs as it wants them: its nodes in their order, and, by the name of the
-    node that starts an exchange, the halos that it fetches of inputs. Programs are told apart by identity."""
+    """One operator on one rank, whose inputs already have the placements that it needs. ``nodes`` are in running order;
+    ``fetches`` are the halos of its inputs, by the name of the node that starts the exchange. Equality is identity."""
 
     nodes: tuple[Node, ...]
     fetches: dict[str, Fetch]
 
 
 class Lower(Protocol):
-    """Makes programs without processes."""
+    """Makes programs without starting processes."""
 
     def __call__(self, plan: Plan) -> tuple[Program, ...]:
         """The programs of all stages of a plan, each on its busiest rank."""
@@ -218,5 +217,5 @@ class Lower(Protocol):
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
     ) -> OperatorProgram:
-        """An operator of the graph under a strategy over axes of these sizes, on the first rank of each. Calls that are
-        alike share one program, in which the names are those of the first."""
+        """The program of an operator under a strategy over axes of these sizes, on the first rank of each axis. Equal
+        operators share one program, whose names are those of the first."""

@@ -1,4 +1,4 @@
-"""What the backward pass computes again, instead of keeping it from the forward pass."""
+"""The operators that the backward pass computes again, instead of keeping their results from the forward pass."""
 
 import re
 
@@ -10,13 +10,13 @@ _BLOCK = re.compile(r"^(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
 
 
 class Recomputation(msgspec.Struct, frozen=True):
-    """What backward computes again: ``names`` are operators, or blocks (``blocks.*``); ``modules`` are by operator."""
+    """What backward computes again. ``names`` are operators or blocks (``blocks.*``); ``modules`` are by operator."""
 
     names: tuple[str, ...]
     modules: dict[str, str]
 
     def block(self, operator: str) -> str:
-        """The block that holds an operator (``blocks.3``), or nothing."""
+        """The block that holds an operator (``blocks.3``); empty if there is none."""
         found = _BLOCK.match(self.modules.get(operator, ""))
         return found[0] if found else ""
 
@@ -26,7 +26,7 @@ class Recomputation(msgspec.Struct, frozen=True):
         return self._is_named(operator) or (bool(block) and starred(block + ".").rstrip(".") in self.names)
 
     def whole_block(self, operator: str) -> bool:
-        """Whether it is computed again as a part of its block, so that only what enters the block is kept."""
+        """Whether an operator is computed again as a part of its block, so that only the block's inputs are kept."""
         return not self._is_named(operator)
 
     def _is_named(self, operator: str) -> bool:

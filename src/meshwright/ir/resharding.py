@@ -1,15 +1,15 @@
-"""From one placement of a tensor to another: the cheapest moves, searched on what latency and bandwidth each axis has.
+"""Resharding: the cheapest moves from one placement of a tensor to another, given each axis' latency and bandwidth.
 
-A sequence of moves is a path between placements. The path of least time is found with Dijkstra's algorithm; a move over
-``p`` ranks, of ``n`` bytes on each of them, takes (Thakur, Rabenseifner, Gropp 2005; Chan et al. 2007)
+A sequence of moves is a path between placements. Dijkstra's algorithm finds the path of least time. A move over ``p``
+ranks, with ``n`` bytes on each rank, takes (Thakur, Rabenseifner, Gropp 2005; Chan et al. 2007)
 
     all_reduce       2 log2(p) latencies and 2 (p - 1)/p n / bandwidth
-    reduce_scatter     log2(p) latencies and   (p - 1)/p n / bandwidth      n: before
-    all_gather         log2(p) latencies and   (p - 1)/p n / bandwidth      n: afterwards
+    reduce_scatter     log2(p) latencies and   (p - 1)/p n / bandwidth      n: before the move
+    all_gather         log2(p) latencies and   (p - 1)/p n / bandwidth      n: after the move
     all_to_all         (p - 1) latencies and   (p - 1)/p n / bandwidth
     slice              nothing
 
-and neighbouring axes that lie alike may move as one (``dp+tp``), over a group of all their ranks.
+Neighbouring axes with equal placements may move as one (``dp+tp``), over a group of all their ranks.
 """
 
 import heapq
@@ -35,21 +35,21 @@ from meshwright.ir.placement import (
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_to_all", "all_gather", "slice"]
 _ORDER = {"all_reduce": 0, "reduce_scatter": 0, "all_to_all": 1, "all_gather": 2, "slice": 3}
-"""Of moves that take as long."""
+"""The order of preference among moves that take equal time."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What joins the ranks of an axis: seconds of a message without content, and seconds of each byte."""
+    """The link between the ranks of an axis: the seconds of an empty message, and the seconds per byte."""
 
     latency_s: float = 1e-5
     byte_s: float = 1e-9
 
 
 class Move(msgspec.Struct, frozen=True):
-    """One step: a collective over ``axis`` (or axes, joined), or a ``slice`` of what is held already. ``placement`` is
-    the Partial that is reduced, the Shard (or Flat) that is gathered or sent away, or the one that is cut out or
-    scattered; ``target`` is that which an all-to-all makes of it. ``before`` are the placements that it starts from,
-    and ``after`` those that it leaves."""
+    """A collective over ``axis`` (or joined axes), or a ``slice`` of data that the rank already holds. ``placement`` is
+    the Partial that an all-reduce sums, the Shard (or Flat) that a gather or all-to-all starts from, or the Shard (or
+    Flat) that a slice or reduce-scatter makes. ``target`` is the Shard that an all-to-all makes. ``before`` and
+    ``after`` are the placements before and after the move."""
 
     kind: Kind
     axis: str
@@ -60,15 +60,15 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Mover(msgspec.Struct, frozen=True):
-    """The moves of a mesh: ``sizes`` of its axes with more than one rank, outermost first, and ``links`` of them and of
-    those that may move as one. An axis without a link has a usual one."""
+    """Finds moves on a mesh. ``sizes`` are those of its axes with more than one rank, outermost first. ``links`` are
+    those of axes and of joined axes that may move as one. An axis without an entry has the default link."""
 
     sizes: Mapping[str, int]
     links: Mapping[str, Link] = {}
 
     def moves(self, have: Placements, want: Placements, shape: tuple[int, ...], item_bytes: int) -> tuple[Move, ...]:
-        """The moves from ``have`` to ``want`` that take the least time for a tensor of ``shape``; of equals the fewest,
-        and then reductions before gathers before slices, outer axes first (of gathers, inner ones)."""
+        """The moves from ``have`` to ``want`` that take the least time for a tensor of ``shape``. Between equal times,
+        the fewest moves win, then reductions before gathers before slices, then outer axes (for gathers, inner)."""
         sizes = tuple((axis, size) for axis, size in self.sizes.items() if len(members(axis)) == 1)
         names = [axis for axis, _ in sizes]
         links = tuple((name, link) for name, link in self.links.items() if set(names).issuperset(members(name)))
@@ -77,7 +77,7 @@ class Mover(msgspec.Struct, frozen=True):
 
 
 _State = tuple[Placement | None, ...]
-"""By axis, outermost first; Replicate is None."""
+"""The placement on each axis, outermost first; None stands for Replicate."""
 
 
 def _state(placements: Placements, names: list[str]) -> _State:
@@ -96,18 +96,19 @@ def _cheapest(
     tensor = _tensor(sizes, links, shape, item_bytes)
     cuts = _cuts(tensor, start, end)
     differ = sum(1 << axis for axis, (one, other) in enumerate(zip(start, end, strict=True)) if one != other)
-    # what lies right is only moved where it blocks what does not, or is a shortcut for it
+    # Axes that already have their final placement move only if they block the others, or offer a shortcut.
     found = None if Flat() in start or tensor.has_shortcut(start, differ) else _path(tensor, start, end, cuts, differ)
     if found is None:
         found = _path(tensor, start, end, cuts, (1 << len(sizes)) - 1)
     lost = [tensor.names[axis] for axis, one in enumerate(end) if isinstance(one, Partial) and start[axis] != one]
-    assert found is not None, f"no partial sum over {lost} to pass on: {start} to {end}"  # it would count once a rank
+    assert found is not None, f"no partial sum over {lost} to pass on: {start} to {end}"  # each rank would add it
     return tuple(tensor.move(before, step) for before, step in found)
 
 
 def _cuts(tensor: "_Tensor", start: _State, end: _State) -> list[list[Shard]]:
-    """What a search tries, by group: an axis is cut as at the end or the beginning, and for a sum over levels, each
-    axis of it on a part, of a dim that no other axis cuts where there is one; axes that move as one, alike."""
+    """The Shards that a search tries for each group of axes: those that the axis has at the end or at the start. If
+    several axes are Partial (a sum over levels), each may also have a Shard of one dim, preferably a dim that no axis
+    cuts at the start. Axes that move as one get equal Shards."""
     terms = [isinstance(one, Partial) for one in start]
     taken = {one.dim for one in start if isinstance(one, Shard)}
     dims = sorted((dim for dim, size in enumerate(tensor.shape) if size > 1), key=taken.__contains__)
@@ -122,7 +123,7 @@ def _cuts(tensor: "_Tensor", start: _State, end: _State) -> list[list[Shard]]:
 def _path(
     tensor: "_Tensor", start: _State, end: _State, cuts: list[list[Shard]], moved: int
 ) -> list[tuple[_State, "_Step"]] | None:
-    """The cheapest steps over the axes whose bits ``moved`` has, each with what it starts from; None where none do."""
+    """The cheapest steps over axes in the bit set ``moved``, each with the state before it; None if no path exists."""
     flat = end.index(Flat()) if Flat() in end else None
     first: tuple[float, int, tuple[_Order, ...]] = (0.0, 0, ())
     best = {start: first}
@@ -154,11 +155,11 @@ def _steps(reached: dict[_State, tuple[_State, "_Step"]], start: _State, state: 
 
 
 _Order = tuple[int, int, str]
-"""Where a step comes among equals."""
+"""The order of preference among steps of equal time and number."""
 
 
 class _Group(NamedTuple):
-    """Axes that move as one: by number, and as bits."""
+    """An axis, or axes that move as one: ``axes`` as indices, ``bits`` as a bit set."""
 
     number: int
     name: str
@@ -167,7 +168,7 @@ class _Group(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A move, where its beginning is known. It is ``even`` where all ranks have as much of a tensor afterwards."""
+    """A move without the state before it. ``even``: all ranks hold equally large parts of the tensor after it."""
 
     kind: Kind
     group: _Group
@@ -179,7 +180,7 @@ class _Step(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """How a group may leave a state: by one step wherever the tensor goes, and where it is ``open``, by cuts."""
+    """The ways for a group to leave a state: by ``step``, whatever the end of the path is, and if ``open``, by cuts."""
 
     group: _Group
     step: _Step | None
@@ -194,7 +195,7 @@ def _tensor(
 
 
 class _Tensor:
-    """All steps of a tensor on a mesh, and what they take. What one search has found, others find here."""
+    """All steps of a tensor on a mesh, with their times. Searches share the steps that earlier searches computed."""
 
     def __init__(self, sizes: dict[str, int], links: dict[str, Link], shape: tuple[int, ...], item_bytes: int) -> None:
         self.sizes, self.links, self.shape, self.item_bytes = sizes, links, shape, item_bytes
@@ -212,8 +213,9 @@ class _Tensor:
     def steps(
         self, state: _State, end: _State, flat: int | None, cuts: list[list[Shard]], moved: int
     ) -> Iterator[_Step]:
-        """Every step from a state of the groups whose bits are all ``moved``, on the way to ``end``, where the axis
-        ``flat`` is Flat. A step to what is not even leads to the end only."""
+        """The steps from ``state`` on the way to ``end``, for groups whose axes are all in the bit set ``moved``, and
+        gathers of Flat. ``flat`` is the axis that is Flat in ``end``. A step makes uneven parts only if ``end`` has
+        them."""
         if state not in self._starts:
             self._starts[state] = list(self._starts_of(state))
         for group, whole, is_open in self._starts[state]:
@@ -230,8 +232,8 @@ class _Tensor:
                     yield step
 
     def has_shortcut(self, start: _State, differ: int) -> bool:
-        """Whether a gather over axes that move as one may take less than gathers over those of them whose bits
-        ``differ`` has, though it gathers more."""
+        """Whether one gather over joined axes may be faster than separate gathers over those of its axes that are in
+        the bit set ``differ``, although it gathers more."""
         for group in self.groups:
             mine = [axis for axis in group.axes if differ >> axis & 1]
             others = [axis for axis in group.axes if axis not in mine]
@@ -245,12 +247,12 @@ class _Tensor:
         return False
 
     def _gather(self, name: str, axes: tuple[int, ...]) -> tuple[float, float]:
-        """Seconds of an all-gather's messages, and of each byte that there is afterwards."""
+        """The seconds of an all-gather's latencies, and its seconds per byte of the result."""
         parts, link = self._parts(*axes), self.links.get(name) or Link()
         return ceil(log2(parts)) * link.latency_s, (parts - 1) / parts * link.byte_s
 
     def _starts_of(self, state: _State) -> Iterator[_Start]:
-        """What is Flat cuts what other axes leave: until it is gathered, these may only be reduced."""
+        """The ways to leave a state. Flat cuts what other axes leave: until it is gathered, these may only reduce."""
         flat = state.index(Flat()) if Flat() in state else None
         if flat is not None:
             yield _Start(self.groups[flat], self._step("all_gather", self.groups[flat], state, None), False)
@@ -262,12 +264,12 @@ class _Tensor:
                 yield _Start(group, self._step("all_reduce", group, state, None), flat is None)
             elif flat is None and placement is None:
                 yield _Start(group, None, True)
-            # not where an inner axis cuts what this one has left of the same factor
+            # An inner axis with the same Shard cuts the parts of this axis, and must be gathered first.
             elif flat is None and placement not in state[group.axes[-1] + 1 :]:
                 yield _Start(group, self._step("all_gather", group, state, None), True)
 
     def _cut(self, state: _State, group: _Group, cut: Shard | Flat) -> _Step | None:
-        """The step after which a group is cut so; None where there is none."""
+        """The step that gives a group the placement ``cut``; None if no move does."""
         key = (state, group.number, cut)
         if key not in self._cuts:
             self._cuts[key] = self._cut_of(state, group, cut)
@@ -291,7 +293,7 @@ class _Tensor:
         step = self._step(kind, group, state, cut)
         even = self._divides(cut.dim, step.after)
         if isinstance(placement, Shard) and not (even and self._divides(placement.dim, state)):
-            return None  # not all ranks have as much to send
+            return None  # ranks would send unequal amounts
         return step._replace(even=even)
 
     def _step(self, kind: Kind, group: _Group, state: _State, made: Shard | Flat | None) -> _Step:
@@ -303,7 +305,7 @@ class _Tensor:
         return _Step(kind, group, placement, after, self._seconds(kind, group, state, after), order, True)
 
     def move(self, before: _State, step: _Step) -> Move:
-        """What others see of a step."""
+        """The public form of a step from the state ``before``."""
         made = step.after[step.group.axes[0]]
         target = made if step.kind == "all_to_all" and isinstance(made, Shard) else None
         assert isinstance(step.placement, Shard | Flat | Partial)
@@ -313,8 +315,8 @@ class _Tensor:
         return {axis: one for axis, one in zip(self.names, state, strict=True) if one is not None}
 
     def _fits(self, group: _Group, cut: Shard, state: _State) -> bool:
-        """Whether the axes can cut so beside what other axes cut: on one dim, an inner factor must begin where the
-        parts of an outer one begin, and one factor is cut by outer axes first."""
+        """Whether the axes can cut this way, given the cuts of other axes: on one dim, an inner factor must begin where
+        the parts of an outer factor begin, and outer axes must cut a factor before inner axes."""
         return all(
             self._nests(axis, cut, other, placement)
             for axis in group.axes
@@ -342,7 +344,7 @@ class _Tensor:
         return all(inner % (outer * parts[outer]) == 0 for outer, inner in pairwise([*outers, self.shape[dim]]))
 
     def _seconds(self, kind: Kind, group: _Group, before: _State, after: _State) -> float:
-        """Of one step."""
+        """The time of one step."""
         if kind == "slice":
             return 0.0
         parts = self._parts(*group.axes)

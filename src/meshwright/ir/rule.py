@@ -9,27 +9,24 @@ import msgspec
 from meshwright.errors import RuleError
 
 ONE_AXIS = ("ring", "all_to_all")
-"""Decompositions whose ranks are those of one mesh axis."""
+"""Decompositions that work over one mesh axis only."""
 OWN = "own"
-"""The factor of batch norm's samples, where each part keeps its own statistics. Its decomposition begins with the same
-word."""
+"""The factor that splits batch norm's samples into parts with separate statistics. Its decomposition begins with the
+same word."""
 HALO = "halo"
 """The decomposition that exchanges rows with neighbours."""
 PARTS = "parts"
-"""The decomposition that communicates nothing, but needs parts that are runs of rows."""
+"""The decomposition that communicates nothing, but needs parts that are contiguous rows."""
 DECOMPOSITIONS = ("sum", "gather", *ONE_AXIS, HALO, PARTS)
-"""How the parts of a factor come together."""
+"""The ways to combine the parts of a factor."""
 
 _TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+|(\S.*)")
-"""A bracket, a letter with its mark, a size, or the rest, which cannot be read."""
+"""A bracket, a letter with its mark, a size, or the rest of the text if it cannot be read."""
 
 
 class Factor(msgspec.Struct, frozen=True):
-    """One letter inside a dim of a pattern.
-
-    ``name`` is empty for a literal size (which cannot be split); ``fixed`` is the mark ``!``,
-    ``stencil`` the mark ``~``.
-    """
+    """One letter inside a dim of a pattern. ``name`` is empty for a literal size (which cannot be split). ``fixed`` is
+    the mark ``!``, ``stencil`` the mark ``~``."""
 
     name: str
     size: int | None = None
@@ -46,7 +43,7 @@ Dim = tuple[Factor, ...]
 
 
 class Operand(msgspec.Struct, frozen=True):
-    """One tensor of a pattern: its dims, and the number of ``^`` (0: not linear in it)."""
+    """One tensor of a pattern: its dims, and its number of ``^`` (0: the operator is not linear in it)."""
 
     dims: tuple[Dim, ...]
     linear: int = 0
@@ -59,7 +56,7 @@ class Operand(msgspec.Struct, frozen=True):
         )
 
     def find(self, name: str) -> tuple[int, int] | None:
-        """Where factor ``name`` stands: (dim, position inside that dim), or None."""
+        """The place of factor ``name``: (dim, position inside that dim), or None."""
         for index, dim in enumerate(self.dims):
             for position, factor in enumerate(dim):
                 if factor.name == name:
@@ -85,7 +82,7 @@ class Pattern(msgspec.Struct, frozen=True):
         return frozenset(factor.name for factor in self._factors() if factor.fixed)
 
     def stencil_names(self) -> frozenset[str]:
-        """The letters that carry ``~`` anywhere: splitting them takes a halo."""
+        """The letters that carry ``~`` anywhere: splitting them needs a halo."""
         return frozenset(factor.name for factor in self._factors() if factor.stencil)
 
     def _factors(self) -> Iterator[Factor]:
@@ -95,23 +92,22 @@ class Pattern(msgspec.Struct, frozen=True):
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How one operator may be split.
 
-    ``pattern`` reads ``"b s k, k f -> b s f"``: one operand a tensor, separated by commas; a letter is
-    a factor, ``(b s)`` a dim made of several factors (outermost first), a number a literal size, ``.`` a
-    scalar. A factor missing on the right is reduced: splitting it leaves the outputs Partial(``reduction``).
-    ``!f`` cannot be split; ``~y`` is a stencil, whose neighbours are read, so that it is split by a decomposition that
-    exchanges halos; ``^`` before operands: the operator is linear in all operands of that many carets together, so that
-    a Partial may pass through unreduced.
-    ``sizes`` are the global sizes of the letters. ``decompositions`` names the factors that can only be
-    split by a decomposition, and how the parts come together: ``{"v": "gather"}``. ``sum`` and ``gather`` leave outputs
-    without the factor whole, and so do ``ring`` and ``all_to_all``, whose ranks are those of one mesh axis. ``halo``
-    exchanges rows with neighbours, ``parts`` nothing; both need runs of rows. ``joint`` names factors
-    that are several letters at once, each operand split by the first of them that it has: ``{"te": ("t", "e")}``
-    divides tokens and experts over the same ranks, ``{"yy": ("y", "y1")}`` the rows that a stride of 2 reads and those
-    that it makes; only a decomposition can bring them together. ``equal`` names factors whose parts cannot differ in
-    size; those of others may, by one unit. The factor ``own`` (of batch norm's samples) is another computation than the
-    whole, for who asks for it: ``{"own": "own 1 2"}`` takes statistics of each part, so that outputs number 1 and 2
-    are each rank's own, and others without it terms of a sum.
-    """
+    ``pattern`` reads ``"b s k, k f -> b s f"``: one operand per tensor, separated by commas. A letter is a factor,
+    ``(b s)`` a dim made of several factors (outermost first), a number a literal size, ``.`` a scalar. A factor that is
+    missing on the right is reduced: splitting it leaves the outputs Partial(``reduction``). ``!f`` cannot be split.
+    ``~y`` is a stencil, which reads neighbours: a decomposition that exchanges halos splits it. ``^`` before operands:
+    the operator is linear in all operands with this number of carets together, so a Partial may pass through unreduced.
+
+    ``sizes`` are the global sizes of the letters. ``decompositions`` maps the factors that only a decomposition can
+    split to the way in which their parts are combined: ``{"v": "gather"}``. Outputs without the factor are whole after
+    ``sum``, ``gather``, ``ring`` and ``all_to_all``; the last two work over one mesh axis only. ``halo`` exchanges rows
+    with neighbours, ``parts`` exchanges nothing; both need parts that are contiguous rows. ``joint`` names factors that
+    stand for several letters. They split each operand by the first of these letters that it has: ``{"te": ("t", "e")}``
+    divides tokens and experts over the same ranks, ``{"yy": ("y", "y1")}`` the rows that a stride of 2 reads and the
+    rows that it makes. Only a decomposition can combine their parts. ``equal`` names factors whose parts must be equal;
+    parts of other factors may differ by one unit. The factor ``own`` splits batch norm's samples, but only on request,
+    because it changes the result: ``{"own": "own 1 2"}`` takes statistics of each part, so that outputs number 1 and 2
+    are each rank's own, and other outputs without the factor are terms of a sum."""
 
     pattern: str
     sizes: dict[str, int]
@@ -126,7 +122,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return parse_pattern(self.pattern)
 
     def members(self, name: str) -> tuple[str, ...]:
-        """The letters that factor ``name`` splits: itself, or those that it joins."""
+        """The letters that factor ``name`` splits: itself, or the letters that it joins."""
         return self.joint.get(name, (name,))
 
     def splittable(self, name: str) -> bool:
@@ -134,15 +130,15 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return name in self.sizes and (name in self.decompositions or name not in _marked(self.pattern))
 
     def decomposition(self, name: str) -> str:
-        """How the parts of factor ``name`` come together; empty where the pattern alone splits it."""
+        """How the parts of factor ``name`` are combined; empty if the pattern alone splits it."""
         return self.decompositions.get(name, "").partition(" ")[0]
 
     def sums(self, name: str) -> bool:
-        """Whether outputs without factor ``name`` are terms of a sum where it is split."""
+        """Whether splitting ``name`` makes outputs without this factor terms of a sum."""
         return self.decomposition(name) in ("", OWN, HALO, PARTS)
 
     def owns(self, name: str, output: int) -> bool:
-        """Whether splitting ``name`` leaves on each rank an output number ``output`` of its own."""
+        """Whether splitting ``name`` gives each rank its own output number ``output``."""
         return self.decomposition(name) == OWN and str(output) in self.decompositions[name].split()[1:]
 
     def reduced(self, name: str, output: int) -> bool:

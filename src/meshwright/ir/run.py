@@ -23,7 +23,7 @@ class _Data(Section, frozen=True, kw_only=True, tag_field="kind"):
     batch_size: Positive = 16
     """Samples in a global batch, over all ranks."""
     held_out: Fraction = 0.05
-    """Part of the data that is not trained on, for evaluation; 0: none."""
+    """The fraction of the data that is kept out of training, for evaluation; 0: none."""
 
 
 class TextData(_Data, frozen=True, kw_only=True, tag="text"):
@@ -34,15 +34,15 @@ class TextData(_Data, frozen=True, kw_only=True, tag="text"):
     sequence_length: Positive = 256
     """Tokens in a window."""
     max_bytes: Count = 0
-    """Use no more than so many bytes; 0: all (of the standard library: 8,000,000)."""
+    """Use at most this number of bytes; 0: all (of the standard library: 8,000,000)."""
 
 
 class DigitsData(_Data, frozen=True, kw_only=True, tag="digits"):
-    """scikit-learn's handwritten digits, ``image`` [n, 1, 8, 8] 0 to 1, and ``label`` [n] (``meshwright[demo]``)."""
+    """scikit-learn's handwritten digits: ``image`` [n, 1, 8, 8] from 0 to 1, ``label`` [n] (``meshwright[demo]``)."""
 
 
 class TensorsData(_Data, frozen=True, kw_only=True, tag="tensors"):
-    """Named tensors with one row per sample; the names are those that the loss reads."""
+    """Named tensors with one row per sample; the loss reads them by these names."""
 
     path: str
     """A ``.npz``, ``.safetensors`` or ``.pt`` file (a dict of tensors)."""
@@ -66,44 +66,44 @@ Data = TextData | DigitsData | TensorsData | RandomData
 
 
 class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the step is divided: the sizes of a layout, or a plan file. By default all ranks divide the batch."""
+    """The layout of the step: sizes, or a plan file. By default all ranks divide the batch."""
 
     dp: int = -1
-    """Data-parallel size; -1: what is left of the ranks."""
+    """Data-parallel size; -1: all ranks that the other sizes leave."""
     plan: str = ""
-    """A plan file (``meshwright plan --output``), in place of sizes; ``auto``: the fastest layout that the planner
-    finds (in ``precision``, with ``offload`` where memory demands), unless another key of this table asks for one."""
+    """A plan file (``meshwright plan --output``) in place of sizes, or ``auto``: the fastest layout that the planner
+    finds (in ``precision``, with ``offload`` if memory requires it), unless another key of this table sets a layout."""
     cluster: str = ""
-    """The cluster that is planned for: a name, or a file; empty: this machine."""
+    """The cluster for which the step is planned: a name or a file; empty: this machine."""
     seconds: float | None = None
-    """After which ``plan = "auto"`` takes the best layout that was found; by default all are weighed."""
+    """The seconds after which ``plan = "auto"`` takes the best layout so far; by default it compares all layouts."""
     strict: bool = False
-    """Refuse a model with an operator that no rule splits, in place of running it whole on every rank."""
+    """Refuse a model with an operator that no rule splits, instead of running that operator whole on every rank."""
 
     @property
     def searched(self) -> bool:
-        """Whether the planner is to search; ``precision`` and ``offload`` are given to it."""
+        """Whether the planner searches for the layout; it then gets ``precision`` and ``offload``."""
         asked = msgspec.structs.replace(self.sizes(), precision=None, offload="none")
         return self.plan == "auto" and asked == RunLayout().sizes()
 
     @property
     def file(self) -> str:
-        """The plan file, if there is one."""
+        """The path of the plan file; empty if there is none."""
         return self.plan if self.plan != "auto" else ""
 
     def sizes(self) -> Layout:
-        """The layout without ``plan``."""
+        """This table as a plain ``Layout``, without the keys that only a run file has."""
         return Layout(**{name: getattr(self, name) for name in Layout.__struct_fields__})
 
     def chosen(self) -> Layout | str:
-        """What ``parallelize`` takes: ``"auto"``, the path of a plan, or a layout."""
+        """The layout argument of ``parallelize``: ``"auto"``, the path of a plan, or a layout."""
         return "auto" if self.searched else self.file or self.sizes()
 
 
 class _Optimizer(Section, frozen=True, kw_only=True, tag_field="name"):
     lr: Rate = 1e-3
-    """Learning rate: the highest, where a schedule lowers it; that of ``schedule.base_batch_size``, where it is
-    scaled."""
+    """Learning rate: the highest, if a schedule lowers it; for ``schedule.base_batch_size``, if ``schedule.scaling``
+    scales it."""
     weight_decay: Rate = 0.0
     """Weight decay."""
 
@@ -136,7 +136,7 @@ class AdamW(_AdamLike, frozen=True, kw_only=True, tag="adamw"):
     """``torch.optim.AdamW``."""
 
     weight_decay: Rate = 0.01
-    """Weight decay, apart from the gradient."""
+    """Weight decay, decoupled from the gradient."""
 
 
 class RMSprop(_Optimizer, frozen=True, kw_only=True, tag="rmsprop"):
@@ -161,8 +161,7 @@ class Adagrad(_Optimizer, frozen=True, kw_only=True, tag="adagrad"):
 
 class _LayerWise(_Optimizer, frozen=True, kw_only=True):
     adapt_vectors: bool = True
-    """Whether parameters of fewer than two dims (biases, gains of norms) are scaled too; else they take the plain
-    step."""
+    """Whether parameters with fewer than two dims (biases, gains of norms) are scaled too, or take the plain step."""
 
 
 class _LayerWiseMomentum(_LayerWise, frozen=True, kw_only=True):
@@ -176,25 +175,25 @@ class LARS(_LayerWiseMomentum, frozen=True, kw_only=True, tag="lars"):
     """``meshwright.optim.LARS`` (You, Gitman, Ginsburg 2017): momentum SGD, scaled by the norms of each tensor."""
 
     lr: Rate = 1.0
-    """Learning rate, which a tensor's own ratio of about ``trust_coefficient`` multiplies."""
+    """Learning rate; each tensor multiplies it by a ratio of its own, of about ``trust_coefficient``."""
     trust_coefficient: Rate = 0.001
     """A tensor's step relative to its norm, at a learning rate of 1."""
 
 
 class LARC(_LayerWiseMomentum, frozen=True, kw_only=True, tag="larc"):
-    """``meshwright.optim.LARC``: momentum SGD, where each tensor's learning rate is at most the one of LARS."""
+    """``meshwright.optim.LARC``: momentum SGD, with each tensor's learning rate at most that of LARS."""
 
     lr: Rate = 0.1
-    """Learning rate: the most that any tensor learns by."""
+    """The largest learning rate of any tensor."""
     trust_coefficient: Rate = 0.02
-    """The most that a tensor's step is, relative to its norm."""
+    """The largest step of a tensor, relative to its norm."""
 
 
 class LAMB(_LayerWise, frozen=True, kw_only=True, tag="lamb"):
     """``meshwright.optim.LAMB`` (You et al. 2020): Adam, scaled by the norms of each tensor."""
 
     weight_decay: Rate = 0.01
-    """Weight decay, apart from the gradient."""
+    """Weight decay, decoupled from the gradient."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the running means of the gradient and of its square."""
     eps: Rate = 1e-6
@@ -205,28 +204,28 @@ Optimizer = SGD | Adam | AdamW | RMSprop | Adagrad | LARS | LARC | LAMB
 
 
 class LearningRate(Section, frozen=True, kw_only=True):
-    """How the learning rate goes: a linear warm-up, then down to ``final`` times the highest; and how it follows the
-    batch."""
+    """The course of the learning rate: a linear warm-up, then a decay to ``final`` times the highest learning rate; and
+    its scaling with the batch size."""
 
     name: Literal["none", "linear", "cosine"] = "none"
-    """The way down: ``none`` stays at the highest."""
+    """The shape of the decay; ``none``: no decay."""
     warmup_steps: Count = 0
-    """Steps until the highest."""
+    """The number of steps until the highest learning rate."""
     warmup_from: Literal["zero", "base"] = "zero"
-    """Where the warm-up begins: near 0, or at the learning rate before it is scaled (Goyal et al. 2017, section
-    2.2)."""
+    """The start of the warm-up: near 0, or the learning rate before scaling (Goyal et al. 2017, section 2.2)."""
     final: Fraction = 0.1
-    """The last learning rate, as a part of the highest."""
+    """The last learning rate, as a fraction of the highest."""
     scaling: Scaling = "none"
-    """``linear`` multiplies ``optimizer.lr`` by the batch over ``base_batch_size``, ``sqrt`` by the root of that."""
+    """``linear`` multiplies ``optimizer.lr`` by the batch size over ``base_batch_size``, ``sqrt`` by the root of this
+    ratio."""
     base_batch_size: Count = 0
-    """The batch that ``optimizer.lr`` is for; required where it is scaled."""
+    """The batch size for which ``optimizer.lr`` was found; required if ``scaling`` is not ``none``."""
     batch_sizes: tuple[tuple[Positive, Positive], ...] = ()
-    """Pairs of a step and the global batch from then on, in place of ``data.batch_size``: ``[[500, 32], [800, 64]]``
-    (Smith et al. 2018, arXiv:1711.00489)."""
+    """Pairs of a step and the global batch size from that step on, in place of ``data.batch_size``:
+    ``[[500, 32], [800, 64]]`` (Smith et al. 2018, arXiv:1711.00489)."""
 
     def factor(self, step: int, steps: int, batch_size: int = 0) -> float:
-        """What the learning rate is multiplied by at ``step`` (from 0) of ``steps``, for a batch of ``batch_size``."""
+        """The factor of the learning rate at ``step`` (from 0) of ``steps``, for a batch of ``batch_size`` samples."""
         highest = scaled_by(self.scaling, batch_size, self.base_batch_size) if self.scaling != "none" else 1.0
         if step < self.warmup_steps and self.warmup_from == "base":
             return 1 + (highest - 1) * step / self.warmup_steps
@@ -240,24 +239,23 @@ class LearningRate(Section, frozen=True, kw_only=True):
         return highest
 
     def batch_size(self, step: int, first: int) -> int:
-        """Samples in the global batch of ``step`` (from 0), where a run begins with ``first``."""
+        """The number of samples in the global batch of ``step`` (from 0), if the run begins with ``first``."""
         return next((size for begin, size in reversed(self.batch_sizes) if step >= begin), first)
 
 
 class Train(Section, frozen=True, kw_only=True):
-    """The run itself."""
+    """Steps, seed, checkpoints and ranks of the run."""
 
     steps: Positive = 1000
-    """Training steps."""
+    """The number of training steps."""
     max_grad_norm: Rate = 0.0
-    """Clip gradients to this norm over the whole model; 0: do not."""
+    """Clip gradients to this norm over the whole model; 0: do not clip."""
     seed: int = 0
     """Seed of initial values, data order and dropout."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Of parameters and of floating-point data."""
+    """The dtype of parameters and of floating-point data."""
     compile: bool = False
-    """Join operators into kernels by torch.compile's inductor, which needs a C++ compiler; the same numbers but for
-    rounding."""
+    """Fuse operators into kernels with torch.compile's inductor, which needs a C++ compiler. Only rounding changes."""
     log_every: Positive = 10
     """Steps between log lines."""
     evaluate_every: Count = 0
@@ -265,33 +263,33 @@ class Train(Section, frozen=True, kw_only=True):
     checkpoint_every: Count = 100
     """Steps between checkpoints; 0: only after the last step."""
     keep: Positive = 2
-    """Checkpoints that are kept."""
+    """The number of checkpoints to keep."""
     directory: str = ""
-    """Where the run lies; empty: ``runs/`` and the name of the RUN file. A run that stopped there is continued."""
+    """The folder of the run; empty: ``runs/`` and the name of the RUN file. A run that stopped there is continued."""
     ranks: Positive | Literal["auto"] = "auto"
-    """Processes; ``auto``: one a core, at most as many as the layout and the batch can use."""
+    """The number of processes; ``auto``: one per core, but no more than the layout and the batch can use."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """The port through which ranks meet; 0: a free one."""
+    """The port at which ranks meet; 0: any free port."""
 
 
 class Sample(Section, frozen=True, kw_only=True):
     """Text that a language model of bytes writes after training."""
 
     prompt: str = "\n"
-    """What it goes on from."""
+    """The text that the model continues."""
     length: Count = 400
-    """Bytes to write."""
+    """The number of bytes to write."""
     temperature: Rate = 0.8
-    """0: always the likeliest byte."""
+    """The temperature of sampling; 0: always the likeliest byte."""
 
 
 class Run(Section, frozen=True, kw_only=True):
     """A whole RUN.toml."""
 
     model: Model
-    """What is trained."""
+    """The model to train."""
     data: Data
-    """What it is trained on."""
+    """The data to train on."""
     layout: RunLayout = RunLayout()
     """How the step is divided over the ranks."""
     optimizer: Optimizer = AdamW()
@@ -304,7 +302,7 @@ class Run(Section, frozen=True, kw_only=True):
     """Text to write at the end."""
 
     def num_ranks(self, num_cores: int) -> int:
-        """Processes to start where there are ``num_cores`` cores (or GPUs): as many as layout and batch can use."""
+        """The number of processes to start on ``num_cores`` cores (or GPUs): all that layout and batch can use."""
         if self.layout.file:
             return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.train.ranks != "auto":
@@ -320,10 +318,10 @@ class Run(Section, frozen=True, kw_only=True):
         return fixed
 
     def batch_sizes(self) -> list[int]:
-        """Samples in the global batch of each step."""
+        """The number of samples in the global batch of each step."""
         return [self.schedule.batch_size(step, self.data.batch_size) for step in range(self.train.steps)]
 
     def lr_factors(self) -> list[float]:
-        """What the optimizer's learning rate is multiplied by in each step."""
+        """The factor of the optimizer's learning rate in each step."""
         steps = self.train.steps
         return [self.schedule.factor(step, steps, size) for step, size in enumerate(self.batch_sizes())]

@@ -1,4 +1,4 @@
-"""The models of a run file: the tables that [model] may be."""
+"""The models of a run file: all forms of its table [model]."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,8 +18,8 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class _Model(Section, frozen=True, kw_only=True, tag_field="name"):
     loss: str = ""
-    """``language_model``, ``classification``, ``segmentation``, or ``package.module:function``; empty: the one that the
-    model has."""
+    """``language_model``, ``classification``, ``segmentation``, or ``package.module:function``; empty: the loss of the
+    model itself."""
 
 
 class GPTModel(_Model, frozen=True, kw_only=True, tag="gpt"):
@@ -34,7 +34,7 @@ class GPTModel(_Model, frozen=True, kw_only=True, tag="gpt"):
     vocabulary: Positive = 256
     """Number of different tokens; text is bytes: 256."""
     sequence_length: Count = 0
-    """Positions the model has; 0: as many as ``data.sequence_length``."""
+    """The number of positions of the model; 0: ``data.sequence_length``."""
     dropout: Fraction = 0.0
     """Probability of dropping an activation."""
     tied_head: bool = True
@@ -52,7 +52,7 @@ class MLPModel(_Model, frozen=True, kw_only=True, tag="mlp"):
 
 class _ImageModel(_Model, frozen=True, kw_only=True):
     image_channels: Positive = 3
-    """Colours: 1 or 3."""
+    """Number of colour channels: 1 or 3."""
     classes: Positive = 1000
     """Number of classes."""
 
@@ -102,7 +102,7 @@ class VGGModel(_DenseImageModel, frozen=True, kw_only=True, tag="vgg"):
     """``meshwright.models.VGG``: groups of 3x3 convolutions with pooling, then large dense layers."""
 
     convolutions: tuple[Positive, ...] = (2, 2, 3, 3, 3)
-    """How many there are in each group."""
+    """Number of convolutions in each group."""
     width: Positive = 64
     """Channels of the first group."""
     image_size: Positive = 224
@@ -110,35 +110,35 @@ class VGGModel(_DenseImageModel, frozen=True, kw_only=True, tag="vgg"):
 
 
 class GoogLeNetModel(_ImageModel, frozen=True, kw_only=True, tag="googlenet"):
-    """``meshwright.models.GoogLeNet``: modules of four branches beside each other."""
+    """``meshwright.models.GoogLeNet``: modules of four parallel branches."""
 
     width: Positive = 64
-    """Channels of the stem, a multiple of 8; all others in proportion."""
+    """Channels of the stem, a multiple of 8; all other channels are in proportion."""
 
 
 class WideResNetModel(_ImageModel, frozen=True, kw_only=True, tag="wide-resnet"):
     """``meshwright.models.WideResNet``: residual bottleneck blocks for large images."""
 
     blocks: tuple[Positive, ...] = (3, 4, 6, 3)
-    """How many there are in each group."""
+    """Number of blocks in each group."""
     width: Positive = 64
-    """Channels of the stem; a block of group i has ``4 * width * 2**i`` outside."""
+    """Channels of the stem; a block of group i has ``4 * width * 2**i`` outer channels."""
     widened: Positive = 2
-    """How many times ``width * 2**i`` channels a block of group i has inside."""
+    """A block of group i has ``widened * width * 2**i`` inner channels."""
 
 
 class UNetModel(_ImageModel, frozen=True, kw_only=True, tag="unet"):
-    """``meshwright.models.UNet``: levels of half the size and back, a class for each pixel. Its ``loss`` is
-    ``segmentation``, of ``image`` and ``label`` [n, y, x]."""
+    """``meshwright.models.UNet``: levels that halve the image and double it back, with a class for each pixel. Its
+    ``loss`` is ``segmentation``, which reads ``image`` and ``label`` [n, y, x]."""
 
     depth: Positive = 2
-    """How often the image is halved."""
+    """Number of times that the image is halved."""
     width: Positive = 8
     """Channels of the outermost level, a multiple of 2."""
     classes: Positive = 4
     """Number of classes of a pixel."""
     norm: Literal["group", "batch"] = "group"
-    """Norm of each sample, in groups of channels, or over the batch."""
+    """Group norm (of each sample, in groups of channels) or batch norm (over the batch)."""
 
 
 class FactoryModel(_Model, frozen=True, kw_only=True, tag="factory"):

@@ -1,4 +1,4 @@
-"""The schedule: what every rank does in one step, in order, in the text form of PyTorch's pipelining."""
+"""The schedule: the actions of every rank in one step, in order, in the text form of PyTorch's pipelining."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -13,12 +13,12 @@ _ACTION = re.compile(r"([0-9]+)(F|I|W|B|(?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUC
 
 
 class ActionKind(StrEnum):
-    """What an action does. Its value is its text form, which is PyTorch's.
+    """The kind of an action. Its value is its text form in PyTorch.
 
-    ``F`` is forward. A backward is ``B``, or split in ``I`` (gradients of the stage's inputs) and ``W`` (gradients of
-    its parameters). The stage of a send or receive is that of the rank it stands on: ``1SEND_F0`` on one rank meets
-    ``2RECV_F0`` on another, ``2SEND_B0`` meets ``1RECV_B0``. ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` gather, free
-    and reduce the stage's parameters or gradients, for all micro-batches at once.
+    ``F`` is forward. Backward is ``B``, or split into ``I`` (gradients of the stage's inputs) and ``W`` (gradients of
+    its parameters). A send or receive names the stage of its own rank: ``1SEND_F0`` on one rank matches ``2RECV_F0`` on
+    another, ``2SEND_B0`` matches ``1RECV_B0``. ``UNSHARD`` gathers the stage's parameters, ``RESHARD`` frees them, and
+    ``REDUCE_GRAD`` reduces its gradients, each for all micro-batches at once.
     """
 
     F = "F"
@@ -35,17 +35,17 @@ class ActionKind(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """Whether it runs operators of the model."""
+        """Whether the action runs operators of the model."""
         return self in (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)
 
     @property
     def transfers(self) -> bool:
-        """Whether it sends to another rank or receives from one."""
+        """Whether the action sends to another rank or receives from another rank."""
         return self in (ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B)
 
     @property
     def has_microbatch(self) -> bool:
-        """Whether it belongs to one micro-batch; the others belong to a stage and a step."""
+        """Whether the action belongs to one micro-batch; other actions belong to a whole step of a stage."""
         return self not in _WHOLE_STEP
 
 
@@ -53,7 +53,7 @@ _WHOLE_STEP = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDU
 
 
 class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that a rank does for one stage (and, but for ``REDUCE_GRAD`` and its like, one micro-batch)."""
+    """One action of a rank for one stage and one micro-batch (no micro-batch for ``REDUCE_GRAD`` and its like)."""
 
     stage: int
     kind: ActionKind
@@ -71,7 +71,7 @@ class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_text(cls, text: str) -> "Action":
-        """Parse ``2F0``, ``1SEND_F0``, ``3REDUCE_GRAD``; a ScheduleError if it is none of the kind."""
+        """Parse an action such as ``2F0``, ``1SEND_F0`` or ``3REDUCE_GRAD``; a ScheduleError if it is none."""
         match = _ACTION.fullmatch(text)
         if match is None:
             kinds = ", ".join(kind.value for kind in ActionKind)
@@ -83,7 +83,7 @@ class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ActionList:
-    """What one rank does, in order: a sequence of actions whose file form is one string, ``0F0 0SEND_F0 0RECV_B0``."""
+    """The actions of one rank, in order. Their form in a file is one string: ``0F0 0SEND_F0 0RECV_B0``."""
 
     __slots__ = ("actions",)
 
@@ -109,7 +109,7 @@ class ActionList:
         return f"ActionList({self.to_text()!r})"
 
     def to_text(self, separator: str = " ") -> str:
-        """The actions in a line."""
+        """The actions on one line."""
         return separator.join(map(str, self.actions))
 
     @classmethod
@@ -117,7 +117,7 @@ class ActionList:
         """Parse actions that are separated by spaces or commas; empty cells (idle steps) are left out.
 
         Raises:
-            ScheduleError: names the position (from 0) and the text there.
+            ScheduleError: a word is no action; names its position (from 0) and its text.
         """
         actions: list[Action] = []
         for word in re.split(r"[,\s]+", text):
@@ -132,10 +132,10 @@ class ActionList:
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One step of all pipeline ranks. ``num_stages`` counts stages over all ranks; a rank holds ``num_chunks`` of them.
 
-    A schedule is well formed, not yet possible: order, matching sends and deadlock are checked in ``schedules``.
+    A schedule is well formed, but may be impossible: ``schedules`` checks order, matching sends and deadlock.
 
     Raises:
-        ScheduleError: an action of a stage or micro-batch that does not exist; names the rank and the position.
+        ScheduleError: an action has a stage or micro-batch that does not exist; names the rank and the position.
     """
 
     VERSION: ClassVar[int] = 1
@@ -174,7 +174,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         num_microbatches: int | None = None,
         num_chunks: int | None = None,
     ) -> "Schedule":
-        """The schedule with these actions by rank; counts that are not given are the least that hold all actions."""
+        """The schedule with these actions by rank. Counts that are not given are the smallest that fit all actions."""
         lists = tuple(ActionList(actions) for actions in ranks)
         if num_stages is None:
             num_stages = max((action.stage for actions in lists for action in actions), default=0) + 1
@@ -191,7 +191,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     def to_text(self, separator: str = " ") -> str:
-        """One line for each rank; with ``separator=","`` what PyTorch's schedules read as CSV."""
+        """One line of actions per rank; with ``separator=","`` the CSV that PyTorch's schedules read."""
         return "".join(actions.to_text(separator) + "\n" for actions in self.ranks)
 
     @classmethod
@@ -199,7 +199,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Parse one line for each rank, actions separated by spaces or commas.
 
         Raises:
-            ScheduleError: names the rank, the position (both from 0) and the text there.
+            ScheduleError: a word is no action; names its rank, its position (both from 0) and its text.
         """
         ranks = []
         for rank, line in enumerate(text.splitlines()):

@@ -1,12 +1,12 @@
-"""A graph cut in stages: which stage every operator belongs to, and what crosses the borders.
+"""A graph cut into stages: the stage of every operator, and the tensors that cross from stage to stage.
 
-A cut is told by the first forward operator of every stage but the first. All else follows:
+The first forward operator of every stage but the first defines a cut. Everything else follows:
 
-    forward operators   stage by their place in the order of the trace
+    forward operators   the stage follows from their place in the order of the trace
     backward operators  the stage of their forward operator, or the lowest stage that their operands come from
-    what crosses        values that a later stage reads go up, from stage to stage; gradients (and what else an earlier
-                        stage's backward reads) go down
-    tied weights        the sum of one parameter's gradients from several stages leaves the micro-batch: every stage
+    crossing tensors    values that a later stage reads go up, from stage to stage; gradients (and other values that an
+                        earlier stage's backward reads) go down
+    tied weights        gradients of one parameter from several stages are not summed in the micro-batch: every stage
                         keeps its own term, and the terms are added once a step
 """
 
@@ -23,30 +23,30 @@ from meshwright.ir.placement import Placements, Shard, output_placements
 from meshwright.ir.schedule import ActionKind
 
 STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
-"""When a stage's work runs: what is there before the step; once a step; each micro-batch (two); once a step (two)."""
+"""When a stage's work runs: before the step; once a step; in each micro-batch (two); once a step (two)."""
 INPUT, WEIGHT = "input", "weight"
-"""The two parts of a backward that a schedule splits: what is sent, and gradients of parameters."""
+"""The two parts of a split backward: gradients that are sent, and gradients of parameters."""
 PHASES = (PROLOGUE, FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, FINISH)
 LATE = (BACKWARD, INPUT, WEIGHT)
-"""Phases that read what ``forward`` has kept."""
+"""Phases that read the values that ``forward`` keeps."""
 ALTERNATIVES = {BACKWARD: LATE, INPUT: (INPUT, BACKWARD), WEIGHT: (WEIGHT, BACKWARD)}
-"""Phases that hand no values to each other: a backward runs in one piece or in two."""
+"""For each backward phase, the phases that it never passes values to: a backward runs in one piece or in two."""
 PHASE_OF = {
     ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: INPUT, ActionKind.W: WEIGHT,
     ActionKind.REDUCE_GRAD: REDUCE,
 }  # fmt: skip
-"""By kind of action, the phase that it runs. ``prologue`` and ``finish`` run once a step."""
+"""The phase that each kind of action runs. ``prologue`` and ``finish`` run once a step, without an action."""
 _ADD, _CAST = "aten.add.Tensor", "aten._to_copy.default"
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph in ``num_stages`` stages.
+    """A graph cut into ``num_stages`` stages.
 
-    ``stage_of`` holds forward and backward operators; prologue operators belong to every stage that reads them, and
-    additions that join gradients across stages to none. ``up[s]`` are the tensors that stage s sends to s + 1, in the
-    order in which they are made; ``down[s]`` those that stage s + 1 sends to s. ``terms`` are, by parameter and stage,
-    the tensors whose sum is that stage's gradient; ``owners`` the stages that hold a parameter or buffer; ``casts``
-    the forward operators that only give a parameter another dtype.
+    ``stage_of`` is the stage of forward and backward operators. Prologue operators belong to every stage that reads
+    them; additions that join gradients across stages belong to none. ``late`` are the operators of the backward pass.
+    ``up[s]`` are the tensors that stage s sends to s + 1, in the order in which they are made; ``down[s]`` those that
+    stage s + 1 sends to s. ``terms`` are, by parameter and stage, the tensors whose sum is that stage's gradient.
+    ``owners`` are the stages that hold a parameter or buffer, ``casts`` the forward operators that cast a parameter.
     """
 
     num_stages: int
@@ -59,21 +59,21 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     casts: frozenset[str] = frozenset()
 
     def phase_of(self, operator: Operator) -> str:
-        """When an operator runs: ``PROLOGUE``, ``FORWARD`` or ``BACKWARD``."""
+        """The phase of an operator: ``PROLOGUE``, ``FORWARD`` or ``BACKWARD``."""
         return PROLOGUE if operator.prologue else BACKWARD if operator.name in self.late else FORWARD
 
     def phase_under(self, operator: Operator, released: Collection[str]) -> str:
-        """As ``phase_of``; where a step is run in phases, parameters that are not ``released`` are cast once a step."""
+        """The phase of an operator if phases run apart: casts of parameters not ``released`` are in ``PROLOGUE``."""
         if operator.name in self.casts and operator.inputs[0] not in released:
             return PROLOGUE
         return self.phase_of(operator)
 
     def pipeline_owners(self, num_ranks: int) -> dict[str, tuple[int, ...]]:
-        """By parameter or buffer, the pipeline ranks that hold it, to which stages are dealt in turn."""
+        """The pipeline ranks that hold each parameter or buffer. Stage s is on pipeline rank s mod ``num_ranks``."""
         return {name: tuple(sorted({stage % num_ranks for stage in stages})) for name, stages in self.owners.items()}
 
     def operators(self, graph: Graph, stage: int, results: Iterable[str]) -> list[Operator]:
-        """The operators of a stage and the part of the prologue that they or ``results`` (tensors) need, first."""
+        """The prologue operators that a stage or the tensors ``results`` need, followed by the stage's operators."""
         mine = [one for one in graph.operators if self.stage_of.get(one.name) == stage]
         needed = {name for operator in mine for name in operator.inputs} | set(results)
         prologue: list[Operator] = []
@@ -84,20 +84,20 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         return [*reversed(prologue), *(one for one in mine if not one.prologue)]
 
     def reduced_inputs(self, operator: Operator, producers: dict[str, Operator]) -> set[str]:
-        """What the operator reads of another stage: it is reduced over the mesh before it crosses."""
+        """The inputs that another stage makes: they are reduced over the mesh before they cross."""
         here = self.stage_of.get(operator.name)
         makers = ((name, producers[name].name) for name in operator.inputs if name in producers)
         return {name for name, maker in makers if here is not None and self.stage_of.get(maker, here) != here}
 
     def received(self, stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the stage receives from the one before it (forward), and from the one after it (backward)."""
+        """The tensors that a stage receives from the previous stage (forward) and from the next stage (backward)."""
         return (
             self.up[stage - 1] if stage > 0 else (),
             self.down[stage] if stage < self.num_stages - 1 else (),
         )
 
     def sent(self, stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the stage sends to the one after it (forward), and to the one before it (backward)."""
+        """The tensors that a stage sends to the next stage (forward) and to the previous stage (backward)."""
         return (
             self.up[stage] if stage < self.num_stages - 1 else (),
             self.down[stage - 1] if stage > 0 else (),
@@ -105,7 +105,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forward_operators(graph: Graph) -> list[Operator]:
-    """The operators that a cut divides: neither prologue nor dependent on a backward operator."""
+    """The operators that a cut divides: those that are not in the prologue and depend on no backward operator."""
     late = _late(graph)
     return [operator for operator in graph.operators if not operator.prologue and operator.name not in late]
 
@@ -114,8 +114,8 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
     """Cut the graph before each of the operators ``firsts``, in their order.
 
     Raises:
-        PlanError: a name is no forward operator of the graph, they are out of order, or a forward value would have to
-            go down, or a gradient up (the graph cannot be cut there).
+        PlanError: a name is no forward operator of the graph, the names are out of order, or the graph cannot be cut
+            there, because a forward value would have to go down or a gradient up.
     """
     late = _late(graph)
     forward = [operator for operator in graph.operators if not operator.prologue and operator.name not in late]
@@ -152,8 +152,8 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
 def border(
     graph: Graph, name: str, maker: Operator, strategy: dict[str, str], sizes: dict[str, int], *, uneven: bool
 ) -> Placements:
-    """How a tensor crosses borders: as ``maker`` makes it under ``strategy``, but reduced over the mesh; between stages
-    of different submeshes (``uneven``) with its batch cut over dp, else whole."""
+    """The placements of a tensor that crosses to another stage: those that ``maker`` gives it under ``strategy``, but
+    reduced over the mesh. Between stages with different submeshes (``uneven``), only its batch is cut, over dp."""
     found = output_placements(maker.rule, strategy, maker.outputs.index(name), sizes) if maker.rule else {}
     over_time: Placements = {axis: one for axis, one in found.items() if axis == TIME}
     if uneven:
@@ -162,7 +162,7 @@ def border(
 
 
 def given_batch(graph: Graph, name: str, sizes: Mapping[str, int]) -> Placements:
-    """How an input of the step lies: cut over dp (and dp_shard) along its batch; other axes take what they need."""
+    """The placements of an input of the step: its batch is cut over dp (and dp_shard); other axes replicate it."""
     axes = [axis for axis in DATA_AXES if axis in sizes]
     parts, tensor = prod(sizes[axis] for axis in axes), graph.tensors[name]
     for dim, classes in enumerate(tensor.dims) if parts > 1 else ():
@@ -176,6 +176,7 @@ def given_batch(graph: Graph, name: str, sizes: Mapping[str, int]) -> Placements
 
 
 def batch_border(graph: Graph, name: str, sizes: dict[str, int]) -> Placements:
+    """The placements of a tensor whose batch is cut over dp; none if it has no batch or dp does not divide it."""
     tensor, parts = graph.tensors[name], sizes.get("dp", 1)
     for dim, classes in enumerate(tensor.dims):
         batch = bool(classes) and graph.factor_classes[classes[0]].role == "batch"
@@ -185,9 +186,9 @@ def batch_border(graph: Graph, name: str, sizes: dict[str, int]) -> Placements:
 
 
 def differing_buffers(graph: Graph, sums: Collection[str]) -> frozenset[str]:
-    """The buffers whose new value differs from micro-batch to micro-batch: it depends on samples, on a random number,
-    or on such a buffer. What the prologue makes of the whole batch differs where it has samples; ``sums`` over
-    micro-batches, which are made once a step, do not count."""
+    """The buffers whose new value differs between micro-batches: it depends on samples, on a random number, or on such
+    a buffer. A value that the prologue makes from the whole batch differs only if it has samples. The buffers ``sums``,
+    which are summed over micro-batches once a step, do not count."""
     batch = {name for name, factor in graph.factor_classes.items() if factor.role == "batch"}
 
     def samples(name: str) -> bool:
@@ -209,7 +210,7 @@ def differing_buffers(graph: Graph, sums: Collection[str]) -> frozenset[str]:
 
 
 def _late(graph: Graph) -> set[str]:
-    """The operators of the backward pass: marked so, or dependent on one."""
+    """The operators of the backward pass: marked as backward, or dependent on such an operator."""
     late: set[str] = set()
     made: set[str] = set()
     for operator in graph.operators:
@@ -245,7 +246,7 @@ def _forward_stages(forward: list[str], firsts: Sequence[str]) -> dict[str, int]
 def _terms(
     graph: Graph, producers: dict[str, Operator], stage_of: dict[str, int], late: set[str]
 ) -> dict[str, dict[int, tuple[str, ...]]]:
-    """By parameter and stage, the terms of the gradient. Additions of terms from several stages are dropped from
+    """The terms of each gradient, by parameter and stage. Removes additions of terms from several stages from
     ``stage_of``."""
     consumers = graph.consumers()
     result: dict[str, dict[int, tuple[str, ...]]] = {}
@@ -336,7 +337,7 @@ def _owners(
         maker = producers.get(update)
         if maker is not None and maker.name in stage_of:
             _hold(result, buffer, {stage_of[maker.name]}, where=maker.name)
-    for _ in graph.buffer_updates:  # buffers that take each other's values are held together
+    for _ in graph.buffer_updates:  # a buffer and the buffer whose value it takes are in one stage
         for buffer, update in graph.buffer_updates.items():
             if update in graph.parameters:
                 _hold(result, buffer, {min(result[buffer] or result[update] or {0})}, result[update])
@@ -348,7 +349,7 @@ def _owners(
 
 
 def _hold_for_prologue(graph: Graph, stage_of: dict[str, int], owners: dict[str, set[int]]) -> None:
-    """Let every stage hold what its part of the prologue reads."""
+    """Add to ``owners`` the stages whose part of the prologue reads a parameter or buffer."""
     last, producers = max(stage_of.values(), default=0), graph.producers()
     needed: dict[str, set[int]] = {name: {last} for name in (graph.loss, *graph.metrics.values())}
     for buffer, update in graph.buffer_updates.items():
@@ -367,7 +368,7 @@ def _hold_for_prologue(graph: Graph, stage_of: dict[str, int], owners: dict[str,
 def _hold(
     owners: dict[str, set[int]], buffer: str, stages: set[int], known: set[int] | None = None, where: str = ""
 ) -> None:
-    """Let one stage hold a buffer; its new value is there, or in the stages ``known``."""
+    """Let one stage hold a buffer; its new value is in this stage, or in the stages ``known``."""
     if owners[buffer] - stages or len(stages) > 1 or (known and stages - known):
         raise PlanError(
             f"buffer {buffer!r} is updated in stage {min(known or stages)} and read in another",

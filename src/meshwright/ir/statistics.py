@@ -1,4 +1,4 @@
-"""Medians of repeated measurements and their ratios, with the interval that holds 95 % of resampled repetitions."""
+"""Medians of repeated measurements, and ratios of medians, with 95 % intervals from resampled repetitions."""
 
 import random
 import statistics
@@ -12,9 +12,9 @@ RESAMPLES = 2000
 
 
 class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A median, or a ratio of two, and the interval that holds 95 % of it when repetitions are drawn again with
-    replacement (the percentile bootstrap: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, section
-    13.3). Times are not normally distributed, so no deviation from a mean is given."""
+    """A median, or a ratio of two medians, and the interval that holds 95 % of its values when repetitions are drawn
+    again with replacement (the percentile bootstrap: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
+    section 13.3). It has no standard deviation, because times are not normally distributed."""
 
     value: float
     low: float
@@ -25,25 +25,26 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def interval(self) -> tuple[float, float]:
+        """The ends of the interval: (low, high)."""
         return (self.low, self.high)
 
     def times(self, factor: float) -> "Estimate":
-        """The estimate in another unit; ``factor`` is positive."""
+        """The estimate times a positive ``factor``, for example in another unit."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def inverse(self) -> "Estimate":
-        """Of one over the quantity: of a rate, where this is a time."""
+        """The estimate of one over the quantity: of a rate, if this estimate is of a time."""
         return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
 
 
 def median(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The median of ``values``."""
+    """The median of ``values``, with its interval."""
     return _resampled(values, statistics.median, seed)
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
-    """Median of ``ours`` over median of ``theirs``, of rounds in which both ran: those are resampled in pairs, for
-    they share their time.
+    """The median of ``ours`` over the median of ``theirs``. Both ran in every round, at nearly the same time, so rounds
+    are resampled as pairs.
 
     Raises:
         ValueError: the numbers of rounds differ.

@@ -1,4 +1,4 @@
-"""Whether what a plan says of parameters in memory, and of their gradients, holds together."""
+"""Checks that a plan's stored parameters fit the graph, and that its gradients, gathers and buckets fit them."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def storage_problems(plan: "Plan", graph: Graph) -> Iterator[Problem]:
-    """Problems of stored parameters: cuts inside of a factor's unit, and axes that do not exist."""
+    """Problems of stored parameters: unknown names and axes, and placements that a parameter cannot have."""
     stored = [(index, *item) for index, stage in enumerate(plan.stages) for item in stage.storage.items()]
     for index, name, placements in stored:
         sizes = plan.submesh(index).sizes
@@ -56,8 +56,8 @@ def _factor(placement: Placement) -> tuple[int, int] | None:
 
 
 def gather_problems(plan: "Plan", graph: Graph) -> Iterator[Problem]:
-    """Problems of buckets and of parameters gathered again, or of gradients summed up in parts, that are not stored
-    so."""
+    """Problems of gathers and released parameters that are not stored Flat, and of gradients whose placements differ
+    from those of their stored parameters."""
     seen: set[str] = set()
     for index, bucket in enumerate(plan.gathers):
         place = f"gathers[{index}]"
@@ -80,8 +80,8 @@ def gather_problems(plan: "Plan", graph: Graph) -> Iterator[Problem]:
 
 
 def bucket_problems(plan: "Plan", graph: Graph, placements: dict[str, Placements]) -> Iterator[Problem]:
-    """Problems of gradients in buckets: apart from the sum over the bucket's axis they must be placed as their
-    parameters."""
+    """Problems of gradients in buckets: each gradient must be Partial over the bucket's axes, and otherwise have the
+    placements of its stored parameter."""
     gradients = {entry.parameter: entry.gradient for entry in graph.gradients}
     terms = cut(graph, plan.firsts).terms
     seen: set[str] = set()

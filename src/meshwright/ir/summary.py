@@ -1,4 +1,4 @@
-"""Where the time of a step went on every rank: computing, communication that shows, and the rest."""
+"""The parts of a step's time on every rank: computing, exposed communication, and the rest."""
 
 import msgspec
 
@@ -8,10 +8,10 @@ from meshwright.ir.trace import Interval, Trace, length, union
 class RankTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One rank's step, in seconds and bytes.
 
-    ``step_s`` is that of all ranks: from the first start to the last end in the trace; it is the sum of
-    ``compute_s`` (while not waiting), ``exposed_s`` (computing stood still for communication, peers that came late to
-    a collective included) and ``bubble_s`` (waiting for another stage's values, and what nothing is noted of).
-    ``hidden_s`` is communication under way while the rank computed. ``peak_bytes`` is the largest sample; 0 of none.
+    ``step_s`` is the time of all ranks, from the first start to the last end in the trace. It is the sum of
+    ``compute_s`` (computing, without waits), ``exposed_s`` (waits for communication, including peers that come late to
+    a collective) and ``bubble_s`` (waits for another stage's values, and time without any span). ``hidden_s`` is
+    communication during which the rank does not wait. ``peak_bytes`` is the largest memory sample; 0 without samples.
     """
 
     rank: int
@@ -24,7 +24,7 @@ class RankTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def summarize(trace: Trace) -> tuple[RankTimes, ...]:
-    """The times of every rank of a trace, by rank, from the streams ``compute``, ``communication`` and ``wait``."""
+    """The times of every rank of a trace, in order of rank, from streams ``compute``, ``communication``, ``wait``."""
     streams: dict[int, dict[str, list[Interval]]] = {rank: {} for rank in trace.ranks}
     for span in trace.spans:
         stream = "receive" if span.stream == "wait" and _RECEIVE in span.what else span.stream
@@ -57,7 +57,7 @@ _RECEIVE = "RECV_"
 
 
 def _without(intervals: list[Interval], others: list[Interval]) -> float:
-    """How long is inside of the first and outside of the second; both are unions."""
+    """The time inside ``intervals`` and outside ``others``, in seconds; both are unions."""
     left, place = length(intervals), 0
     for start, end in intervals:
         while place < len(others) and others[place][1] <= start:

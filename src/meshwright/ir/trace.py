@@ -1,4 +1,4 @@
-"""The trace: what every rank did and when, measured by a run or foretold by the simulator."""
+"""The trace: the work and memory of every rank over time, measured in a run or predicted by the simulator."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,11 @@ TraceSource = Literal["measured", "simulated", "emulated"]
 
 
 Interval = tuple[float, float]
-"""A time from its start to its end, in seconds."""
+"""The start and the end of an interval, in seconds."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals: sorted, and without two that touch."""
+    """The union of intervals, as sorted intervals that neither overlap nor touch."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -26,18 +26,18 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The sum of the lengths, in seconds."""
+    """The sum of the lengths of intervals, in seconds."""
     return sum(end - start for start, end in intervals)
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that a rank did on one of its streams (``compute``, ``communication``, ...) from start to end.
+    """A piece of work of a rank on one of its streams (``compute``, ``communication``, ...).
 
-    ``what`` names it (an action as in a schedule, a collective with its label); ``bytes`` were moved and ``flops``
-    computed meanwhile. Times are seconds on a clock that all ranks of the trace share.
+    ``what`` names the work: an action as in a schedule, or a collective with its label. ``bytes`` are the bytes moved,
+    ``flops`` the FLOPs computed during the span. Times are seconds on a clock that all ranks of the trace share.
 
     Raises:
-        ValueError: it ends before it starts, or a time is not a number.
+        ValueError: the span ends before it starts, or a time is not finite.
     """
 
     rank: _Count
@@ -54,6 +54,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def duration_s(self) -> float:
+        """The seconds from start to end."""
         return self.end_s - self.start_s
 
 
@@ -67,8 +68,8 @@ class MemorySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Spans and memory samples of all ranks: of a run (``measured``), of the simulator (``simulated``), or of a run
-    whose computing only waited for its predicted time (``emulated``). ``plan`` is the digest of the plan that was
-    followed (``Plan.digest``); empty where there was none."""
+    that waits for the predicted time in place of computing (``emulated``). ``plan`` is the digest of the plan that ran
+    (``Plan.digest``); empty if there is no plan."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -79,7 +80,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of which there is anything, rising."""
+        """The ranks with a span or a memory sample, in rising order."""
         return tuple(sorted({span.rank for span in self.spans} | {sample.rank for sample in self.memory}))
 
     @property
@@ -89,13 +90,13 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def duration_s(self) -> float:
-        """From the start of the first span to the end of the last; 0 without spans."""
+        """The seconds from the start of the first span to the end of the last; 0 without spans."""
         if not self.spans:
             return 0.0
         return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
 
     def shifted(self, seconds: float) -> "Trace":
-        """The same on another clock, which shows so many seconds more."""
+        """The trace on another clock, which is ahead by ``seconds``."""
         replace = msgspec.structs.replace
         return replace(
             self,
@@ -106,8 +107,8 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         )
 
     def above(self, held_bytes: Mapping[int, int]) -> "Trace":
-        """The same, its memory counted above what each rank held before (by rank; nothing where it is not named), so
-        that a process with its libraries compares with what is predicted for a model. No sample is below 0."""
+        """The trace with ``held_bytes`` of each rank (0 without an entry) subtracted from its memory; samples stay at 0
+        or above. Without the memory of the process and its libraries, they compare with a model's prediction."""
         return msgspec.structs.replace(
             self,
             memory=tuple(
@@ -117,7 +118,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         )
 
     def of_rank(self, rank: int) -> "Trace":
-        """What the trace says of one rank, on the same clock."""
+        """The part of the trace that belongs to one rank, on the same clock."""
         return msgspec.structs.replace(
             self,
             spans=tuple(span for span in self.spans if span.rank == rank),
@@ -125,17 +126,17 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         )
 
     def busy_s(self, rank: int, stream: str) -> float:
-        """How long the rank's stream was busy; spans that overlap count once."""
+        """The seconds for which a stream of the rank is busy; overlapping spans count once."""
         spans = (span for span in self.spans if span.rank == rank and span.stream == stream)
         return length(union((span.start_s, span.end_s) for span in spans))
 
     def peak_bytes(self, rank: int) -> int:
-        """The most memory that a sample of this rank shows; 0 without samples."""
+        """The largest memory sample of this rank; 0 without samples."""
         return max((sample.bytes for sample in self.memory if sample.rank == rank), default=0)
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Traces of different ranks on one clock as one; a ValueError where they have not one source and one plan."""
+    """Join traces of different ranks on one clock; a ValueError if their sources or plans differ."""
     sources = {trace.source for trace in traces}
     if len(sources) != 1:
         raise ValueError(f"traces of {', '.join(sorted(sources)) or 'nothing'} cannot be merged")

@@ -1,4 +1,4 @@
-"""The transformer by its sizes: what a prediction needs to know of a model when nothing has been captured."""
+"""A transformer described by its sizes, so that it can be predicted without capturing a model."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ from meshwright.errors import LayoutError, Problem, refuse
 class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A stack of equal transformer layers between an embedding and a vocabulary head.
 
-    ``gated``: the MLP has three matrices (SwiGLU), else two. ``experts`` above 0: every ``expert_every``-th layer has
-    that many MLPs, of width ``expert_ffn`` (0: ``ffn``), of which a token visits ``experts_per_token``, and beside
-    them ``shared_experts`` that every token visits. ``causal`` attention needs half of the products, which only fused
-    kernels make use of. ``cross`` adds a second attention to that many of the layers (a decoder that reads an encoder).
+    ``gated``: the MLP has three matrices (SwiGLU), else two. If ``experts`` is above 0, every ``expert_every``-th layer
+    has ``experts`` MLPs of width ``expert_ffn`` (0: ``ffn``), of which a token visits ``experts_per_token``, and in
+    addition ``shared_experts`` MLPs that every token visits. ``causal`` attention needs half of the products, but only
+    fused kernels save them. ``cross`` layers have a second attention (a decoder that reads an encoder).
 
     Raises:
-        LayoutError: a size is impossible or sizes do not divide.
+        LayoutError: a size is impossible, or a size does not divide another as it must.
     """
 
     name: str = ""
@@ -61,12 +61,12 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def query_width(self) -> int:
-        """All heads of the queries side by side."""
+        """The width of all query heads together."""
         return self.heads * self.head_width
 
     @property
     def key_width(self) -> int:
-        """All heads of the keys (or of the values) side by side."""
+        """The width of all key heads (or value heads) together."""
         return (self.kv_heads or self.heads) * self.head_width
 
     @property
@@ -76,23 +76,23 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def mlp_matrices(self) -> int:
-        """How many matrices an MLP has."""
+        """The number of matrices in an MLP."""
         return 3 if self.gated else 2
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
+        """The number of layers with experts."""
         return self.layers // self.expert_every if self.experts else 0
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one attention with its norm."""
+        """Parameters of one attention and its norm."""
         biases = self.query_width + 2 * self.key_width + self.hidden if self.bias else 0
         return self._attention_weights + biases + self._norm
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of a dense MLP with its norm."""
+        """Parameters of a dense MLP and its norm."""
         return self._mlp(self.ffn) + self._norm
 
     @property
@@ -102,12 +102,12 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding and, where positions are learned, of theirs."""
+        """Parameters of the token embedding, and of the position embedding if positions are learned."""
         return self.hidden * (self.vocabulary + (0 if self.rotary else self.sequence))
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the vocabulary head that it does not share with the embedding."""
+        """Parameters of the vocabulary head; 0 if it shares its weight with the embedding."""
         return 0 if self.tied else self.hidden * self.vocabulary
 
     @property
@@ -123,13 +123,13 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets."""
+        """Parameters that one token uses: all except the experts that it does not visit."""
         idle = self.experts - self.experts_per_token if self.experts else 0
         return self.parameters - self.expert_layers * idle * self.expert_parameters
 
     def step_flops(self, sequences: int) -> float:
-        """Model FLOPs of a training step: three times the forward pass, attention in full, nothing recomputed
-        (Korthikanti et al. 2022, appendix A)."""
+        """Model FLOPs of a training step: three times the forward pass, with full (not causal) attention and without
+        recomputation (Korthikanti et al. 2022, appendix A)."""
         tokens = sequences * self.sequence
         attention = 2 * self._attention_weights
         scores = 4 * self.sequence * self.query_width

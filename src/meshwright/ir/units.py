@@ -1,13 +1,13 @@
-"""Seconds and bytes as people read them."""
+"""Seconds and bytes as text for people."""
 
 
 def seconds(value: float) -> str:
-    """A duration as people read it: ``1.23 s``, ``45.6 ms``."""
+    """A duration as text: ``1.23 s``, ``45.6 ms``."""
     return _text(value, {"s": 1.0, "ms": 1e3, "us": 1e6})
 
 
 def size(value: float) -> str:
-    """Bytes as people read them: ``12.3 GiB``."""
+    """A number of bytes as text: ``12.3 GiB``."""
     return _text(value, {"TiB": 2.0**-40, "GiB": 2.0**-30, "MiB": 2.0**-20})
 
 

@@ -15,14 +15,14 @@ class AlexNet(nn.Module):
 
     Args:
         image_size: height and width of the images, in pixels; at least 63.
-        image_channels: colours: 1 or 3.
+        image_channels: number of colour channels, 1 or 3.
         classes: number of logits.
         channels: output channels of the five convolutions.
         dense: sizes of the hidden dense layers.
         dropout: probability of dropping an input of the hidden dense layers (0.5 in Krizhevsky et al., 2012).
 
     Raises:
-        ValueError: there are not five convolutions, or nothing is left of the image.
+        ValueError: ``channels`` does not have five numbers, or the image is too small.
     """
 
     def __init__(

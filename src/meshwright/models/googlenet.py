@@ -1,4 +1,4 @@
-"""GoogLeNet: modules of four branches beside each other, whose channels are concatenated."""
+"""GoogLeNet: modules of four parallel branches, whose output channels are concatenated."""
 
 from typing import cast
 
@@ -22,7 +22,7 @@ convolution), of the 5x5 branch (before and after), and of the branch with the p
 
 
 class Convolution(nn.Module):
-    """A convolution with batch norm and ReLU, which keeps the size (divided by its stride)."""
+    """A convolution with batch norm and ReLU. The image keeps its size, divided by the stride."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
         super().__init__()
@@ -30,6 +30,7 @@ class Convolution(nn.Module):
         self.norm = nn.BatchNorm2d(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        """``x`` [batch, inputs, y, x] to [batch, outputs, y / stride, x / stride], rounded up."""
         return F.relu(self.norm(self.conv(x)))
 
 
@@ -45,6 +46,7 @@ class Inception(nn.Module):
         self.channels = one + three + five + pooled
 
     def forward(self, x: Tensor) -> Tensor:
+        """``x`` [batch, inputs, y, x] to [batch, channels, y, x]: the branches' channels, concatenated."""
         return torch.cat([self.one(x), self.three(x), self.five(x), self.pooled(x)], dim=1)
 
 
@@ -54,11 +56,11 @@ class GoogLeNet(nn.Module):
 
     Args:
         width: channels of the stem, a multiple of 8; all others in proportion (the paper: 64).
-        image_channels: colours: 1 or 3.
+        image_channels: number of colour channels, 1 or 3.
         classes: number of logits.
 
     Raises:
-        ValueError: the width is no multiple of 8.
+        ValueError: the width is not a multiple of 8.
     """
 
     def __init__(self, width: int = 64, image_channels: int = 3, classes: int = 1000) -> None:
@@ -80,7 +82,7 @@ class GoogLeNet(nn.Module):
         self.head = nn.Linear(inputs, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [b, classes] of images [b, image_channels, y, x]; y and x of 32 and more."""
+        """Logits [b, classes] of images [b, image_channels, y, x]; y and x are at least 32."""
         x = self.pool(self.modules_3(self.stem(images)))
         x = self.modules_5(self.pool(self.modules_4(x)))
         return cast(Tensor, self.head(x.mean(dim=(2, 3))))

@@ -17,7 +17,7 @@ class LeNet(nn.Module):
 
     Args:
         image_size: height and width of the images, in pixels.
-        image_channels: colours: 1 or 3.
+        image_channels: number of colour channels, 1 or 3.
         classes: number of logits.
         channels: output channels of each convolution.
         dense: sizes of the hidden dense layers.
@@ -25,7 +25,7 @@ class LeNet(nn.Module):
         padding: pixels of zero around each convolution's input; ``None`` keeps the size (odd kernels only).
 
     Raises:
-        ValueError: a pooling would cut a row off, or nothing is left of the image.
+        ValueError: a pooling would cut off a row, or the image is too small.
     """
 
     def __init__(

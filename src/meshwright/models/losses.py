@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORED = -100
-"""The target of a position that no loss is computed for."""
+"""Target of positions for which no loss is computed."""
 
 
 def language_model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -17,7 +17,7 @@ def language_model_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[
         batch: ``tokens`` [b, s] and ``targets`` [b, s], both int64.
 
     Returns:
-        The loss (a scalar), and ``tokens``: how many targets it is the mean of (int64 scalar).
+        The loss (a scalar), and ``tokens``: the number of targets in the mean (int64 scalar).
     """
     logits, targets = model(batch["tokens"]), batch["targets"]
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
@@ -32,7 +32,7 @@ def classification_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[
         batch: ``image`` [b, c, y, x] or ``inputs`` [b, ...], and ``label`` [b] int64.
 
     Returns:
-        The loss (a scalar), and ``correct``: how many samples have their largest logit at the label (int64 scalar).
+        The loss (a scalar), and ``correct``: the number of samples whose largest logit is the label's (int64 scalar).
     """
     logits, label = model(batch["image"] if "image" in batch else batch["inputs"]), batch["label"]
     return F.cross_entropy(logits, label), {"correct": (logits.argmax(dim=1) == label).sum()}
@@ -46,7 +46,7 @@ def segmentation_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Te
         batch: ``image`` [b, c, y, x], and ``label`` [b, y, x] int64.
 
     Returns:
-        The loss (a scalar), and ``correct``: how many pixels have their largest logit at the label (int64 scalar).
+        The loss (a scalar), and ``correct``: the number of pixels whose largest logit is the label's (int64 scalar).
     """
     logits, label = model(batch["image"]), batch["label"]
     loss = F.cross_entropy(logits, label, ignore_index=IGNORED)

@@ -30,7 +30,7 @@ class MLP(nn.Module):
 def dense_layers(
     sizes: Sequence[int], dropout: float = 0.0, activation: type[nn.Module] = nn.ReLU, bias: bool = True
 ) -> nn.Sequential:
-    """Dense layers with an activation between them, and dropout before all but the last if asked for."""
+    """Dense layers with an activation between them, and dropout before all but the last if ``dropout`` is above 0."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes[:-1]):
         layers += [nn.Dropout(dropout)] * (dropout > 0)

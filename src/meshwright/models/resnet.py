@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """Convolutions with batch norm beside a shortcut: [b, c, y, x] -> [b, c', y / stride, x / stride].
+    """A residual block, convolutions with batch norm plus a shortcut: [b, c, y, x] -> [b, c', y / stride, x / stride].
 
     Args:
         inputs: channels c of the input.
-        convolutions: output channels, kernel and stride of two or three; the image's size is divided by the strides.
+        convolutions: (output channels, kernel, stride) of two or three; each divides the image's size by its stride.
     """
 
     conv1: nn.Module
@@ -40,6 +40,7 @@ class Residual(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        """``x`` [batch, inputs, y, x] to [batch, outputs, y / stride, x / stride], with all strides' product."""
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         if self.depth == 3:
             y = self.norm3(self.conv3(F.relu(y)))
@@ -47,14 +48,14 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three stages of blocks of two 3x3 convolutions, ``width``, 2 and 4 times ``width`` wide.
+    """Three stages of blocks with two 3x3 convolutions; stages have 1, 2 and 4 times ``width`` channels.
 
     K. He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
 
     Args:
         depth: layers with weights on the main path: 6 n + 2 for n blocks per stage (8, 14, 20, 32, ...).
         width: channels of the first stage.
-        image_channels: colours: 1 or 3.
+        image_channels: number of colour channels, 1 or 3.
         classes: number of logits.
 
     Raises:
@@ -91,10 +92,10 @@ class WideResNet(nn.Module):
     (Zagoruyko, Komodakis, 2016, table 8); ``widened=1`` is ResNet-50.
 
     Args:
-        blocks: how many there are in each group.
-        width: channels of the stem; a block of group i has ``4 * width * 2**i`` outside.
-        widened: how many times ``width * 2**i`` channels it has inside.
-        image_channels: colours: 1 or 3.
+        blocks: number of blocks in each group.
+        width: channels of the stem; blocks of group i have ``4 * width * 2**i`` output channels.
+        widened: blocks of group i have ``widened * width * 2**i`` inner channels.
+        image_channels: number of colour channels, 1 or 3.
         classes: number of logits.
     """
 
@@ -124,13 +125,13 @@ class WideResNet(nn.Module):
         draw_kernels(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [b, classes] of images [b, image_channels, y, x]; y and x of 32 and more."""
+        """Logits [b, classes] of images [b, image_channels, y, x]; y and x are at least 32."""
         x = self.groups(self.pool(F.relu(self.stem_norm(self.stem(images)))))
         return cast(Tensor, self.head(x.mean(dim=(2, 3))))
 
 
 def draw_kernels(model: nn.Module) -> None:
-    """Initial values of convolutions that ReLU follows (He et al., "Delving Deep into Rectifiers", 2015)."""
+    """Draw initial values of convolutions before a ReLU (He et al., "Delving Deep into Rectifiers", 2015)."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

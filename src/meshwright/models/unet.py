@@ -19,19 +19,20 @@ class Level(nn.Module):
         self.norm2 = _norm(norm, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        """``x`` [batch, inputs, y, x] to [batch, outputs, y, x]."""
         x = torch.relu(self.norm1(self.conv1(x)))
         return torch.relu(self.norm2(self.conv2(x)))
 
 
 class UNet(nn.Module):
-    """Levels of half the size and twice the channels, and back (Ronneberger et al., 2015, figure 1).
+    """Levels that halve the size and double the channels, then the reverse (Ronneberger et al., 2015, figure 1).
 
-    Convolutions keep the size, and every level has a norm, which the paper's have not.
+    Unlike in the paper, convolutions keep the size, and every level has a norm.
 
     Args:
-        depth: how often the image is halved.
+        depth: number of times that the image is halved.
         width: channels of the outermost level, a multiple of 2.
-        image_channels: colours: 1 or 3.
+        image_channels: number of colour channels, 1 or 3.
         classes: number of logits of each pixel.
         norm: ``group`` (of each sample, in groups of channels) or ``batch`` (over the batch).
 

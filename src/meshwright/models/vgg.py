@@ -1,4 +1,4 @@
-"""VGG: groups of 3x3 convolutions, each with a pooling behind it; then large dense layers."""
+"""VGG: groups of 3x3 convolutions, each group followed by a pooling; then large dense layers."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -10,22 +10,22 @@ from meshwright.models.resnet import draw_kernels
 
 
 class VGG(nn.Module):
-    """So many 3x3 convolutions in each group, then dense layers (Simonyan, Zisserman, 2015, table 1).
+    """Groups of 3x3 convolutions, then dense layers (Simonyan, Zisserman, 2015, table 1).
 
     The defaults are configuration D with 16 layers of weights; ``(2, 2, 4, 4, 4)`` is E with 19. Channels double from
     group to group, to at most ``8 * width``.
 
     Args:
-        convolutions: how many there are in each group.
+        convolutions: number of convolutions in each group.
         width: channels of the first group.
-        image_size: height and width of the images, in pixels: a multiple of 2 for each group.
-        image_channels: colours: 1 or 3.
+        image_size: height and width of the images, in pixels; divisible by 2 once for each group.
+        image_channels: number of colour channels, 1 or 3.
         classes: number of logits.
         dense: sizes of the hidden dense layers.
         dropout: probability of dropping an input of the hidden dense layers (0.5 in the paper).
 
     Raises:
-        ValueError: the image cannot be halved once a group.
+        ValueError: the image cannot be halved once for each group.
     """
 
     def __init__(

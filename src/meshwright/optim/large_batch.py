@@ -1,9 +1,9 @@
-"""LARS, LARC and LAMB: steps in proportion to the norms of whole parameters, wherever their parts lie.
+"""LARS, LARC and LAMB: steps in proportion to the norms of whole parameters, whichever ranks hold their parts.
 
-All three scale the step of each parameter tensor (a "layer") by a ratio of two norms. A tensor one of whose norms is 0
-is scaled by 1, as in the authors' code. ``adapt_vectors=False``, also as an option of a group, leaves the ratio out for
-parameters of fewer than two dims (biases, gains of norms): they take the plain step, as in MLPerf's ResNet-50 and in
-the LAMB authors' BERT. The papers' algorithms make no such difference, and that is the default.
+All three scale the step of each parameter tensor (a "layer") by a ratio of two norms. If one of the norms is 0, the
+scale is 1, as in the authors' code. ``adapt_vectors=False``, also as an option of a group, does not scale parameters of
+fewer than two dims (biases, gains of norms): they take the plain step, as in MLPerf's ResNet-50 and in the LAMB
+authors' BERT. The papers' algorithms scale all parameters, which is the default.
 """
 
 from abc import abstractmethod
@@ -19,12 +19,12 @@ from meshwright.optim.whole import ShardSum
 
 
 class _LayerWise(Optimizer):
-    """Norms of whole parameters, and a step group by group."""
+    """The base class: computes norms of whole parameters, and steps group by group."""
 
     _shard_sum: ShardSum | None = None
 
     def sum_shards_with(self, shard_sum: ShardSum) -> None:
-        """Sum squares over the ranks that hold the parts of a parameter (see ``NeedsShardSums``)."""
+        """Use ``shard_sum`` to sum squares over the ranks that hold a parameter's parts (see ``NeedsShardSums``)."""
         self._shard_sum = shard_sum
 
     def __getstate__(self) -> dict[str, Any]:
@@ -32,10 +32,10 @@ class _LayerWise(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; parameters without a gradient stay.
+        """Make one step. Parameters without a gradient do not change.
 
         Returns:
-            What ``closure`` returned, where there is one.
+            The result of ``closure``; None without a closure.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -54,7 +54,7 @@ class _LayerWise(Optimizer):
 
     @abstractmethod
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Step the parameters of a group, which all have gradients."""
+        """Step these parameters of a group; all of them have gradients."""
 
     def _scales(
         self,
@@ -63,7 +63,7 @@ class _LayerWise(Optimizer):
         others: Sequence[Tensor],
         formula: Callable[[Tensor, Tensor], Tensor],
     ) -> list[Tensor | float]:
-        """``formula(norm of the parameter, norm of the other)`` for each of both, or 1 (see the top of the module)."""
+        """``formula(norm of the parameter, norm of the other)`` for each pair, or 1 (see the top of the module)."""
         adapted = [k for k, value in enumerate(parameters) if group["adapt_vectors"] or value.dim() > 1]
         scales: list[Tensor | float] = [1.0] * len(parameters)
         if adapted:
@@ -79,7 +79,7 @@ class _LayerWise(Optimizer):
 
 
 class LARS(_LayerWise):
-    """Layer-wise adaptive rate scaling: momentum SGD with a learning rate of its own for every parameter tensor.
+    """Layer-wise adaptive rate scaling: momentum SGD with a separate learning rate for every parameter tensor.
 
         λ = trust_coefficient ‖w‖ / (‖g‖ + weight_decay ‖w‖)
         v = momentum v + lr λ (g + weight_decay w);  w = w - v
@@ -119,7 +119,7 @@ class LARS(_LayerWise):
 
 
 class LARC(_LayerWise):
-    """Layer-wise adaptive rate clipping: momentum SGD with each tensor's learning rate at most LARS's.
+    """Layer-wise adaptive rate clipping: momentum SGD that limits each tensor's learning rate to that of LARS.
 
         λ = trust_coefficient ‖w‖ / (‖g‖ + weight_decay ‖w‖);  s = min(λ / lr, 1)
         v = momentum v + s (g + weight_decay w);  w = w - lr v
@@ -128,7 +128,7 @@ class LARC(_LayerWise):
     after Y. You, I. Gitman, B. Ginsburg, 2017, arXiv:1708.03888. With s = 1 it is ``torch.optim.SGD``.
 
     Args:
-        lr: the most that any tensor learns by.
+        lr: the upper limit of every tensor's learning rate.
         adapt_vectors: whether parameters of fewer than two dims are clipped too.
 
     Raises:
@@ -161,13 +161,13 @@ class LARC(_LayerWise):
 
 
 class LAMB(_LayerWise):
-    """Layer-wise adaptive moments: Adam's step, scaled for every parameter tensor to its norm.
+    """Layer-wise adaptive moments: Adam's step, scaled to the norm of each parameter tensor.
 
         m, v = Adam's first and second moment, corrected for their bias;  u = m / (√v + eps) + weight_decay w
         w = w - lr ‖w‖ / ‖u‖ u
 
     Y. You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
-    arXiv:1904.00962, algorithm 2, with φ(z) = z. What is not adapted takes AdamW's step (with its decay beside it).
+    arXiv:1904.00962, algorithm 2, with φ(z) = z. Parameters that are not adapted take AdamW's step (decoupled decay).
 
     Args:
         lr: the learning rate: the change of a tensor relative to its norm.
@@ -216,13 +216,13 @@ class LAMB(_LayerWise):
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """2-norms of the parts that lie here [n], at least in float32 each, in float64 together."""
+    """2-norms [n] of this rank's parts, each computed at least in float32 and returned in float64."""
     found = (torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in tensors)
     return torch.stack([norm.double() for norm in found])
 
 
 def _with_momentum(state: dict[str, Any], step: Tensor, momentum: float, nesterov: bool) -> Tensor:
-    """What a step becomes by those before it, which ``state`` keeps."""
+    """The step with the momentum of earlier steps, which ``state`` keeps."""
     if not momentum:
         return step
     if "momentum_buffer" not in state:

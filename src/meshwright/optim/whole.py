@@ -1,4 +1,4 @@
-"""How an optimizer that looks at whole parameters learns what the other ranks hold of them."""
+"""The interface by which an optimizer that needs whole parameters sums over the ranks that hold their parts."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -6,17 +6,17 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 ShardSum = Callable[[Sequence[Tensor], Tensor], Tensor]
-"""``shard_sum(parameters, values)``: each column of ``values`` [k, n], one for each of n parameters as this rank holds
-them, summed over the ranks that hold the other parts of that parameter; columns of whole parameters stay. All ranks
-that share a parameter call it together, with the same parameters in the same order."""
+"""``shard_sum(parameters, values)`` returns ``values`` [k, n], summed over ranks. Each of the n columns belongs to one
+of the n parameters, and is summed over the ranks that hold parts of it; columns of whole parameters do not change. All
+ranks that share a parameter must call it together, with the same parameters in the same order."""
 
 
 @runtime_checkable
 class NeedsShardSums(Protocol):
-    """An optimizer that is exact under every sharding if it is told how to sum over the parts of a parameter.
+    """An optimizer that is exact under every sharding if it is given a sum over the parts of a parameter.
 
-    ``parallelize`` looks for this method on what ``optimizer=`` returned, and calls it once where parameters are split.
-    In one process nobody calls it, and every parameter is whole.
+    ``parallelize`` looks for this method on the optimizer that ``optimizer=`` returned, and calls it once if parameters
+    are split. In one process it is not called, and every parameter is whole.
     """
 
     def sum_shards_with(self, shard_sum: ShardSum) -> None:

@@ -1,4 +1,4 @@
-"""What a plan says of its axes' communication: which algorithms of collectives, and the links that they have."""
+"""The communication part of a plan: the collective algorithm and the link of each axis."""
 
 from collections.abc import Iterable
 
@@ -10,20 +10,20 @@ from meshwright.ir.resharding import Link
 
 
 def communicating(axes: Iterable[str]) -> list[str]:
-    """The axes, outermost first, and all runs of neighbours among them, which may communicate as one (``dp+tp``)."""
+    """The axes, outermost first, then all runs of neighbouring axes, which may communicate as one (``dp+tp``)."""
     names = list(axes)
     runs = [names[first:last] for first in range(len(names)) for last in range(first + 2, len(names) + 1)]
     return [*names, *(JOIN.join(run) for run in runs)]
 
 
 def links_of(mesh: Mesh, axes: Iterable[str], network: Network) -> dict[str, Link]:
-    """The links of axes of more than one rank, and of those that may communicate as one."""
+    """The link of each axis (all of more than one rank), and of each run of axes that may communicate as one."""
     return {axis: network.link(axis_group(mesh, axis)) for axis in communicating(axes)}
 
 
 def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> dict[str, str]:
-    """By axis, what the cluster's file has measured to be the fastest. Where that is nothing, two CPU ranks of one box
-    swap what they have in one round, and others take torch.distributed's own collectives."""
+    """The collective algorithm of each axis: the fastest that the cluster's file has measured. Without a measurement,
+    two CPU ranks of one box swap their data in one round; others use torch.distributed's own collectives."""
     network = Network(cluster) if cluster is not None and cluster.device.kind == "cpu" else None
     found = {}
     for axis in communicating(axes):
@@ -34,7 +34,7 @@ def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> d
 
 
 def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
-    """Whether each group of the axis is inside one box, and its ranks are CPUs."""
+    """Whether each group of the axis lies in one box of CPU ranks; without a cluster, True."""
     if cluster is None:
         return True
     if cluster.device.kind != "cpu" or not cluster.levels:
@@ -42,5 +42,5 @@ def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
     box = cluster.levels[0]
     if box.name == NETWORK:
         return False
-    one_box = len(cluster.levels) == 1  # which may hold more ranks than devices
+    one_box = len(cluster.levels) == 1  # a single box may hold more ranks than devices
     return one_box or all(cluster.level_of(*ranks).name == box.name for ranks in mesh.groups(axis))

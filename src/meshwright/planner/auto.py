@@ -1,4 +1,4 @@
-"""The best layout of a captured model: what ranks, batch and memory allow, by closed form; then the best are played."""
+"""The best layout of a captured model: all possible layouts are weighed in closed form, and the best are simulated."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -25,14 +25,14 @@ from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 from meshwright.schedules.pipeline import schedule_of
 
 PLAYED = 6
-"""Layouts that are simulated, of those that the closed form finds fastest."""
+"""How many layouts are simulated: those that the closed form finds fastest."""
 ALIKE = 0.02
-"""Predictions are not better than this: the simplest of the layouts that are so near to the fastest is taken."""
+"""Relative accuracy of predictions: of the layouts within this of the fastest, the simplest is taken."""
 SHOWN = 8
-"""Alternatives that a plan tells of."""
+"""How many alternatives a plan lists."""
 
 RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-"""By falling memory: what is computed again only costs time, so the first that fits is taken."""
+"""From most to least memory. Recomputation only costs time, so the first that fits is taken."""
 
 
 class _Option(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class _Option(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """What is faster comes first, then what is simpler."""
+        """Sort key: faster options first, then simpler ones."""
         return self.predicted.step_s, _complexity(self.layout)
 
 
@@ -76,28 +76,27 @@ def plan_auto(
     seconds: float | None = None,
     progress: Progress = lambda what: None,
 ) -> Plan:
-    """The fastest plan over dp x cp x ep x tp x pp x micro-batches x schedule x chunks x recomputation x ZeRO that
-    fits, with sequence parallelism by the rule where the program has not found better; of models with convolutions,
-    over dp x mixed too.
+    """The fastest plan that fits, over dp x cp x ep x tp x pp x micro-batches x schedule x chunks x recomputation x
+    ZeRO, and over sequence parallelism by its rule; for models with convolutions, over dp x mixed too.
 
-    All layouts are weighed in closed form, but for more micro-batches than can help; the ``PLAYED`` fastest are
-    simulated, and the simplest of those that are within ``ALIKE`` of the fastest is taken. ``gpipe`` is left out, for
-    ``1f1b`` takes as long with less memory; ``batch_statistics`` stays global, for the other choice is another
-    computation. The plan tells of the runners-up and why they lost (``Plan.explain``).
+    All layouts are weighed in closed form, except more micro-batches once these stop helping. The ``PLAYED`` fastest
+    are simulated. Of those within ``ALIKE`` of the fastest, the simplest is taken. ``gpipe`` is left out, because
+    ``1f1b`` takes as long with less memory. ``batch_statistics`` stays global, because the other choices are another
+    computation. The plan lists the runners-up and why they lost (``Plan.explain``).
 
-    ``lower`` makes the programs whose work is weighed; the other arguments are those of ``mw.plan``. What was begun
-    when ``seconds`` are over is ended, and the plan made, after that.
+    ``lower`` makes the programs whose work is weighed; the other arguments are those of ``mw.plan``. When ``seconds``
+    are over, the planner still completes what it has begun and makes the plan.
 
     Raises:
         LayoutError: no layout that fits was found in time; the devices lack the step's precision; no layout divides
-            the batch, or none fits; names the one that needs least, and what would do.
+            the batch; or none fits (names the layout that needs least memory, and the changes that would help).
     """
     check_precision(None, graph, cluster)
     clock = TimeLimit(seconds, progress)
     limit = memory_bytes or cluster.device.memory_bytes
     options: list[_Option] = []
     refused: list[str] = []
-    offload = offload and cluster.device.kind != "cpu"  # whose memory is the host's
+    offload = offload and cluster.device.kind != "cpu"  # a CPU's memory is the host's
     weigh = _Scales(graph, world_size, cluster, lower, optimizer, clips, offload, clock)
     layouts = [one for one in candidates(graph.batch_size, world_size, axes_of(graph)) if pipelines or one.pp == 1]
     weighed = len(layouts)
@@ -156,7 +155,7 @@ def plan_auto(
 
 @dataclass
 class _Scales:
-    """Weighs layouts. Work does not depend on the schedule, so that schedules of one cut share it."""
+    """Weighs layouts. Work does not depend on the schedule, so schedules of the same cut share it."""
 
     graph: Graph
     world_size: int
@@ -173,8 +172,8 @@ class _Scales:
         self._plain = Ask(explains=False, optimizer=self.optimizer, lower=self.lower, fits_buckets=False)
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
-        """As it is if that fits; else the fastest of those that fit under ZeRO with as little recomputation as the
-        limit allows; the smallest, where nothing fits. ``begun`` is what was weighed for it."""
+        """The layout as it is, if it fits; else its fastest variant that fits with ZeRO, recomputation or offload; else
+        the variant that needs least memory. ``begun`` then holds all options weighed for it."""
         options = []
         self.begun = []
         levels: tuple[Literal[0, 1, 2, 3], ...] = (0,) if layout.dp == 1 else (0, 1, 2, 3)
@@ -192,8 +191,8 @@ class _Scales:
         return min(fitting, key=lambda one: one.rank)
 
     def _with_recomputation(self, layout: Layout, limit: float) -> _Option:
-        """With as little recomputation as the limit allows; with the most, where nothing fits. Before that, strategies
-        that need less memory are looked for, and taken where they are the faster way to fit."""
+        """The layout with as little recomputation as the limit allows, or with the most if nothing fits. Strategies
+        that need less memory are tried too, and taken if they are the faster way to fit."""
         option = self._weigh(layout, self._plain)
         if option.peak_bytes <= limit:
             return option
@@ -202,23 +201,22 @@ class _Scales:
             if option.peak_bytes <= limit:
                 break
             again = self._weigh(msgspec.structs.replace(layout, recompute=recompute), self._plain)
-            if any(stage.recompute for stage in again.plan.stages):  # else the model has nothing of the kind
+            if any(stage.recompute for stage in again.plan.stages):  # else there is nothing to recompute
                 option = again
         ways = [one for one in (option, careful) if one is not None and one.peak_bytes <= limit]
         return min(ways, key=lambda one: one.predicted.step_s, default=option)
 
     def explained(self, option: _Option, limit: float) -> Plan:
-        """The plan of an option, with buckets as large as is best, and with what other ways for each module would
-        cost."""
+        """The plan of an option with the best bucket sizes, and notes on what other strategies would cost."""
         return self._plan(option.layout, replace(option.ask, explains=True, room_bytes=limit))
 
     def _plan(self, layout: Layout, ask: Ask) -> Plan:
         return plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
 
     def _careful(self, layout: Layout, limit: float) -> _Option | None:
-        """With strategies that the program finds under the limit, if it finds any, and these do fit."""
+        """The layout with strategies that the integer program finds under the memory limit; None if none fit."""
         if layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel or (layout.tp == 1 and not layout.mixed):
-            return None  # it divides nothing there
+            return None  # the program chooses no strategies there
         try:
             option = self._weigh(layout, replace(self._plain, memory_bytes=limit))
         except LayoutError:
@@ -256,7 +254,7 @@ def _complexity(layout: Layout) -> tuple[int, bool, int, int, int, int]:
 
 
 def _alternative(one: _Option, best: _Option, step_s: dict[str, float]) -> Alternative:
-    """Why it lost: the part of the step in which it differs most."""
+    """The entry of a runner-up with the reason why it lost: the part of the step that differs most."""
     mine, winner = one.predicted, best.predicted
     parts = {
         "computing": mine.compute_s - winner.compute_s,
@@ -305,8 +303,8 @@ def _nothing_fits(
 
 
 def _smaller_batch(batch_size: int, option: _Option, limit: float) -> int:
-    """The largest batch that would fit under the option's layout, if what a micro-batch keeps shrinks with its samples;
-    0 where none would."""
+    """The largest batch that would fit under the option's layout, if the memory of a micro-batch is proportional to its
+    samples; 0 if none would."""
     parts = option.layout.dp * option.layout.microbatches
     samples, memory = batch_size // parts, option.memory
     shrinking = memory.saved_bytes + memory.workspace_bytes

@@ -1,4 +1,4 @@
-"""How large buckets are: the sizes for which computing stands still least, within the memory of a rank."""
+"""Choose the sizes of buckets for which computing waits least, within the memory of a rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,17 +22,16 @@ from meshwright.schedules.collectives.choice import NATIVE, chosen
 from meshwright.schedules.pipeline import schedule_of
 
 LADDER_BYTES = tuple(2**power for power in range(20, 27))
-"""Sizes that are weighed: 1 to 64 MiB."""
+"""Bucket sizes that are weighed: 1 to 64 MiB."""
 ALIKE = 0.005
-"""Of what a stage computes: sizes that differ by less cost the same, and of these the one next to the usual is taken.
-"""
+"""Part of a stage's compute time: costs that differ by less count as equal; the size nearest to the usual one wins."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Two sizes, of the buckets of gradients and of parameters, with what a step then stands still for, of the stage
-    that does longest."""
+    """The bucket sizes of gradients and of parameters, and the seconds per step that computing waits for both, on the
+    stage that waits longest."""
 
     reduced_bytes: int
     gathered_bytes: int
@@ -40,7 +39,7 @@ class Choice:
 
     @property
     def unusual(self) -> float:
-        """How far the sizes are from the usual one, by factors of two."""
+        """How far the sizes are from the usual size, in factors of two."""
         return sum(abs(log2(size / BUCKET_BYTES)) for size in (self.reduced_bytes, self.gathered_bytes))
 
 
@@ -53,9 +52,9 @@ def fit_buckets(
     optimizer: OptimizerCost,
     memory_bytes: float,
 ) -> Plan:
-    """``plan`` with the buckets, of at most one of ``LADDER_BYTES``, for which computing stands still least; a note
-    says what other sizes would cost. A rank needs no more than ``memory_bytes`` for them, or than it does with those of
-    the usual size."""
+    """``plan`` with the bucket sizes of ``LADDER_BYTES`` for which computing waits least; notes say what other sizes
+    would cost. The peak memory of a rank stays within ``memory_bytes``, or within its peak with buckets of the usual
+    size."""
     scale = _Scale(lower, plan, cluster, reduced, gathered)
     if not scale.differ:
         return plan
@@ -78,19 +77,19 @@ def fit_buckets(
 
 
 def ranked(choices: Sequence[Choice], computed_s: float) -> list[Choice]:
-    """The best first: those that cost the same as the best, by how usual they are; then by what they cost."""
+    """Sort choices, best first: those that cost about as little as the best, most usual first; then others by cost."""
     most = min(one.exposed_s for one in choices) + ALIKE * computed_s
     return sorted(choices, key=lambda one: (max(one.exposed_s, most), one.unusual, one.exposed_s))
 
 
 def peak_bytes(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerCost) -> int:
-    """Of the rank that needs most."""
+    """The peak memory of the rank that needs most."""
     peaks = peak_memory(step_work(lower(plan), plan, cluster, optimizer=optimizer), schedule_of(plan))
     return max(one.peak_bytes for one in peaks)
 
 
 class _Scale:
-    """What buckets of every size cost; the plan is lowered once, with buckets of one parameter each."""
+    """The costs of buckets of every size. The plan is lowered once, with buckets of one parameter each."""
 
     def __init__(
         self, lower: Lower, plan: Plan, cluster: Cluster, reduced: Sequence[Member], gathered: Sequence[Member]
@@ -111,11 +110,11 @@ class _Scale:
 
     @property
     def differ(self) -> bool:
-        """Whether there is a choice."""
+        """Whether different sizes give different buckets."""
         return len(self.reduced) > 1 or len(self.gathered) > 1
 
     def weighed(self) -> list[Choice]:
-        """Every pair of sizes that make other buckets than those next to them."""
+        """Every pair of sizes with its cost; of several sizes that give equal buckets, one is weighed."""
         self.actions = [stage_actions(one, self.singles, self.cluster) for one in self.lower(self.singles)]
         return [
             Choice(size, other, self._exposed_s(gathers, reductions))
@@ -125,7 +124,7 @@ class _Scale:
 
     @property
     def computed_s(self) -> float:
-        """Of the stage that computes longest."""
+        """Seconds of compute of the stage that computes longest."""
         return max(computed_s(one) for one in self.actions)
 
     def _exposed_s(self, gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:
@@ -138,19 +137,19 @@ class _Scale:
         )
 
     def holds_more(self, choice: Choice) -> bool:
-        """Whether more is held than with buckets of the usual size: what is reduced to parts, or gathered."""
+        """Whether buckets that are gathered, or reduced to parts, are above the usual size and so hold more memory."""
         more = choice.gathered_bytes > BUCKET_BYTES and bool(self.plan.gathers)
         return more or (choice.reduced_bytes > BUCKET_BYTES and any(map(self._is_cut, self.plan.buckets)))
 
     def _is_cut(self, bucket: Bucket) -> bool:
-        """Whether gradients are reduced to parts."""
+        """Whether the bucket's gradients are reduced to parts (Flat storage)."""
         return isinstance(self.plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
 
     # --- buckets on their way ----------------------------------------------------------------------------------------
 
     def _hides(self, operation: str, bucket: Bucket) -> bool:
-        """Whether it goes on beside what a rank computes. Of CPUs, those between boxes do that somebody else carries
-        (torch.distributed's threads), or that send all in one round, most of it when they start."""
+        """Whether a collective runs while its rank computes. On CPUs, only collectives between boxes do: those that
+        torch.distributed's threads carry, and those of one round, which send most of their bytes at the start."""
         if self.cluster.device.kind != "cpu":
             return True
         if in_a_box(self.plan.mesh, bucket.axis, self.cluster):
@@ -179,7 +178,7 @@ class _Scale:
     # --- in words ----------------------------------------------------------------------------------------------------
 
     def notes(self, choice: Choice) -> list[Note]:
-        """For gradients and for parameters, where sizes differ."""
+        """Notes on the sizes of gradient buckets and of parameter buckets, where different sizes are possible."""
         found = []
         for module, size, buckets, transfers in (
             ("gradients", choice.reduced_bytes, self.reduced, self.reductions),

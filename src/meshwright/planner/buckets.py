@@ -1,4 +1,4 @@
-"""Which parameters are gathered together, and which gradients reduced together: buckets, filled in order of use."""
+"""Buckets of parameters that are gathered together and of gradients that are reduced together, filled in use order."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut
 
 BUCKET_BYTES = 8 * 2**20
-"""What a bucket has at most where its size is not chosen (``planner/bucket_size.py``)."""
+"""Upper limit of a bucket's bytes, unless ``planner/bucket_size.py`` chooses the size."""
 
 
 class Member(NamedTuple):
-    """A parameter that may share a bucket with others of the same ``key``: stages, axis, the axes across, whether Flat,
-    and dtype (with what else counts). ``num_bytes`` are of the whole, on one rank."""
+    """A parameter that may share a bucket with parameters of the same ``key``: stages, axis, axes across, whether Flat,
+    and dtype (plus modules that share it). ``num_bytes`` is the size on one rank before ZeRO shards it."""
 
     key: "_Together"
     name: str
@@ -31,8 +31,8 @@ _Together = tuple[tuple[int, ...], str, tuple[str, ...], bool, str]
 def filled(
     members: Sequence[Member], most_bytes: float, algorithms: Mapping[str, str], base: Sequence[Bucket] = ()
 ) -> tuple[Bucket, ...]:
-    """Members in buckets of at most ``most_bytes`` (or one member), in the order in which these are full. What shares a
-    bucket of ``base`` does here, whatever it has."""
+    """Fill members into buckets of at most ``most_bytes`` (or of one member), and return the buckets in the order in
+    which they are full. Members that share a bucket of ``base`` share one here, whatever its size."""
     home = {name: index for index, bucket in enumerate(base) for name in bucket.parameters}
     pending: dict[tuple[_Together, int], list[Member]] = {}
     found: list[Bucket] = []
@@ -61,8 +61,8 @@ def filled(
 def gathered_members(
     graph: Graph, divided: Cut, storage: dict[str, dict[str, Placement]], axis_sizes: dict[str, int]
 ) -> tuple[Member, ...]:
-    """Parameters that are stored Flat, by stage, in the order of their first use; one that several modules use is with
-    those that the same modules use, for what is gathered together lives as long as the last of it."""
+    """The parameters that are stored Flat, in the order of their first use. A parameter of several modules only shares
+    a bucket with parameters of the same modules: all parameters of a bucket live until the last use of any of them."""
     consumers = graph.consumers()
     order = {operator.name: index for index, operator in enumerate(graph.operators)}
     first = {
@@ -89,9 +89,9 @@ def reduced_members(
     storage: dict[str, dict[str, Placement]],
     mover: Mover,
 ) -> tuple[Member, ...]:
-    """Gradients that only lack a sum, by stage, in the order that backward makes them. Over several axes they are
-    summed as one, where ``mover`` finds that cheaper, else one after the other: first to parts, where they are stored
-    so."""
+    """The gradients that only lack a sum, in the order in which backward makes them. Several axes are summed as one
+    joined axis if ``mover`` finds that cheaper, else one after the other. The axis of Flat storage comes first: its sum
+    leaves each rank a part."""
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
     found: list[Member] = []
@@ -120,12 +120,12 @@ def reduced_members(
 
 
 def _summed_over(axes: list[str], mover: Mover) -> list[str]:
-    """Axes of a bucket's sum: one after the other, or a joined one."""
+    """The axes over which a bucket is summed: several in turn, or one joined axis."""
     have: Placements = dict.fromkeys(axes, Partial("sum"))
     found = mover.moves(have, {}, (BUCKET_BYTES // 4,), 4)
     return [found[0].axis] if len(found) == 1 else [axis for axis in mover.sizes if axis in axes]
 
 
 def part_bytes(tensor: Tensor, placements: Placements, axis_sizes: Mapping[str, int]) -> int:
-    """The bytes of one rank's part, the largest."""
+    """The bytes of a rank's part of a tensor; the largest, if parts differ."""
     return prod(local_shape(tensor.shape, placements, axis_sizes)) * ITEM_BYTES[tensor.dtype]

@@ -1,4 +1,4 @@
-"""Which layouts could be meant: all divisions of a number of ranks that the batch and the model allow."""
+"""Candidate layouts: all divisions of a number of ranks that the batch and the model allow."""
 
 import itertools
 import math
@@ -16,8 +16,8 @@ MOST_CHUNKS = 3
 
 @dataclass(frozen=True)
 class Axes:
-    """What a model has besides a batch and features: sequences that operators work on, attention to them, experts
-    (their number; several mixtures: what divides all), and images that convolutions read, in layers that are unlike."""
+    """What a layout can divide besides batch and features: sequences, attention over sequences, experts (their number;
+    for several mixtures, the greatest common divisor), and images that convolutions read."""
 
     sequences: bool = False
     attention: bool = False
@@ -26,7 +26,7 @@ class Axes:
 
 
 def axes_of(graph: Graph) -> Axes:
-    """What there is to divide."""
+    """What a layout of the graph's model can divide."""
     mixtures = [one for one in graph.operators if one.target.startswith("meshwright.experts.")]
     experts = math.gcd(*(graph.tensors[one.inputs[-1]].shape[0] for one in mixtures)) if mixtures else 1
     sequences = Factors(graph, {}, {}).sequences()
@@ -36,10 +36,10 @@ def axes_of(graph: Graph) -> Axes:
 
 
 def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
-    """All layouts that could be meant for so many ranks; simple ones first.
+    """Yield all candidate layouts for ``world_size`` ranks, simple layouts first.
 
-    The sequence over ``cp``, experts over ``ep`` and sequence parallelism come without stages: these follow rules, and
-    what they save, stages save too. Where there are fewer samples than ranks, ``mixed`` cuts images in two dims too.
+    ``cp``, ``ep`` and sequence parallelism are not combined with pipeline stages: they follow rules, and stages save
+    the same memory. If a batch has fewer samples than ranks, ``mixed`` also tries two axes, to cut images in two dims.
     """
     for pp in divisors(world_size):
         for tp in divisors(world_size // pp):
@@ -66,7 +66,7 @@ def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]
 
 
 def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
-    """Layouts of axes that rules divide, not the program."""
+    """Yield layouts whose axes follow explicit rules, not the integer program."""
     for cp in divisors(world_size) if axes.attention else (1,):
         for tp in divisors(world_size // cp):
             dp = world_size // cp // tp
@@ -83,5 +83,5 @@ def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
 
 
 def divisors(number: int) -> list[int]:
-    """All numbers that divide it, rising."""
+    """All divisors of ``number``, in rising order."""
     return [one for one in range(1, number + 1) if number % one == 0]

@@ -1,4 +1,4 @@
-"""Tables of measured training steps: one row a run, read into setups; a bad row is left out and says why."""
+"""Tables of measured training steps: one row per run, read into setups. A bad row is left out, with the reason."""
 
 import csv
 import functools
@@ -51,7 +51,7 @@ COLUMNS: dict[str, str] = {
     "peak_memory_bytes": "Measured peak of a device. May be blank.",
     "status": "ok or oom. Blank: ok.",
 }
-"""The columns of a table, all of which must be there, and what may stand in them."""
+"""The required columns of a table, each with the values that it may hold."""
 
 OPTIONAL: dict[str, str] = {
     "head_size": "Width of a head, where it is not hidden / heads.",
@@ -65,11 +65,11 @@ OPTIONAL: dict[str, str] = {
     "inner": "Which of dp and pp has its ranks nearer to each other: dp or pp. Blank: dp.",
     "overlap": "What of communication runs beside compute: none, dp, or all (tp and pp too). Blank: none.",
 }
-"""Columns that a table may have besides."""
+"""The optional columns of a table."""
 
 
 SPARSE = ("deepseek", "gshard")
-"""Families whose models have experts, each another number of them (Mixtral's have 8)."""
+"""Families whose models have experts, in a number that differs by model (Mixtral models always have 8)."""
 
 SPELLINGS = {
     "schedule": {
@@ -80,14 +80,14 @@ SPELLINGS = {
         "float32": "fp32", "tfloat32": "tf32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8",
     },
 }  # fmt: skip
-"""Other ways to write what may stand in a column; capitals do not matter."""
+"""Other accepted spellings of a column's values; case does not matter."""
 
 
 _MEANINGS = COLUMNS | OPTIONAL
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A row: the setup and its cluster, and what was measured (None: nothing was, or it ran out of memory)."""
+    """A row: its setup, its cluster and its measurements (None: not measured, or the run was out of memory)."""
 
     name: str
     setup: Setup
@@ -98,7 +98,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that says nothing, and why."""
+    """A row that was left out, and why."""
 
     case: str
     line: int
@@ -106,7 +106,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]:
-    """The rows of a table (see ``COLUMNS``), and those that had to be left out.
+    """The rows of a table (see ``COLUMNS``), and the rows that had to be left out.
 
     Raises:
         FileFormatError: the file cannot be read, is empty, or lacks columns.
@@ -140,8 +140,8 @@ def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]
 
 
 def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluster) -> Setup:
-    """The setup with the fastest micro-batch, of the powers of two that divide ``largest``, that the devices' memory
-    holds; the smallest where it holds none."""
+    """The setup with the fastest micro-batch that fits in the devices' memory, or with the smallest if none fits.
+    Candidates are the powers of two that divide ``largest``."""
     weighed: list[tuple[tuple[bool, float], Setup]] = []
     size = 1
     while largest % size == 0:
@@ -149,13 +149,13 @@ def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluste
         fits = verdict(estimate_memory(setup, cluster), cluster) != "does not fit"
         weighed.append(((not fits, estimate_step(setup, cluster).step_s if fits else float(size)), setup))
         if not fits:
-            break  # larger ones need more
+            break  # larger micro-batches need more memory
         size *= 2
     return min(weighed, key=lambda one: one[0])[1]
 
 
 def _cluster(name: str, devices: int) -> Cluster:
-    """The named cluster of so many devices; where a run left part of its last box idle, with that box whole."""
+    """The named cluster with ``devices`` devices. If a run left part of its last box idle, that box counts whole."""
     box = load_cluster(name)
     unit = box.num_devices
     return box.resized(math.ceil(devices / unit) * unit if box.open_ended and devices > unit else devices)
@@ -209,7 +209,7 @@ def _case(name: str, row: dict[str, str], cluster_of: Callable[[str, int], Clust
     if row["micro_batch"]:
         setup = make(_whole(row, "micro_batch"))
     else:
-        make(1)  # says what does not divide
+        make(1)  # raises an error that says what does not divide
         setup = pick_micro_batch(make, global_batch // dp, cluster)
     measured_s = _seconds(row, "step_time_s")
     if status == "ok" and measured_s is None and not row["peak_memory_bytes"]:

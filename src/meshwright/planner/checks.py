@@ -1,6 +1,8 @@
-"""Checks before planning: another precision, samples that meet in a micro-batch, operators without a rule."""
+"""Checks of a plan's request: precision, operators without a rule, operators that need several micro-batches."""
 
-from meshwright.errors import LayoutError, RuleError
+from collections.abc import Iterator
+
+from meshwright.errors import LayoutError, Problem, RuleError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME, Layout
@@ -12,35 +14,33 @@ _BATCH_NORM = "batch_norm"
 
 
 def check_precision(asked: Precision | None, graph: Graph, cluster: Cluster | None) -> None:
-    """That a layout asks for the precision that the step was captured in, or for none, and that the cluster has it.
-    CPUs compute in any, some of them slowly.
+    """Check that a layout asks for no precision or for that of the captured step, and that the cluster supports it.
+    CPUs support every precision, some of them slowly.
 
     Raises:
-        LayoutError: it is another one, or the devices lack it.
+        LayoutError: the layout asks for another precision, or the devices lack it.
     """
+    refuse(LayoutError, _precision_problems(asked, graph, cluster))
+
+
+def _precision_problems(asked: Precision | None, graph: Graph, cluster: Cluster | None) -> Iterator[Problem]:
     if asked is not None and asked != graph.precision:
         captured = graph.precision or "the model's own dtypes"
-        raise LayoutError(
-            f"precision={asked!r}, but the step was captured in {captured}",
-            where="layout",
-            remedy=f"capture it with precision={asked!r}: its casts are operators of the step",
-        )
+        problem = f"precision={asked!r}, but the step was captured in {captured}"
+        yield "layout", problem, f"capture it with precision={asked!r}: its casts are operators of the step"
     if graph.precision is None or cluster is None or cluster.device.kind == "cpu":
         return
     known = [name for name in ("float32", "bfloat16", "float16") if name in cluster.device.peak_flops_per_s]
     if graph.precision not in known:
-        raise LayoutError(
-            f"precision={graph.precision!r}, which {cluster.device.name} does not compute in",
-            where=f"layout on {cluster.name}",
-            remedy=f"use {' or '.join(known)}",
-        )
+        problem = f"precision={graph.precision!r}, which {cluster.device.name} does not compute in"
+        yield f"layout on {cluster.name}", problem, f"use {' or '.join(known)}"
 
 
 def check_strict(graph: Graph) -> None:
-    """That every operator has a rule.
+    """Check that every operator has a rule.
 
     Raises:
-        RuleError: one has none; names the first, its module and source line, and how many others there are.
+        RuleError: operators lack rules. Names the first, its module and source line, and the number of others.
     """
     missing = [operator for operator in graph.operators if operator.rule is None]
     if missing:
@@ -55,7 +55,7 @@ def check_strict(graph: Graph) -> None:
 
 
 def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dict[str, int], layout: Layout) -> None:
-    """That every operator finds what it needs within its micro-batch.
+    """Check that every operator needs data of its own micro-batch only.
 
     Raises:
         LayoutError: names the first operator that would have to wait for other micro-batches.

@@ -1,4 +1,4 @@
-"""Where to cut a graph in stages: few, small live tensors, at borders of modules, stages of equal work."""
+"""Where to cut a graph into stages: at few and small live tensors, at borders of modules, into stages of equal work."""
 
 import itertools
 from math import inf
@@ -12,13 +12,13 @@ from meshwright.ir.stages import cut, forward_operators
 from meshwright.planner.intra_op.decisions import block_of
 
 FLOPS_PER_S, BYTES_PER_S, SENT_BYTES_PER_S = 1e11, 2e10, 2e9
-"""Without a cluster: of one core, and between two."""
+"""Rates assumed without a cluster: compute and memory of one core, and the link between two cores."""
 INSIDE_A_BLOCK = 1.05
-"""How much more a cut inside a repeated block must be worth than one between blocks."""
+"""Factor on the stage time of a cut inside a repeated block: such a cut must be this much better to be taken."""
 
 
 class _Point(NamedTuple):
-    """A cut before forward operator number ``position``."""
+    """A possible cut, before forward operator number ``position``."""
 
     position: int
     sent_s: float
@@ -26,12 +26,12 @@ class _Point(NamedTuple):
 
 
 def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[str, ...]:
-    """The first operators of stages 1, 2, ...: the cut whose slowest stage is fastest, by dynamic programming.
+    """The first operators of stages 1, 2, ... for the cut whose slowest stage is fastest, by dynamic programming.
 
-    A stage's time is its forward and backward compute, and what it sends to the next stage and gets back.
+    A stage's time is its forward and backward compute, plus the transfers over its borders in both directions.
 
     Raises:
-        LayoutError: the model has fewer points to cut at.
+        LayoutError: the model has fewer than ``num_stages - 1`` points to cut at.
     """
     if num_stages == 1:
         return ()
@@ -45,7 +45,7 @@ def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[
             where="layout: pp",
             remedy=f"use pp x chunks of at most {len(points) + 1}",
         )
-    # best[k]: for each point, the time of the slowest of k stages before it, and the point before
+    # best[k]: for each point, the time of the slowest of the k stages before it, and the previous point
     best: list[dict[int, tuple[float, int]]] = [{-1: (0.0, -1)}]
     for _ in range(num_stages - 1):
         found: dict[int, tuple[float, int]] = {}
@@ -74,10 +74,10 @@ def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[
 
 
 def follow_cut(graph: Graph, firsts: tuple[str, ...]) -> tuple[str, ...]:
-    """The same cut in another capture of the model (an evaluation), in which single operators may be missing.
+    """The same cut in another capture of the model (an evaluation), where single operators may be missing.
 
     Raises:
-        LayoutError: the module of a first operator is not used there.
+        LayoutError: the capture does not use the module of a stage's first operator.
     """
     forward = forward_operators(graph)
     names = {one.name for one in forward}
@@ -96,7 +96,7 @@ def follow_cut(graph: Graph, firsts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[float]:
-    """Seconds of each forward operator together with its backward ones: the larger of compute and memory time."""
+    """Seconds of each forward operator plus its backward operators: for each, the larger of compute and memory time."""
     peak, bandwidth = FLOPS_PER_S, BYTES_PER_S
     if cluster is not None:
         peak = max(cluster.device.peak_flops_per_s.values())
@@ -112,7 +112,7 @@ def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> li
 
 
 def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[_Point]:
-    """Positions for a cut: no neighbouring position has fewer live bytes, and both sides have a matrix product."""
+    """Possible cuts: no neighbouring position has fewer live bytes, and both sides of the cut have a matrix product."""
     rate = SENT_BYTES_PER_S
     if cluster is not None and cluster.levels:
         rate = 1 / cluster.levels[0].beta_s_per_byte
@@ -128,7 +128,7 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
         if not lower_before and not lower_after and live[index] < inf:
             flat = range(index, end + 1)
             where = next((one for one in flat if _block(forward[one]) != _block(forward[one - 1])), None)
-            # Forward and backward cross once each.
+            # The live tensors cross once in forward, their gradients once in backward.
             points.append(_Point(flat[0] if where is None else where, 2 * live[index] / rate, where is not None))
         index = end + 1
     products = [index for index, one in enumerate(forward) if one.flops > 0]
@@ -136,7 +136,7 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
 
 
 def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
-    """By position, the bytes of what was made before it and is read at or after it."""
+    """By position, the bytes of tensors that are made before it and read at or after it (infinite: no cut there)."""
     place = {operator.name: index for index, operator in enumerate(forward)}
     made = {output: index for index, operator in enumerate(forward) for output in operator.outputs}
     last: dict[str, int] = {}
@@ -152,14 +152,14 @@ def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
         changes[made[name] + 1] += graph.tensors[name].num_bytes
         changes[end + 1] -= graph.tensors[name].num_bytes
     live = list(itertools.accumulate(changes[: len(forward)]))
-    for first, end in _buffer_spans(graph, place):  # one stage holds a buffer
+    for first, end in _buffer_spans(graph, place):  # only one stage may hold a buffer
         live[first + 1 : end + 1] = [inf] * (end - first)
     return live
 
 
 def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
-    """Of every buffer that a step updates, the positions of the first and the last forward operator that read it or
-    make its new value."""
+    """For every buffer that a step updates, the positions of the first and the last forward operator that read the
+    buffer or make its new value."""
     consumers, producers = graph.consumers(), graph.producers()
     found = []
     for buffer, update in graph.buffer_updates.items():
@@ -172,12 +172,12 @@ def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
 
 
 def _block(operator: Operator) -> str:
-    """The outermost repeated block that holds an operator, or else its outermost module."""
+    """The outermost repeated block that contains an operator, or else its outermost module."""
     return block_of(operator) or operator.module.partition(".")[0]
 
 
 def between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> frozenset[str]:
-    """Parameters that stages of different sizes share. No cut holds in all of them, so that they are stored whole."""
+    """Parameters that stages of different dp or tp sizes share. No split fits all stages, so they are stored whole."""
     divided = cut(graph, choose_cut(graph, layout.pp * layout.chunks, cluster))
     sizes = [(stage.dp, stage.tp) for stage in map(layout.of_stage, range(layout.pp))]
     shared = {name for name, held in divided.owners.items() if len({sizes[one % layout.pp] for one in held}) > 1}

@@ -1,4 +1,4 @@
-"""What follows from the strategies of a plan: Partials passed on, storage of parameters (ZeRO), recomputation."""
+"""Derive from a plan's strategies: Partials that pass through operators, parameter storage (ZeRO), recomputation."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -31,10 +31,10 @@ def pass_partials(
     settled: Iterable[str] = (),
     otherwise: Mapping[str, Strategy] | None = None,
 ) -> dict[str, Placements]:
-    """Let Partials through operators that are linear in them, where that is not dearer than reducing first. What comes
-    from another stage is a Partial over time only. On the axes ``settled`` it was decided which ones pass; those that
-    come from another stage do not after all. Where no Partial passes, an operator splits what ``otherwise`` has for it
-    (by its name, axis -> factor)."""
+    """Let Partials pass through operators that are linear in them, where that costs no more than reducing first: change
+    ``strategies``, and return the placements of all outputs. A tensor from another stage is a Partial over time only.
+    On the axes ``settled`` the strategies already say which Partials pass; passes of tensors from another stage are
+    removed. Where none passes, an operator takes its factor in ``otherwise`` (operator name -> axis -> factor)."""
     settled, consumers, producers = list(settled), graph.consumers(), graph.producers()
     placements: dict[str, Placements] = {}
     for operator in graph.operators:
@@ -79,7 +79,7 @@ def _linear_group(
     if len(groups) != 1 or 0 in groups:
         return 0
     group = groups.pop()
-    if axis == TIME:  # nothing can be reduced there; what is whole becomes a term by dividing it
+    if axis == TIME:  # nothing is reduced over time; division turns a whole operand into a term
         return group
     if any(operand.linear == group and not one for operand, one in zip(rule.parsed.inputs, partial, strict=True)):
         return 0
@@ -91,7 +91,7 @@ def _linear_group(
 def parameter_storage(
     graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]
 ) -> dict[str, dict[str, Placement]]:
-    """Parameters lie as their operators want them; where these differ, split rather than whole."""
+    """The stored placements of every parameter: as its forward operators want it. If these differ, a split wins."""
     consumers = graph.consumers()
     storage: dict[str, dict[str, Placement]] = {}
     for name in graph.parameters:
@@ -110,8 +110,8 @@ def parameter_storage(
 def zero_storage(
     graph: Graph, storage: dict[str, dict[str, Placement]], axis: str, stage: int
 ) -> dict[str, dict[str, Placement]]:
-    """Storage under ZeRO: what nothing else cuts over the axis is Flat there. What is not trained has no gradient and
-    no optimizer state, so that only stage 3 cuts it."""
+    """Parameter storage under ZeRO stage ``stage``: a parameter that is not split over ``axis`` becomes Flat there.
+    Untrained parameters have no gradient and no optimizer state, so only stage 3 makes them Flat."""
     trained = _trained(graph)
     return {
         name: {**found, axis: Flat()} if axis not in found and (stage == 3 or name in trained) else found
@@ -122,8 +122,8 @@ def zero_storage(
 def in_parts(
     graph: Graph, layout: Layout, storage: Mapping[str, Placements], base: Stage | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of a stage's parameters that are stored Flat, those whose gradients are reduced in every micro-batch, and those
-    that are gathered for every use; as in ``base``, where there is one.
+    """The Flat parameters of a stage whose gradients are reduced in every micro-batch, and the Flat parameters that are
+    gathered for every use. ``base``, if given, decides both.
     """
     flat = [name for name, placements in storage.items() if flat_axis(placements)]
     if base is not None:
@@ -139,7 +139,7 @@ def _trained(graph: Graph) -> set[str]:
 
 
 def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:
-    """What a stage computes again in backward: its attention, or its repeated blocks."""
+    """Starred names that a stage recomputes in backward: attention operators (``selective``) or blocks (``full``)."""
     forward = [one for one in operators if one.name not in divided.late and not one.prologue]
     if kind == "selective":
         return tuple(dict.fromkeys(starred(one.name) for one in forward if one.target.startswith(_ATTENTION)))
@@ -149,7 +149,7 @@ def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[
 
 
 def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
-    """By repeated block where all its members agree, else by name; replicated operators are left out."""
+    """Strategies by starred name if all repetitions agree, else by name; an operator replicated in all is left out."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in strategies:
         groups[starred(name)].append(name)

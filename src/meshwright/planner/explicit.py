@@ -1,7 +1,8 @@
-"""Layout to plan: stages on pp, micro-batches on time, and the factors of dp and tp as the integer program chooses."""
+"""From layout to plan: stages over pp, micro-batches over time, other axes by their rules or by the integer program."""
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Network
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError, PlanError, refuse
+from meshwright.errors import LayoutError, PlanError, Problem, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
@@ -41,14 +42,14 @@ from meshwright.schedules.pipeline import build
 
 @dataclass(frozen=True)
 class Ask:
-    """What is wanted of the program.
+    """Options of the planner.
 
-    ``explains``: with what other ways would cost. ``memory_bytes``: the limit of a rank, if the program must regard it.
-    ``whole``: parameters that must not be cut. ``by_rule``: tensor parallel as Megatron-LM divides it by hand (columns,
-    then rows; whole heads; the vocabulary where that pays), for comparisons. ``room_bytes``: of a rank, within which
-    buckets are as large as is best (default: what a device has). ``fits_buckets``: whether their sizes are chosen; if
-    not, they have the usual size. ``lower`` makes the programs by whose cost the planner chooses: strategies under
-    ``tp``, mixed axes and pins, sizes of buckets, interiors. ``known`` keeps solutions.
+    ``explains``: note what other strategies would cost. ``memory_bytes``: the memory limit of a rank that the integer
+    program must respect. ``whole``: parameters that must not be split. ``by_rule``: tensor parallelism as Megatron-LM
+    divides it by hand (columns, then rows; whole heads; the vocabulary where that pays), for comparisons.
+    ``fits_buckets``: choose bucket sizes, instead of the usual size. ``room_bytes``: the memory limit of a rank for
+    this choice (default: the device's memory). ``lower`` makes the programs whose costs decide on strategies (``tp``,
+    mixed axes and pins), bucket sizes and interiors. ``known`` caches solutions.
     """
 
     explains: bool = True
@@ -75,15 +76,15 @@ def plan_layout(
     Raises:
         LayoutError: the layout does not fit the ranks, the batch, the heads, the cut points, or names unknown modules
             in ``pin``.
-        ScheduleError: the schedule is not defined for so many micro-batches.
+        ScheduleError: the schedule is not defined for this number of micro-batches.
     """
     check_precision(layout.precision, graph, cluster)
     return _planned(graph, layout.resolved(world_size), cluster, None, ask or Ask())
 
 
 def adapt_plan(plan: Plan, graph: Graph) -> Plan:
-    """``plan`` for another capture of the same model: a ragged last batch, or an evaluation. It keeps the storage, and
-    the strategies of operators that the plan names.
+    """``plan``, adapted to another capture of the same model: a ragged last batch, or an evaluation. Storage stays, and
+    so do the strategies of operators that the plan names.
 
     Raises:
         LayoutError: the new batch does not divide over dp.
@@ -96,11 +97,11 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
 
 
 def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:
-    """One plan; where stages differ in sizes, put together from one plan for each."""
+    """The plan of a layout. If stages differ in their sizes, it is assembled from one plan per pipeline rank."""
     if not layout.stage_sizes:
         return _Planner(graph, layout, cluster, base, ask).plan()
     shared = between_sizes(graph, layout, cluster) if base is None else frozenset()
-    ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each of the plans knows but a part of its stages
+    ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each plan holds for part of the stages only
     plans = [_Planner(graph, layout.of_stage(index), cluster, base, ask).plan() for index in range(layout.pp)]
     divided = cut(graph, plans[0].firsts)
     stages = []
@@ -142,7 +143,7 @@ class _Planner:
 
     def plan(self) -> Plan:
         base, layout, graph = self.base, self.layout, self.graph
-        self._check_batch()
+        refuse(LayoutError, self._batch_problems())
         if layout.pp > 1 and (graph.gradients or base is None):  # an evaluation runs forwards only
             build(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
         firsts = follow_cut(graph, base.firsts) if base is not None else ()
@@ -204,7 +205,7 @@ class _Planner:
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def _choose(self) -> None:
-        """What is pinned is a strategy where rules choose the others; else all axes but time are solved around it."""
+        """Apply the pins. Then either rules choose the other strategies, or the integer program solves around pins."""
         self.pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
         mixes = not self.axes.keys().isdisjoint(self.layout.mixed_axes)
         ruled = self.ask.by_rule or self.layout.sequence_parallel
@@ -218,8 +219,8 @@ class _Planner:
             self._solve(self._of_space() if self.space else self.pins)
 
     def _follow_rules(self) -> None:
-        """Strategies by the rules of the axes, where nothing is pinned. A plan to follow is followed as far as it
-        fits."""
+        """Add the strategies that the rules of the axes give, unless already decided. With a ``base`` plan, an operator
+        that an axis does not fit stays whole."""
         required = self.base is None
         for axis in (*DATA_AXES, "ep"):
             if axis in self.sizes:
@@ -237,7 +238,7 @@ class _Planner:
             self._split_batch(TIME)
 
     def _solve(self, pins: dict[str, Strategy]) -> None:
-        """The factors of all axes but time, by the integer program."""
+        """Choose the factors of all axes but time by the integer program."""
         key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
                self.ask.memory_bytes, self.ask.whole, self.layout.batch_statistics)  # fmt: skip
         if key not in self.ask.known:
@@ -259,14 +260,14 @@ class _Planner:
         self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}
 
     def _of_space(self) -> dict[str, Strategy]:
-        """Pins, and what the axes of space split, beside which the other axes are solved."""
+        """The pins and the splits of the spatial axes; the integer program solves the other axes around both."""
         found = {operator.name: dict(self.pins.get(operator.name, {})) for operator in self.graph.operators}
         rule = SpatialRule(Factors(self.graph, self.sizes, found), defaultdict(dict))
         self.axis_notes += rule.split(self.space, required=True)
         return {name: one for name, one in found.items() if one}
 
     def _require_heads(self, axis: str) -> None:
-        """That some factor of the heads divides over the axis, where nothing else is asked of attention."""
+        """Raise a LayoutError if the axis divides no head factor of an attention that is not pinned on it."""
         for operator in self.graph.operators if axis in self.sizes else ():
             rule, attends = operator.rule, operator.target.startswith("meshwright.attention.")
             if rule is not None and attends and axis not in self.pins.get(operator.name, {}):
@@ -302,35 +303,29 @@ class _Planner:
             return ()
         known = {name: {a: c for a, c in one.items() if a != TIME} for name, one in self.strategies.items()}
         prices = Prices(self.graph, self.mesh, self.axes, self.cluster, self.lower, self.layout.microbatches)
-        hides = self.cluster.device.kind != "cpu"  # there, the cores that compute move the rows, too
+        hides = self.cluster.device.kind != "cpu"  # on CPUs, the computing cores also move the rows
         return interiors(self.graph, prices, known, hides)
 
     # --- data parallel -------------------------------------------------------------------------------------------
 
-    def _check_batch(self) -> None:
+    def _batch_problems(self) -> Iterator[Problem]:
         layout, size = self.layout, self.graph.batch_size
         parts = layout.dp * layout.microbatches
-        whole = layout.microbatches == 1  # parts need not be equal, but micro-batches must
-        if self.base is not None and not self.graph.gradients:  # an evaluation of fewer runs whole everywhere
+        whole = layout.microbatches == 1  # parts may be unequal, micro-batches may not
+        if self.base is not None and not self.graph.gradients:  # an evaluation of too few samples runs whole
             return
         if whole and size < parts:
-            raise LayoutError(
-                f"a global batch of {size} is too small for dp={layout.dp}",
-                where="batch",
-                remedy=f"use a batch of {parts} or more, or drop the last batch",
-            )
+            remedy = f"use a batch of {parts} or more, or drop the last batch"
+            yield "batch", f"a global batch of {size} is too small for dp={layout.dp}", remedy
         if not whole and size % parts:
             lower = size // parts * parts
             fits = f"{lower} or {lower + parts}" if lower else str(parts)
             over = f"{layout.microbatches} micro-batches" + (f" on dp={layout.dp}" if layout.dp > 1 else "")
-            raise LayoutError(
-                f"a global batch of {size} does not divide over {over}",
-                where="batch",
-                remedy=f"use a batch of {fits}, or drop the ragged last batch",
-            )
+            remedy = f"use a batch of {fits}, or drop the ragged last batch"
+            yield "batch", f"a global batch of {size} does not divide over {over}", remedy
 
     def _split_batch(self, axis: str) -> None:
-        """Every operator with a batch factor splits it, unless that was decided; those that cannot are noted."""
+        """Split the batch factor of every operator, unless already decided; note the operators that cannot split it."""
         for operator in self.graph.operators:
             strategy = self.strategies[operator.name]
             if axis in strategy or (axis == TIME and operator.prologue):
@@ -340,9 +335,9 @@ class _Planner:
             if chosen is not None:
                 if self.solved is None or axis == TIME:
                     strategy[axis] = chosen
-            elif axis == TIME:  # there, what communicates is refused
+            elif axis == TIME:  # check_microbatches refuses communication over time
                 continue
-            elif operator.rule is None:  # it has a line of its own
+            elif operator.rule is None:  # unsplit_notes reports it
                 if self.factors.touches_batch(operator):
                     self.missed.add(operator.name)
             elif letters:

@@ -1,4 +1,4 @@
-"""Which factors an operator can still be split over, given what has been chosen."""
+"""Which factors an operator can still split, given the strategies chosen so far."""
 
 import math
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from meshwright.ir.plan import Strategy
 
 @dataclass
 class Factors:
-    """A graph, the axes' sizes, and the strategies chosen so far (which grow)."""
+    """A graph, the sizes of the mesh axes, and the strategies chosen so far; planning adds to these."""
 
     graph: Graph
     sizes: dict[str, int]
     strategies: dict[str, Strategy]
 
     def is_batch(self, name: str) -> bool:
-        """Whether a factor class is the batch."""
+        """Whether the factor class ``name`` is the batch."""
         return self.graph.factor_classes[name].role == "batch"
 
     def sequences(self) -> set[str]:
-        """The factor classes that are a sequence: dim 1 of tokens and labels, and what attention has queries or keys
-        of."""
+        """The factor classes that are a sequence: dim 1 of tokens and labels, and the positions of attention's queries
+        and keys."""
         graph = self.graph
         given = [graph.tensors[name] for name in graph.inputs]
         dims = [one.dims[1] for one in given if len(one.shape) == 2 and one.dtype.startswith("int")]
@@ -34,7 +34,7 @@ class Factors:
         return {name for dim in dims for name in dim if not self.is_batch(name)}
 
     def letter_of(self, operator: Operator, names: set[str], axis: str) -> str | None:
-        """The first letter of one of these classes that the operator can split over ``axis``."""
+        """The first letter of the classes ``names`` that the operator can split over ``axis``."""
         letters = (letter for letter, name in operator.classes.items() if name in names)
         return next((letter for letter in letters if self.fits(operator, letter, axis)), None)
 
@@ -45,7 +45,7 @@ class Factors:
         )
 
     def fits(self, operator: Operator, letter: str, axis: str) -> bool:
-        """Whether the operator can split its factor ``letter`` over ``axis`` too."""
+        """Whether the operator can split its factor ``letter`` over ``axis``, besides its other splits."""
         rule, strategy = operator.rule, self.strategies[operator.name]
         if rule is None or not rule.splittable(letter):
             return False
@@ -56,8 +56,8 @@ _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.expand.", "
 
 
 def repeated_heads(graph: Graph) -> set[str]:
-    """The operators that repeat keys and values for the query heads that share them, and those that add up their
-    gradients: what is gathered before the one and scattered after the other is that much smaller."""
+    """The operators that repeat keys and values for the query heads that share them, and the operators that add up the
+    gradients of the copies. A gather before the former and a scatter after the latter move fewer bytes."""
     producers, consumers = graph.producers(), graph.consumers()
 
     def before(name: str) -> tuple[Operator, str] | None:
@@ -89,11 +89,11 @@ def repeated_heads(graph: Graph) -> set[str]:
 
 
 def dividing_heads(sizes: list[int], axis: str, parts: int, module: str) -> int:
-    """Which of the factors of attention's heads (key and value heads, then the query heads of each) is cut over an
-    axis: the first that divides evenly, else the first of which every rank gets some.
+    """The index of the head factor that an axis splits, among ``sizes``: key and value heads, then query heads of each.
+    It is the first factor that divides evenly, else the first with at least one head for every rank.
 
     Raises:
-        LayoutError: there are fewer of each than ranks.
+        LayoutError: every factor has fewer heads than the axis has ranks.
     """
     dividing = [index for index, size in enumerate(sizes) if size % parts == 0]
     enough = [index for index, size in enumerate(sizes) if size >= parts]

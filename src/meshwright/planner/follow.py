@@ -1,4 +1,4 @@
-"""Another batch shape, or an evaluation, of a model that has a plan: its operators keep what the plan says of them."""
+"""Follow an existing plan for another batch shape or an evaluation: operators keep their strategies in the plan."""
 
 from meshwright.ir.graph import Graph
 from meshwright.ir.placement import Shard
@@ -8,7 +8,7 @@ from meshwright.planner.factors import Factors
 
 
 def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
-    """Operators keep the strategy that they have in ``base``, where it fits their sizes here."""
+    """Give every operator its strategy in ``base``, as far as that fits its sizes here."""
     held = cut(factors.graph, firsts).stage_of
     for operator in factors.graph.operators:
         for axis, choice in base.stages[held.get(operator.name, 0)].strategy(operator.name).items():
@@ -19,7 +19,7 @@ def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
 
 
 def follow_storage(factors: Factors, base: Plan, axis: str) -> None:
-    """Operators that ``base`` does not name follow what their inputs are split by."""
+    """Split operators that have no factor on ``axis`` like their inputs, starting from the storage in ``base``."""
     graph, placed = factors.graph, dict[str, str | None]()
     for name in graph.parameters:
         shard = base.storage(name).get(axis)

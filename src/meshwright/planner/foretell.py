@@ -1,4 +1,4 @@
-"""What a plan will do: its schedule played with its work, and the memory of every pipeline rank."""
+"""Predict the step of a plan: simulate its schedule with its work, and find the memory of every pipeline rank."""
 
 import msgspec
 
@@ -17,7 +17,7 @@ from meshwright.simulate.faults import Faults
 
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
-    """The step of the plan ``digest`` before it is run; ``memory`` is by pipeline rank."""
+    """The predicted step of the plan with this ``digest``; ``memory`` is by pipeline rank."""
 
     digest: str
     work: Work
@@ -26,16 +26,16 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak(self) -> RankMemory:
-        """The largest of all ranks."""
+        """The memory of the rank with the highest peak."""
         return max(self.memory, key=lambda one: one.peak_bytes)
 
     def trace(self) -> Trace:
-        """What every rank will do, and hold."""
+        """The predicted trace: the work of every rank, and the memory it holds."""
         return msgspec.structs.replace(self.played.trace(), plan=self.digest)
 
     @property
     def prediction(self) -> Prediction:
-        """In short."""
+        """The step time and the peak memory alone."""
         return Prediction(step_s=self.played.step_s, peak_memory_bytes=self.peak.peak_bytes)
 
 
@@ -51,12 +51,12 @@ def foretell(
     faults: Faults | None = None,
     work: Work | None = None,
 ) -> Foretold:
-    """Lower ``plan``, and play one training step of it on ``cluster``, whose devices have ``threads`` threads.
+    """Lower ``plan``, and simulate one training step of it on ``cluster``, whose devices have ``threads`` threads.
 
-    ``work``: where it is known already, from a plan that differs in its schedule only.
+    ``work``: the work of the step, if known already from a plan that differs only in its schedule.
 
     Raises:
-        PlanError: stages of different submeshes, which are not simulated.
+        PlanError: the plan's stages have different submeshes, which are not simulated.
         ClusterError: the cluster is too small.
     """
     if plan.uneven:
@@ -66,6 +66,6 @@ def foretell(
         )  # fmt: skip
     done = work or step_work(lower(plan), plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
     schedule = schedule_of(plan)
-    overlap = contention or cluster.device.kind != "cpu"  # CPU ranks copy and add themselves
+    overlap = contention or cluster.device.kind != "cpu"  # on CPUs, the computing cores also copy and add
     played = play(schedule, done, plan.mesh, cluster, overlap=overlap, contention=contention, faults=faults)
     return Foretold(digest=plan.digest, work=done, played=played, memory=peak_memory(done, schedule))

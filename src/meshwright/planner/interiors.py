@@ -1,4 +1,4 @@
-"""Which convolutions compute their own rows first, while the halos travel: where that takes less time."""
+"""Choose the convolutions that compute their own rows first, while halos travel, because that takes less time."""
 
 from collections.abc import Mapping
 
@@ -9,15 +9,15 @@ from meshwright.planner.intra_op.prices import Prices
 
 
 def interiors(graph: Graph, prices: Prices, strategies: Mapping[str, Strategy], hides: bool) -> tuple[str, ...]:
-    """The convolutions, and their gradients, that should compute their interior first. ``hides``: rows travel while the
-    device computes."""
+    """Starred names of the convolutions, and of their gradients, that should compute their interior first. ``hides``:
+    whether rows travel while the device computes."""
     names = [one.name for one in graph.operators if pays(prices, one, strategies[one.name], hides)]
     return tuple(dict.fromkeys(map(starred, names)))
 
 
 def pays(prices: Prices, operator: Operator, strategy: Strategy, hides: bool) -> bool:
-    """Whether an operator takes less time if it computes its interior first: it copies no part to lie beside a halo,
-    and the halo travels meanwhile (where that ``hides``), but borders are small kernels of their own."""
+    """Whether an operator takes less time if it computes its interior first. It then need not copy its part next to the
+    halo, and the halo travels meanwhile (if ``hides``), but the borders need small kernels of their own."""
     if operator.rule is None or not operator.target.startswith("aten.convolution"):
         return False
     whole, first = (prices.program(operator, strategy, interior_first) for interior_first in (False, True))
@@ -27,8 +27,8 @@ def pays(prices: Prices, operator: Operator, strategy: Strategy, hides: bool) ->
 
 
 def played_s(prices: Prices, program: OperatorProgram, operator: Operator, hides: bool) -> float:
-    """The seconds from an operator's first node to its last. Halos of the forward's input, which a gradient reads
-    again, are there since the forward pass."""
+    """The seconds from an operator's first node to its last. Halos of a forward input that a gradient reads again cost
+    nothing: the forward pass has already fetched them."""
     now, ready = 0.0, {}
     for node in program.nodes:
         if node.starts is not None:

@@ -1,5 +1,5 @@
-"""Networks of unlike layers: for every layer whether it is data or tensor parallel over the same ranks, by dynamic
-programming over where its inputs and outputs lie (Krizhevsky 2014 chose by hand)."""
+"""Data or tensor parallelism for each layer of a network of unlike layers, over the same ranks: dynamic programming
+over the placement of the values between layers (Krizhevsky 2014 chose by hand)."""
 
 from typing import Literal
 
@@ -19,22 +19,22 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.convnet import ConvNet, NetLayer
 
 Way = Literal["data", "outputs", "inputs"]
-"""A layer's images are divided, or the outputs of its weights, or the inputs of its weights."""
+"""The part of a layer that is divided over ranks: its images, the outputs of its weights, or their inputs."""
 
 Place = Literal["images", "features", "whole"]
-"""What lies between two layers: each rank has part of the images, part of the features of all images, or all."""
+"""What each rank holds between two layers: part of the images, part of the features of all images, or everything."""
 
 PLACES: dict[Way, tuple[Place, Place]] = {
     "data": ("images", "images"),
     "outputs": ("whole", "features"),
     "inputs": ("features", "whole"),
 }
-"""By way, where a layer's inputs must lie and where its outputs then lie."""
+"""For each way, the place that a layer's inputs must have and the place of its outputs."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What was chosen for a layer, and the seconds that it takes: products and the rest of the layer, moving its inputs
-    and their gradients (and adding up outputs), adding up its gradients over ranks, and its optimizer."""
+    """The way chosen for a layer, and its seconds: ``compute_s`` of forward and backward, ``moving_s`` to move its
+    inputs and their gradients (and add up outputs), ``gradients_s`` to add up gradients over ranks, ``optimizer_s``."""
 
     layer: str
     way: Way
@@ -46,13 +46,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Seconds of the layer in all."""
         return self.compute_s + self.moving_s + self.gradients_s + self.optimizer_s
 
 
 class Layerwise(msgspec.Struct, frozen=True, kw_only=True):
-    """A network's layers as they are divided over ``ranks`` ranks. ``all_data_s`` is the step with every layer data
-    parallel, for comparison (None where the images do not divide)."""
+    """The layers of a network, divided over ``ranks`` ranks. ``all_data_s`` is the seconds of a step with every layer
+    data parallel, for comparison (None where the ranks do not divide the images)."""
 
     network: str
     ranks: int
@@ -72,13 +72,13 @@ def divide_layers(
     images: int,
     precision: Precision = "fp16",
 ) -> Layerwise:
-    """The fastest ways for all layers on all devices of a cluster, or on so many of one that is named. Branches are
-    taken one after the other.
+    """The fastest ways for all layers, on all devices of a cluster or on ``devices`` of a named cluster. Branches are
+    assumed to run one after the other.
 
     Raises:
         LayoutError: the network is unknown, or neither the images nor the features of some layer divide by the number
             of devices.
-        ClusterError: the cluster is unknown, or cannot have so many devices.
+        ClusterError: the cluster is unknown, or cannot have that many devices.
     """
     net = load_network(net) if isinstance(net, str) else net
     cluster = load_cluster(cluster, devices) if isinstance(cluster, str) else cluster
@@ -105,10 +105,10 @@ def divide_layers(
 
 
 def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks: int) -> float:
-    """Bringing a value (``num_bytes`` as a whole) to where a layer needs it, and its gradient back.
+    """Seconds to bring a value (``num_bytes`` when whole) to the place that a layer needs, and its gradient back.
 
-    A layer that needs the whole value leaves the terms of a sum as its gradient, which go back by a reduce-scatter, or
-    an all-reduce where all had the value; other gradients lie as the value does.
+    If the layer needs the whole value, the gradient on each rank is a term of a sum. A reduce-scatter brings it back,
+    or an all-reduce if all ranks had the whole value. Other gradients have the place of the value.
     """
     group = Group(ranks)
     if ranks == 1 or have == need != "whole":
@@ -122,7 +122,7 @@ def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks
 
 
 def ways_of(layer: NetLayer, images: int, ranks: int) -> list[Way]:
-    """The ways that divide evenly."""
+    """The ways in which ``ranks`` ranks divide a layer evenly."""
     found: list[Way] = ["data"] if images % ranks == 0 else []
     if layer.groups == 1 and layer.outputs % ranks == 0:
         found.append("outputs")
@@ -134,7 +134,7 @@ def ways_of(layer: NetLayer, images: int, ranks: int) -> list[Way]:
 def choice_of(
     layer: NetLayer, way: Way, have: Place | None, images: int, cluster: Cluster, precision: Precision
 ) -> Choice:
-    """One layer in one way, with its inputs where ``have`` says (None: they are the images of the batch)."""
+    """The cost of one layer in one way, with inputs at the place ``have`` (None: they are the images of the batch)."""
     ranks, dtype = cluster.num_devices, DTYPES[precision]
     element = element_bytes(dtype)
     rates, network = Rates(cluster.device), Network(cluster)
@@ -163,7 +163,7 @@ def choice_of(
 def _best(
     net: ConvNet, cluster: Cluster, images: int, precision: Precision, only: Way | None
 ) -> tuple[Choice, ...] | None:
-    """Dynamic programming: the fastest way to every place after every layer."""
+    """The fastest choices, by dynamic programming: after every layer, the fastest choices that lead to each place."""
     best: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {None: (0.0, ())}
     for layer in net.layers:
         reached: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {}

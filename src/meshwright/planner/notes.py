@@ -1,4 +1,4 @@
-"""Why each module of a plan is split as it is, in lines for people."""
+"""Notes: one readable line for each module of a plan that says how the module is split, and why."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Set
@@ -11,15 +11,15 @@ from meshwright.ir.plan import Note, starred
 from meshwright.ir.program import Lower
 
 ModuleNotes = dict[str, dict[str, tuple[str, str]]]
-"""By module and axis, how it is split and why."""
+"""By module and axis: the split, and its reason."""
 
 
 def module_notes(graph: Graph, notes: ModuleNotes, missed: Set[str], data_parallel: bool) -> tuple[Note, ...]:
-    """One line a module with weights, repeated ones once if all agree.
+    """One note for each module with weights; repeated modules share one note if all agree.
 
     Args:
-        missed: operators that the data-parallel axis leaves whole.
-        data_parallel: whether there is such an axis.
+        missed: operators that the data-parallel axis does not split.
+        data_parallel: whether the mesh has a data-parallel axis.
     """
     owners: dict[str, None] = {}
     whole: set[str] = set()
@@ -41,7 +41,7 @@ def module_notes(graph: Graph, notes: ModuleNotes, missed: Set[str], data_parall
 
 
 def merged(lines: Mapping[str, tuple[str, str]]) -> tuple[Note, ...]:
-    """A note for every module, of its split and the reason; for repeated modules once if all agree."""
+    """A note for every module with its split and the reason; repeated modules share one note if all agree."""
     groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for module, line in lines.items():
         groups[starred(module)].add(line)
@@ -50,8 +50,8 @@ def merged(lines: Mapping[str, tuple[str, str]]) -> tuple[Note, ...]:
 
 
 def unsplit_notes(graph: Graph, mesh: Mesh, cluster: Cluster | None, lower: Lower | None) -> tuple[Note, ...]:
-    """One line for every operator that no rule splits (those of repeated blocks together): why, and what it costs every
-    rank, in seconds where the cluster is known."""
+    """One note for every operator that no rule splits (repeated operators share one): why, and its cost on every rank,
+    in bytes, and in seconds if the cluster is known."""
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     costs = NodeCosts(mesh, cluster) if cluster is not None else None
     for operator in graph.operators:

@@ -1,4 +1,4 @@
-"""Pins: what a user fixes by hand, module by module; the rest is solved around it."""
+"""Pins: the factors that a user fixes for single modules. The planner solves the rest around them."""
 
 import fnmatch
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from meshwright.planner.words import STATIONARY, WORDS, factors_of
 
 
 def matches(glob: str, module: str) -> bool:
-    """Whether a pin means a module: by its own path, or by that of a module around it."""
+    """Whether a pin's glob matches a module's path, or the path of a module that contains it."""
     return fnmatch.fnmatchcase(module, glob) or (glob != "" and fnmatch.fnmatchcase(module, f"{glob}.*"))
 
 
 def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> dict[str, Strategy]:
-    """By operator and axis, the factor that it is pinned to (empty: none). Where several pins mean an operator, the
-    one that names more of its path holds; equal ones must agree.
+    """The factor that each operator is pinned to, by operator name and axis; an empty factor means no split. If several
+    pins match an operator, the pin that names more of its path wins. Equally exact pins must agree.
 
     Args:
-        pins: module globs to ``factor@axis``, or several with spaces between them; factors are ``batch`` (or
-            ``sample``), ``none``, the letters of operators (``f``), where none there has such a letter the graph's
-            classes of letters that go together (``f1``), and the words of ``planner.words``.
-        axes: the names of the mesh's axes; those of one rank only are checked, and divide nothing.
+        pins: maps module globs to ``factor@axis``, or to several of these separated by spaces. A factor is ``batch``
+            (or ``sample``), ``none``, a letter of an operator (``f``), a word of ``planner.words``, or, where no
+            matched operator has such a letter, a factor class of the graph (``f1``).
+        axes: the names of the mesh's axes. Pins on axes of one rank are checked, but divide nothing.
 
     Raises:
         LayoutError: a pin names no module, axis or factor, or contradicts another.
@@ -56,7 +56,7 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
                     continue
                 found.get(operator.name, {}).pop(axis, None)
             by[operator.name, axis] = glob
-            if not letter and factor not in ("batch", "none"):  # the rest of the module is solved
+            if not letter and factor not in ("batch", "none"):  # the solver decides for this operator
                 continue
             found.setdefault(operator.name, {})[axis] = letter
         if not hits and factor != "none":
@@ -65,7 +65,7 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
 
 
 def _every(pins: dict[str, str], axes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
-    """Every glob, factor and axis."""
+    """Yield every (glob, factor, axis) of the pins."""
     for glob, text in pins.items():
         where = f"layout: pin[{glob!r}]"
         for one in text.split() or [text]:
@@ -100,12 +100,12 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_cla
 
 
 def _closeness(glob: str, module: str) -> tuple[bool, int]:
-    """How exactly a pin names a module: by its path, else by how much of it."""
+    """Sort key for how exactly a glob names a module: the full path first, then by characters that are no wildcards."""
     return glob == module, sum(letter not in "*?" for letter in glob)
 
 
 def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis: str, where: str) -> LayoutError:
-    """Nobody there can split it: what sizes it has there, or which others there are."""
+    """The error for a factor that no matched operator can split. It names the factor's sizes, or the known factors."""
     classes = {name for one in members for letter, name in one.classes.items() if factor in (letter, name)}
     sizes = sorted({factors.graph.factor_classes[name].size for name in classes})
     letters = sorted({letter for one in members for letter in one.classes})

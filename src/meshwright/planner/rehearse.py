@@ -1,4 +1,4 @@
-"""The rehearsal: a step's pipeline schedule, timed action by action with what each stage really costs."""
+"""The rehearsal: a step's pipeline schedule, timed action by action with each stage's own cost."""
 
 from meshwright.cost.memory import layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
@@ -10,12 +10,12 @@ from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.schedules import pipeline, timing
 
 LONGEST = 200_000
-"""Actions of a schedule that are timed at most: about a second."""
+"""Upper limit on the actions of a schedule that is timed; this many take about a second."""
 
 
 def rehearse(setup: Setup, cluster: Cluster) -> float | None:
-    """The seconds of a step of ``setup``: of its pipeline, action by action, and of what comes after it. None where its
-    schedule has no builder, or is too long to be timed in a moment."""
+    """The seconds of a step of ``setup``: its pipeline, timed action by action, plus the gradients and optimizer after
+    it. None if the schedule cannot be built, or has more than ``LONGEST`` actions."""
     timed = _timed(setup, cluster)
     if timed is None:
         return None
@@ -24,8 +24,8 @@ def rehearse(setup: Setup, cluster: Cluster) -> float | None:
 
 
 def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
-    """The same as a trace of the pipeline's ranks (the first of each stage): spans named as the schedule's actions, and
-    the memory that a rank holds, which rises with forwards and falls with backwards."""
+    """The rehearsed step as a trace, with one rank per stage (its first): spans named as the schedule's actions, and
+    the memory that a rank holds, which rises with forwards and falls with backwards. None as in ``rehearse``."""
     timed = _timed(setup, cluster)
     if timed is None:
         return None
@@ -56,7 +56,7 @@ def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
 def _timed(
     setup: Setup, cluster: Cluster
 ) -> tuple[Schedule, Pieces, tuple[tuple[tuple[float, float], ...], ...]] | None:
-    """The schedule, what its stages cost, and when each action of each rank starts and ends."""
+    """The schedule, the costs of its stages, and the start and end (in seconds) of each action of each rank."""
     schedule = _schedule(setup)
     if schedule is None:
         return None
@@ -74,11 +74,11 @@ def _schedule(setup: Setup) -> Schedule | None:
     try:
         return pipeline.build(name, setup.pp, setup.microbatches, setup.chunks if name == "interleaved" else 1)
     except ScheduleError:
-        return None  # not defined for so many micro-batches: the closed form is all there is
+        return None  # not defined for this number of micro-batches: only the closed form is left
 
 
 def _costs(stages: tuple[Stage, ...], send_s: float) -> list[timing.Costs]:
-    """By stage, what each kind of action takes. A rank sends before it goes on; half of ``send_s`` is one direction."""
+    """By stage, the seconds of each kind of action. A rank waits for its send; one direction is half of ``send_s``."""
     found = []
     for index, stage in enumerate(stages):
         back_s = send_s / 2 if index else 0.0

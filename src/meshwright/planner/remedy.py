@@ -1,4 +1,4 @@
-"""What to change: the one change of a setup that makes it fit, and costs the least time."""
+"""Find the single change of a setup that makes it fit in memory and costs the least time."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from meshwright.ir.cluster import Cluster
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One change, as a user would make it (``recompute = "full"``), and what a step takes with it."""
+    """One change, as a user would write it (``recompute = "full"``), with the step time and peak memory it leads to."""
 
     text: str
     setup: Setup
@@ -21,8 +21,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def smallest_change(setup: Setup, cluster: Cluster, memory_bytes: float | None = None) -> Change | None:
-    """The single change with which the setup fits its devices (or ``memory_bytes``), and that costs the least time;
-    None where it fits already or no single change is enough. A change may be marginal where none fits clearly."""
+    """The single change that makes the setup fit its devices (or ``memory_bytes``) and costs the least time. None if it
+    fits already, or if no single change is enough. If no change fits clearly, one that fits marginally is taken."""
     if verdict(estimate_memory(setup, cluster), cluster, memory_bytes) == "fits":
         return None
     found = []
@@ -38,7 +38,7 @@ def smallest_change(setup: Setup, cluster: Cluster, memory_bytes: float | None =
 
 
 def single_changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """All changes of one decision that save memory and keep the number of devices."""
+    """Yield all single changes that save memory and keep the number of devices."""
     wanted: list[dict[str, object]] = []
     if setup.tp > 1 and not setup.sequence_parallel:
         wanted.append({"sequence_parallel": True})
@@ -66,4 +66,4 @@ def single_changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         try:
             yield text, msgspec.structs.replace(setup, **changes)
         except LayoutError:
-            continue  # it does not divide: no change that can be made
+            continue  # the changed sizes do not divide: not a possible change

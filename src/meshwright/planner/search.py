@@ -1,4 +1,4 @@
-"""The search: every layout of a catalog model that its devices allow, screened in closed form; the best rehearsed."""
+"""The search: screen every layout of a catalog model on its devices in closed form, then rehearse the best."""
 
 import itertools
 import math
@@ -21,19 +21,19 @@ from meshwright.planner.rehearse import rehearse
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (2, 3, 4, 6, 8)
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1")
-"""What pipelines may do where nobody says otherwise."""
+"""The pipeline schedules that a search weighs by default."""
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 THINNED = 0.97
-"""An option that is slower must need less than this part of a faster one's memory, or cost less."""
+"""The front keeps a slower option only if it needs less than this part of a faster option's memory, or costs less."""
 
 REHEARSED = 12
-"""How many of the best axes are timed action by action."""
+"""How many of the best options (one for each dp, tp, pp, cp, ep) are timed action by action."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """A setup with what it takes."""
+    """A setup with its estimated time, memory and price."""
 
     setup: Setup
     estimate: Estimate
@@ -42,11 +42,11 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     usd: float | None = None
     """US dollars of a step; None where no price is known."""
     rehearsed_s: float | None = None
-    """Seconds of a step whose schedule was timed action by action (``planner.rehearse``): of the best few only."""
+    """Seconds of a step, timed action by action (``planner.rehearse``); only the best few options have it."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: rehearsed where it was, else in closed form."""
+        """Seconds of a step: ``rehearsed_s`` if the option was rehearsed, else the closed form."""
         return self.estimate.step_s if self.rehearsed_s is None else self.rehearsed_s
 
     @property
@@ -66,11 +66,11 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peak_bytes(self) -> float:
-        """What a device holds at its peak."""
+        """Peak memory of a device in bytes."""
         return self.memory.peak_bytes
 
     def slower_than(self, best: "Option") -> str:
-        """By how much, and which part of a step differs most."""
+        """Text: by how much this option is slower than ``best``, and which part of the step differs most."""
         parts = [(getattr(self.estimate, key) - getattr(best.estimate, key), name) for key, name in PARTS.items()]
         most_s, name = max(parts)
         return f"{100 * (self.step_s / best.step_s - 1):.1f} % slower, most of all {name} (+{most_s:.3g} s)"
@@ -95,8 +95,9 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found: how many setups it weighed, those that fit (fastest first, one for each dp, tp, pp, cp, ep),
-    the front of step time, memory and price (``front``), and where nothing fits the one that lacks least."""
+    """What a search found: the number of setups it weighed (``considered``), the ``options`` that fit (fastest first,
+    one for each dp, tp, pp, cp, ep), the ``front`` of step time, memory and price, and, if nothing fits, the
+    ``nearest``: the option that needs least memory."""
 
     considered: int
     options: tuple[Option, ...]
@@ -104,7 +105,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     nearest: Option | None = None
 
     def explain(self) -> str:
-        """Why the first is first: where each of the next loses its time."""
+        """Why the first option is first: where each of the next five loses its time."""
         if not self.options:
             return "nothing fits"
         best = self.options[0]
@@ -122,7 +123,7 @@ PARTS = {
     "data_comm_s": "gradients over dp",
     "optimizer_s": "the optimizer",
 }
-"""The parts of an estimate, in words."""
+"""Readable names of the parts of an estimate."""
 
 
 def search(
@@ -138,14 +139,14 @@ def search(
     usd_per_hour: float | None = None,
     schedules: Sequence[ScheduleName] = SCHEDULES,
 ) -> Found:
-    """All setups of a model on all devices of a cluster, or on so many of one that is named.
+    """Weigh all setups of a model, on all devices of a cluster or on ``devices`` of a named cluster.
 
-    ``sequence`` is the length where a model is named (0: the catalog's), ``usd_per_hour`` the price of a device, by
-    default the catalog's; ``schedules`` are those that pipelines may have.
+    ``sequence`` is the sequence length for a named model (0: the catalog's). ``usd_per_hour`` is the price of a device;
+    the default is the catalog's. ``schedules`` are the schedules that pipelines may have.
 
     Raises:
         LayoutError: the model is unknown, or no layout divides the model, the batch and the devices.
-        ClusterError: the cluster is unknown, or cannot have so many devices.
+        ClusterError: the cluster is unknown, or cannot have that many devices.
     """
     model = load_model(model, sequence=sequence) if isinstance(model, str) else model
     cluster = load_cluster(cluster, devices) if isinstance(cluster, str) else cluster
@@ -185,8 +186,8 @@ def search(
 
 
 def front(options: Iterable[Option]) -> tuple[Option, ...]:
-    """Options that are not beaten in time, memory and price together, fastest first. Options of other devices, batches
-    and clusters may be among them; of two whose prices are not both known, time and memory decide."""
+    """Options that no other option beats in time, memory and price together, fastest first. They may be for different
+    devices, batches and clusters. If one of two prices is unknown, time and memory decide."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda one: (one.sequence_s, one.peak_bytes, one.sequence_usd or 0.0)):
         if not any(_beats(one, option) for one in kept):
@@ -201,7 +202,7 @@ def _beats(faster: Option, other: Option) -> bool:
 
 
 def _rank(option: Option) -> tuple[bool, float]:
-    """What surely fits comes before what may."""
+    """Sort key: options that surely fit come before options that may fit; then faster ones first."""
     return option.verdict != "fits", option.step_s
 
 
@@ -228,7 +229,7 @@ def _setups(
                 dp, rest = divmod(devices, tp * pp * cp)
                 if rest or global_batch % dp:
                     continue
-                # Which of dp and pp is nearer matters where a box has room for some of either.
+                # The order of dp and pp only matters where a box has room for more than the tp ranks.
                 inner: tuple[Inner, ...] = ("dp", "pp") if dp > 1 < pp and cp == 1 and tp < box else ("dp",)
                 for nearer in inner:
                     axes = Setup(
@@ -239,7 +240,7 @@ def _setups(
 
 
 def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
-    """Micro-batch, schedule, recomputation, ZeRO and experts for given axes."""
+    """Yield every micro-batch, schedule, recomputation, ZeRO stage and expert-parallel size for given axes."""
     model, dp, pp = axes.model, axes.dp, axes.pp
     chunked: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
     if pp > 1:
@@ -256,7 +257,7 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
         for (schedule, chunks), zero, ep in itertools.product(chunked, zeros, experts):
             if (schedule == "interleaved" and microbatches % pp) or (schedule == "zb-h1" and microbatches < pp):
                 continue
-            # Fused attention keeps nothing that would be worth its recomputation alone.
+            # Fused attention keeps too little for selective recomputation to pay.
             for recompute in RECOMPUTES if zero == 3 or not axes.flash else whole:
                 yield msgspec.structs.replace(
                     axes, ep=ep, chunks=chunks, micro_batch=micro_batch, schedule=schedule, recompute=recompute,

@@ -1,6 +1,6 @@
-"""The axes of sequences and experts: cp divides the sequence, ep the experts, tp the sequence between its blocks.
+"""Rules for sequences and experts: cp divides the sequence, ep the experts, tp the sequence between its blocks.
 
-``required``: a model that an axis cannot divide is refused, else (where a plan is followed) left whole.
+With ``required``, a model that an axis cannot divide is an error. Otherwise (for a given plan) it stays whole.
 """
 
 from meshwright.errors import LayoutError
@@ -10,7 +10,7 @@ from meshwright.planner.factors import Factors, repeated_heads
 
 
 def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
-    """Mixtures of experts divide their experts where everything else divides the batch."""
+    """Split experts over ``axis`` in mixture-of-experts operators; all other operators split the batch there."""
     found = [operator for operator in factors.graph.operators if operator.target.startswith("meshwright.experts")]
     for operator in found:
         if axis in factors.strategies[operator.name]:
@@ -31,7 +31,7 @@ def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
 
 
 def split_sequence(factors: Factors, axis: str, context: str, *, required: bool) -> None:
-    """Every operator with a sequence splits it; of attention the queries, so that it gathers keys and values."""
+    """Split every operator's sequence. Attention splits queries; ``context`` says how it gets all keys and values."""
     sequences = factors.sequences()
     whole = repeated_heads(factors.graph) if context == "gather" else set()
     for operator in factors.graph.operators:
@@ -58,7 +58,7 @@ def _unequal(factors: Factors, operator: Operator, axis: str, remedy: str) -> La
 
 
 def sequences_between(factors: Factors, axis: str, *, required: bool) -> dict[str, Strategy]:
-    """What is not split over tp, but has a batch and a sequence, splits the sequence there."""
+    """The sequence splits of operators with a batch and a sequence, for use where tp leaves the operator whole."""
     sequences = factors.sequences()
     found: dict[str, Strategy] = {}
     for operator in factors.graph.operators:

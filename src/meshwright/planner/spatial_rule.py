@@ -1,7 +1,7 @@
-"""The axes of space: sz, sy and sx cut depth, height and width of images, and of all that is made of them.
+"""The spatial axes: sz, sy and sx split the depth, height and width of images, and of all tensors made from them.
 
-What depth, height and width are is read from convolutions, pooling, padding and resizing, whose last dims they are.
-Their sizes differ from level to level; each operator splits what it has of them, as long as the parts are whole.
+Depth, height and width are the last dims of convolutions, pooling, padding and resizing. Their sizes differ between
+the levels of a network. Each operator splits its own spatial dims, as long as the parts are whole.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ _FROM_THE_BACK = {"sx": 1, "sy": 2, "sz": 3}
 
 
 class SpatialRule:
-    """Splits space over its axes, and notes by module what was split and why not."""
+    """Splits spatial dims over the spatial axes, and notes which modules split them, and why some cannot."""
 
     def __init__(self, factors: Factors, notes: ModuleNotes) -> None:
         self.factors, self.notes = factors, notes
         self.whole: list[Note] = []
 
     def split(self, axes: list[str], *, required: bool) -> list[Note]:
-        """Every operator with a spatial dim splits it. Returns notes of those that cannot.
+        """Split the spatial dims of all operators over ``axes``. Returns notes on the operators that cannot.
 
         Raises:
-            LayoutError: nothing can be split over an axis (and the split is ``required``).
+            LayoutError: no operator can split over an axis, and the split is ``required``.
         """
         graph, parameters = self.factors.graph, set(self.factors.graph.parameters)
         spatial = {axis: self._classes(axis) for axis in axes}
@@ -57,7 +57,7 @@ class SpatialRule:
         return self.whole
 
     def _images(self, axis: str) -> Iterator[tuple[Operator, Rule, str]]:
-        """Operators on images with their rules, and which of their factors the axis splits."""
+        """Yield each image operator with its rule and the factor that the axis splits."""
         for operator in self.factors.graph.operators:
             if operator.target.startswith(IMAGES) and operator.rule is not None:
                 choice = self._of_image(operator, axis)
@@ -65,7 +65,7 @@ class SpatialRule:
                     yield operator, operator.rule, choice
 
     def _classes(self, axis: str) -> set[str]:
-        """The factor classes that an axis cuts: outermost, for parts are runs of rows."""
+        """The factor classes that an axis splits: the outermost of each dim, because parts are runs of rows."""
         found = {
             operator.classes[letter]
             for operator, rule, choice in self._images(axis)
@@ -75,10 +75,10 @@ class SpatialRule:
         return {name for name in found if not self.factors.is_batch(name)}
 
     def _of_image(self, operator: Operator, axis: str) -> str | None:
-        """The factor that splits the axis' dim of an operator on images."""
+        """The factor of an image operator that splits the axis's dim; None if it has no such dim."""
         if operator.rule is None:
             return None
-        if space_rank(operator, len(operator.rule.parsed.inputs[0].dims)) == 1:  # a signal's dim is ``sy``
+        if space_rank(operator, len(operator.rule.parsed.inputs[0].dims)) == 1:  # ``sy`` splits the one dim of a signal
             return rows_of(operator, 1) if axis == "sy" else None
         return rows_of(operator, _FROM_THE_BACK[axis])
 

@@ -1,4 +1,4 @@
-"""The explicit rule of tensor parallelism: column then row in every block, heads, vocabulary where it pays."""
+"""The explicit rule of tensor parallelism: heads, column then row in every block, and vocabularies where that pays."""
 
 from collections.abc import Iterable
 
@@ -8,27 +8,27 @@ from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.notes import ModuleNotes
 
 MIN_VOCABULARY = 1024
-"""Without a cluster, a vocabulary below this is replicated."""
+"""Without a cluster, a vocabulary of fewer entries is replicated."""
 
 _CONTRACTIONS = ("aten.mm.", "aten.bmm.", "aten.mv.", "meshwright.attention.", "meshwright.experts.")
 _CONVOLUTIONS = ("aten.convolution.", "aten.convolution_backward.")
 
 
 class TensorRule:
-    """Chooses factors for a tensor-parallel axis, and notes by module what was chosen and why."""
+    """Chooses the factors that a tensor-parallel axis splits, and notes each module's choice and its reason."""
 
     def __init__(self, factors: Factors, notes: ModuleNotes, cluster: Cluster | None) -> None:
         self.factors, self.notes, self.cluster = factors, notes, cluster
         self.graph, self.sizes, self.strategies = factors.graph, factors.sizes, factors.strategies
 
     def split(self, axis: str) -> None:
-        """Column then row: a class that one matrix product makes and another reduces, between them nothing that
-        would need it whole. Heads first; then hidden features in order; then the vocabulary where it pays."""
+        """Split over ``axis``, column then row: one matrix product makes a factor class, another reduces it, and no
+        operator between them needs it whole. Heads first, then hidden features in order, then vocabularies that pay."""
         chosen: dict[str, str] = {}
         heads, hidden, vocabulary = self._candidates()
         made: list[tuple[str, str]] = []
         for dim, module in heads.items():
-            # key and value heads where they divide; else the query heads that share each of them
+            # split key and value heads where the axis divides them, else the query heads that share each of them
             sizes = [self.graph.factor_classes[name].size for name in dim]
             made.append((dim[dividing_heads(sizes, axis, self.sizes[axis], module)], "attention heads"))
         for name, what in [*made, *((name, "hidden features") for name in hidden)]:
@@ -59,7 +59,7 @@ class TensorRule:
         self._note_whole(axis)
 
     def _candidates(self) -> tuple[dict[tuple[str, ...], str], list[str], list[str]]:
-        """The heads of attention (factor classes of one dim, with the first module), hidden features, vocabularies."""
+        """Factor classes to split: attention heads (classes of a dim: first module), hidden features, vocabularies."""
         heads: dict[tuple[str, ...], str] = {}
         made: dict[str, None] = {}
         reduced: dict[str, None] = {}
@@ -75,7 +75,7 @@ class TensorRule:
                 for letter, name in operator.classes.items():
                     if name in weights and not self.factors.is_batch(name):
                         (reduced if operator.rule.reduced(letter, 0) else made).setdefault(name)
-            if operator.target.startswith("meshwright.experts."):  # their features are made and reduced inside
+            if operator.target.startswith("meshwright.experts."):  # it makes and reduces its features inside
                 features = operator.rule.parsed.inputs[4].dims[2]
                 inside = dict.fromkeys(operator.classes[factor.name] for factor in features if factor.name)
                 made |= inside
@@ -87,7 +87,7 @@ class TensorRule:
         return heads, hidden, [name for name in vocabulary if name in made]
 
     def _takes(self, name: str, axis: str, chosen: Iterable[str], decompose: bool = False) -> bool:
-        """Whether a class can be split in all operators, together with the classes that are chosen."""
+        """Whether all operators can split a factor class together with the classes already chosen."""
         taken = {*chosen}
         conflicts = any(
             name in operator.classes.values() and taken & set(operator.classes.values())
@@ -97,7 +97,7 @@ class TensorRule:
         return name not in taken and not conflicts and self._splits_everywhere(name, axis, decompose)
 
     def _splits_everywhere(self, name: str, axis: str, decompose: bool) -> bool:
-        """Whether every operator that meets the class can split it (by decomposition, only if allowed)."""
+        """Whether every operator that meets the class can split it. Decompositions count only with ``decompose``."""
         if self.graph.factor_classes[name].size < self.sizes[axis]:
             return False
         for operator in self.graph.operators:
@@ -117,8 +117,8 @@ class TensorRule:
         return True
 
     def _vocabulary_pays(self, name: str, axis: str) -> tuple[bool, str]:
-        """Compute saved against two all-reduces of the hidden states, per element of these:
-        6 V (1 - 1/t) flops against 2 · 2 (t-1)/t · bytes."""
+        """Whether a split of the vocabulary saves more compute than its two all-reduces of the hidden states cost. Per
+        element of the hidden states: 6 V (1 - 1/t) flops against 2 · 2 (t-1)/t · bytes."""
         size, parts = self.graph.factor_classes[name].size, self.sizes[axis]
         if self.cluster is None or not self.cluster.levels:
             return size >= MIN_VOCABULARY, f"{size} {'>=' if size >= MIN_VOCABULARY else '<'} {MIN_VOCABULARY}"
@@ -139,7 +139,7 @@ class TensorRule:
                 self.notes[operator.module].setdefault(axis, ("replicated", reason))
 
     def _note_whole(self, axis: str) -> None:
-        """Say why modules with weights are not split."""
+        """Note why modules with weights are not split."""
         parameters = set(self.graph.parameters)
         for operator in self.graph.operators:
             if operator.backward or axis in self.strategies[operator.name] or not parameters & set(operator.inputs):

@@ -1,4 +1,4 @@
-"""The time that a search for a layout may take, and what it says meanwhile."""
+"""The time limit of a search for a layout, and its progress messages."""
 
 import logging
 import math
@@ -13,15 +13,15 @@ log = logging.getLogger("meshwright")
 
 Progress = Callable[[str], None]
 TOLD_EVERY_S = 10.0
-"""How often the log says what is weighed."""
+"""Least seconds between two progress messages in the log."""
 
 
 class TimeIsOverError(Exception):
-    """Raised where a search goes on though its time is over; caught by the search."""
+    """Raised when a search continues past its time limit; the search catches it."""
 
 
 class TimeLimit:
-    """Ends a search after ``seconds`` (None: never), and tells ``progress``, and the log now and then, what it does.
+    """Ends a search after ``seconds`` (None: never), and reports its work to ``progress`` and, less often, to the log.
 
     Raises:
         LayoutError: ``seconds`` is not a number above 0.
@@ -35,30 +35,30 @@ class TimeLimit:
 
     @property
     def over(self) -> bool:
-        """Whether the time is over."""
+        """Whether the time limit has passed."""
         return time.monotonic() > self._deadline
 
     def check(self) -> None:
-        """Raises TimeIsOverError if the time is over."""
+        """Raise TimeIsOverError if the time limit has passed."""
         if self.over:
             raise TimeIsOverError
 
     def say(self, what: str) -> None:
-        """What is done now."""
+        """Report the current work."""
         self.progress(what)
         if time.monotonic() > self._told + TOLD_EVERY_S:
             self._told = time.monotonic()
             log.info("planning: %s", what)
 
     def stopped(self, weighed: int, layouts: int, simulated: int) -> Note:
-        """The note of a plan whose search was stopped, which the log says too."""
+        """Log that the search was stopped, and return the note that says so in the plan."""
         reason = f"{weighed} of {layouts} layouts were weighed, {simulated} simulated: another may be faster"
         log.warning("planning has stopped after %g s: %s", self.seconds, reason)
         return Note(module="(planner)", split=f"stopped after {self.seconds:g} s", reason=reason)
 
 
 def check_seconds(seconds: Any) -> None:
-    """A LayoutError if it is no time for which a search may run: not None, nor a number above 0."""
+    """Raise a LayoutError unless ``seconds`` is None or a number above 0."""
     if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
         raise LayoutError(
             f"{seconds!r} is no time to plan for", where="seconds", remedy="give a number above 0, or None: no limit"

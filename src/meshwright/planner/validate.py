@@ -1,4 +1,4 @@
-"""Predicted beside measured: the errors over a table of cases, and those of one constant efficiency."""
+"""Compare predictions with measurements: the errors over a table of cases, and those of one constant efficiency."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from meshwright.planner.cases import Case, LeftOut, read_cases
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One case. ``measured_s`` is None where the run was out of memory."""
+    """The prediction for one case. ``measured_s`` is None without a measured time, as for a run out of memory."""
 
     case: str
     predicted_s: float
@@ -26,9 +26,9 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     """Errors of the predicted step times in percent (12.3 is 12.3 %), over the rows with a time.
 
     ``mape`` is the mean of |predicted / measured - 1|, ``p90`` its 90th percentile, ``bias`` the mean with its sign,
-    ``spearman`` the rank correlation, ``baseline_mape`` the error of the one constant efficiency that fits this very
-    table best. ``oom_balanced_accuracy`` (0 to 1) is the mean of the fractions of runs and of failures for lack of
-    memory that were told right; None where no row failed. None too where nothing was measured.
+    ``spearman`` the rank correlation, ``baseline_mape`` the ``mape`` of the constant efficiency that fits this table
+    best; all are None if no time was measured. ``oom_balanced_accuracy`` (0 to 1) is the mean of two fractions: of runs
+    and of out-of-memory failures that were predicted right; None if no row failed.
     """
 
     cases: int
@@ -43,7 +43,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate(path: str | os.PathLike[str]) -> Validation:
-    """Predict every row of a table (``planner.cases.COLUMNS``) and compare.
+    """Predict every row of a table (``planner.cases.COLUMNS``) and compare with its measurement.
 
     Raises:
         FileFormatError: the file cannot be read or lacks columns.
@@ -52,7 +52,7 @@ def validate(path: str | os.PathLike[str]) -> Validation:
 
 
 def compare(cases: Sequence[Case], left_out: Sequence[LeftOut] = ()) -> Validation:
-    """The errors over these cases."""
+    """The errors of the predictions for ``cases``."""
     rows = tuple(_row(case) for case in cases)
     timed = [(case, row) for case, row in zip(cases, rows, strict=True) if row.measured_s is not None]
     failed = _balanced_accuracy([(case.out_of_memory, row.fits) for case, row in zip(cases, rows, strict=True)])
@@ -73,14 +73,14 @@ def compare(cases: Sequence[Case], left_out: Sequence[LeftOut] = ()) -> Validati
 
 
 def constant_efficiency_mape(at_peak_s: np.ndarray, measured_s: np.ndarray) -> float:
-    """The least mean error in percent of ``at_peak_s / efficiency`` over all efficiencies. Each row's error is
-    piecewise linear in 1 / efficiency, so that the best one makes some row exact."""
+    """The least mean error, in percent, of ``at_peak_s / efficiency`` over all efficiencies. Each row's error is
+    piecewise linear in 1 / efficiency, so the best efficiency makes the prediction of some row exact."""
     candidates = measured_s / at_peak_s
     return float(min(100 * np.abs(at_peak_s * one / measured_s - 1).mean() for one in candidates))
 
 
 def executed_flops(setup: Setup) -> float:
-    """FLOPs of a step with what is recomputed."""
+    """The FLOPs of a step, including recomputation."""
     model, flops = setup.model, setup.model.step_flops(setup.global_batch)
     tokens = setup.global_batch * model.sequence
     if setup.recompute == "full":
@@ -124,7 +124,7 @@ def _spearman(left: np.ndarray, right: np.ndarray) -> float | None:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks; equal values share the mean of theirs."""
+    """The rank of each value; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     means: np.ndarray = (ends - (counts - 1) / 2)[inverse]

@@ -1,29 +1,29 @@
-"""Words for the factors of operators on images, whatever letters they have: channel, filter, height, width, depth.
+"""Words for the factors of image operators, independent of their letters: channel, filter, height, width, depth.
 
     convolution   "n c ~y ~x, f c !p !q -> n f ~y1 ~x1"      channel: c   filter: f   height: yy   width: xx
 
-Which of a convolution's operands stays where it is gives splits of channels and filters their names (Dryden et al.,
+Splits of channels and filters are named after the operand of a convolution that does not move (Dryden et al.,
 "Channel and Filter Parallelism for Large-Scale CNN Training", 2019, section 3):
 
-    stationary-x   channels: each rank keeps its channels of the input, and outputs are added up to their filters
-    stationary-y   filters: inputs are gathered, and each rank makes its filters of the output
-    stationary-w   channels over one axis and filters over another: inputs and outputs move, weights lie in blocks
+    stationary-x   channels: each rank keeps its channels of the input; outputs are summed and split by filters
+    stationary-y   filters: inputs are gathered; each rank makes its filters of the output
+    stationary-w   channels over one axis and filters over another: inputs and outputs move; weights stay in blocks
 """
 
 from meshwright.ir.graph import Operator
 
 IMAGES = ("aten.convolution", "aten.max_pool", "aten.avg_pool", "aten.adaptive_", "aten._adaptive_", "aten.upsample_",
           "aten.reflection_pad", "aten.replication_pad")  # fmt: skip
-"""How the targets of operators begin whose last dims are those of images."""
+"""Target prefixes of the operators whose last dims are the spatial dims of images."""
 SPACE = {"width": 1, "height": 2, "depth": 3}
-"""By word, which dim it is, counted from the back."""
+"""The spatial dim that each word means, counted from the last dim (1)."""
 STATIONARY = {"stationary-x": ("channel",), "stationary-y": ("filter",), "stationary-w": ("channel", "filter")}
-"""By name, what is split, over one axis each."""
+"""The words that each name splits, each over its own axis."""
 WORDS = ("channel", "filter", *SPACE)
 
 
 def factors_of(operator: Operator, word: str) -> list[str]:
-    """The factors that a word means: none, one, or of channels that are also grouped several, outermost first."""
+    """The factors of an operator that a word means: none, one, or several (outermost first) for grouped channels."""
     if word in SPACE:
         return [name for name in (rows_of(operator, SPACE[word]),) if name]
     if operator.rule is None or not operator.target.startswith("aten.convolution"):
@@ -35,14 +35,14 @@ def factors_of(operator: Operator, word: str) -> list[str]:
 
 
 def word_of(operator: Operator, factor: str) -> str:
-    """The word for a factor of a convolution, or the factor itself."""
+    """The word for a factor of a convolution; the factor itself if no word means it."""
     if not operator.target.startswith("aten.convolution"):
         return factor
     return next((word for word in WORDS if factor in factors_of(operator, word)), factor)
 
 
 def rows_of(operator: Operator, from_the_back: int) -> str | None:
-    """The factor that splits a dim of an operator on images: of one letter, or of the rows read and made together."""
+    """The factor that splits a spatial dim of an image operator: a joint factor of its rows, or else a letter."""
     if operator.rule is None or not operator.target.startswith(IMAGES):
         return None
     operand = operator.rule.parsed.inputs[0]
@@ -54,7 +54,7 @@ def rows_of(operator: Operator, from_the_back: int) -> str | None:
 
 
 def space_rank(operator: Operator, dims: int) -> int:
-    """How many spatial dims an operator on images works over."""
+    """The number of spatial dims of an image operator."""
     if operator.target.startswith("aten.convolution"):
         return dims - 2
     return next(count for count in (1, 2, 3) if f"{count}d" in operator.target)

@@ -1,4 +1,4 @@
-"""What the plan side does by itself, without torch: predict, search, validate. The command line calls these."""
+"""The planning functions that need no torch: predict, search, validate. The command line calls them."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     setup: Setup
     cluster: str
     constants: str
-    """Where the cluster's are from (``Cluster.constants``)."""
+    """Where the cluster's constants are from (``Cluster.constants``)."""
     estimate: Estimate
     memory: Memory
     verdict: Verdict
@@ -55,9 +55,9 @@ def predict(
     memory_bytes: float | None = None,
     **layout: Any,
 ) -> Prediction:
-    """A training step of ``model`` on ``cluster``, in closed form.
+    """Predict a training step of ``model`` on ``cluster``, in closed form.
 
-    ``layout`` has fields of ``cost.setup.Setup``; ``dp`` may be left out: it is what ``devices`` leave.
+    ``layout`` holds fields of ``cost.setup.Setup``. Without ``dp``, it is what the other axes leave of ``devices``.
 
     Raises:
         LayoutError: the model is unknown, or the layout does not fit model, batch or devices.

@@ -1,4 +1,4 @@
-"""The algorithms of a collective beside each other: what each moves and takes on a cluster, and from where it wins."""
+"""Compare the algorithms of a collective: the bytes that each moves, its time, and the sizes at which it is fastest."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -16,15 +16,15 @@ from meshwright.schedules.collectives.steps import Count, count
 from meshwright.simulate.collectives import alone_s, links_of, shared_s
 
 SIZES = (4, *(16**power for power in range(2, 8)), 2**30)
-"""Bytes of a vector between which crossovers are looked for."""
+"""Vector sizes in bytes; crossovers are searched between neighbours."""
 ITEM_BYTES = 4
 MAX_RANKS, MAX_SHARING = 64, 16
-"""Ranks of a comparison, and of one with shared links: some algorithms send a message for every pair of ranks."""
+"""Most ranks of a comparison, and of one with shared links: some algorithms send a message for every pair of ranks."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """An algorithm: what it moves (bytes), its seconds where nothing is in the way, and those on the cluster's shared
-    links (None: too many ranks to play that). ``same``: all ranks end with the same bits in floating point."""
+    """An algorithm: the bytes it moves, its seconds without contention (``alone_s``) and on the cluster's shared links
+    (None: too many ranks to simulate). ``same``: whether all ranks end with the same bits in floating point."""
 
     algorithm: str
     count: Count
@@ -34,14 +34,14 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Best(msgspec.Struct, frozen=True):
-    """From ``from_bytes`` on (up to the next), ``algorithm`` is the fastest of those that end with the same bits."""
+    """The fastest ``algorithm`` from ``from_bytes`` up to the next entry, of those that end with the same bits."""
 
     from_bytes: int
     algorithm: str
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows, the fastest first, and which is the fastest for which sizes: alone, and on shared links."""
+    """Rows, fastest first, and the fastest algorithm by size: without contention, and on shared links."""
 
     operation: str
     cluster: str
@@ -53,11 +53,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: int) -> Comparison:
-    """All algorithms of an operation over ``num_ranks`` neighbouring ranks of a cluster, in float32.
+    """Compare all algorithms of an operation over ``num_ranks`` neighbouring ranks of a cluster, in float32.
 
     Raises:
-        ScheduleError, ClusterError, LayoutError: no such operation; the cluster has not so many devices, or unlike
-            units; more than 64 ranks.
+        ScheduleError, ClusterError, LayoutError: no such operation; the cluster has too few devices, or unlike units;
+            more than 64 ranks.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise LayoutError(f"{num_ranks} ranks", where="--ranks", remedy=f"compare 1 to {MAX_RANKS}")
@@ -92,7 +92,7 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
 
 
 def _along_levels(operation: str, cluster: Cluster) -> list[str]:
-    """The algorithms along the cluster's levels, where it has several."""
+    """The names of the algorithms that follow the cluster's levels; none unless it has several levels."""
     fan_outs = [level.fan_out for level in cluster.levels if level.fan_out > 1]
     if len(fan_outs) < 2:
         return []
@@ -106,7 +106,7 @@ def _in_bytes(found: Count) -> Count:
 
 
 def _crossovers(found: Mapping[str, list[float]]) -> tuple[Best, ...]:
-    """Which is the fastest from where on, of seconds at every size of ``SIZES``; straight lines between them."""
+    """The fastest algorithm from each crossover on, given the seconds at all ``SIZES``; linear in between."""
     best: list[Best] = []
     if not found:
         return ()
@@ -117,7 +117,7 @@ def _crossovers(found: Mapping[str, list[float]]) -> tuple[Best, ...]:
             now = min(at, key=lambda name: (_at(at[name], part), at[name][1]))
             if not best or best[-1].algorithm != now:
                 best.append(Best(round(low + part * (high - low)) if best else 0, now))
-            # The next that becomes faster than the fastest of now.
+            # The next crossover: another algorithm becomes faster than the current one.
             meets = {name: _meeting(at[now], times) for name, times in at.items() if name != now}
             part = min((meet for meet in meets.values() if meet > part + 1e-9), default=1.0)
     return tuple(best)
@@ -128,6 +128,6 @@ def _at(times: tuple[float, float], part: float) -> float:
 
 
 def _meeting(one: tuple[float, float], other: tuple[float, float]) -> float:
-    """Where two lines between 0 and 1 meet; 1 if they do not, or only where the first becomes the faster."""
+    """The point between 0 and 1 at which line ``other`` falls below line ``one``; 1 if it does not."""
     start, end = other[0] - one[0], other[1] - one[1]
     return start / (start - end) if start > 0 > end else 1.0

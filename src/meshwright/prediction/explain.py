@@ -1,4 +1,4 @@
-"""A search's answer as a report: what was chosen, what it costs, and why, in words of a reader who did not run it."""
+"""A search result as a report: what was chosen, its cost, and why, for a reader who did not run the search."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ MEANINGS = {
     "workspace_bytes": "inside one layer's pass: gradients of activations, what is recomputed or gathered",
     "buffers_bytes": "the device's context, libraries, communication buffers",
 }
-"""What the parts of an estimate and of the memory are."""
+"""Descriptions of the parts of an estimate and of the memory."""
 
 LAYOUT = {
     "dp": "replicas of the model, which share the batch",
@@ -71,14 +71,14 @@ def explain(
     scaling: Sequence[tuple[int, Found]] = (),
     command: str = "",
 ) -> Report | None:
-    """The report of what ``found`` found on ``cluster``; where nothing fits, of the layout that lacks least. None where
-    there is not even that. ``scaling``: what was found on other numbers of devices."""
+    """The report on the best layout of a search on ``cluster``; if nothing fits, on the layout that lacks least memory;
+    None without either. ``scaling``: the results of searches on other numbers of devices."""
     best = found.options[0] if found.options else found.nearest
     if best is None:
         return None
     setup, memory = best.setup, best.memory
     limit = memory_bytes or cluster.device.memory_bytes
-    # the next fastest, and from the front what needs less memory or money
+    # the next fastest options, then options of the front that need less memory or money
     others = [*found.options[1:7], *[option for option in found.front if option not in found.options[:7]][:4]]
     return Report(
         model=setup.model.name,

@@ -1,4 +1,4 @@
-"""Pages that explain a plan, or a run, to someone who did not make it: one self-contained HTML file, no network."""
+"""Pages that explain a plan or a run to readers who did not make it: one self-contained HTML file, without network."""
 
 from meshwright.report.page import Alternative, Part, Point, Report, render
 from meshwright.report.run_files import RunFiles, read_run

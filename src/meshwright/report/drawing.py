@@ -8,16 +8,16 @@ from meshwright.ir.units import seconds, size
 from meshwright.report import svg
 
 MOST_SPANS = 4000
-"""Spans that are drawn at most: of longer timelines the beginning."""
+"""The largest number of spans drawn; longer timelines are cut at the end."""
 
 
 def dollars(value: float | None) -> str:
-    """Money as one reads it; nothing where no price is known."""
+    """An amount of money as text; empty if no price is known."""
     return "" if value is None else f"$ {value:,.3g}" if value < 1000 else f"$ {value:,.0f}"
 
 
 def timeline(trace: Trace) -> str:
-    """A lane for each rank, a box for each action: forward, backward (or its two halves), and what comes after."""
+    """A timeline: a lane for each rank, a box for each action: forward, backward (or its two halves), and the rest."""
     ranks, whole_s = trace.ranks, trace.duration_s
     spans = sorted(trace.spans, key=lambda span: span.start_s)
     until_s = spans[MOST_SPANS].start_s if len(spans) > MOST_SPANS else whole_s
@@ -44,7 +44,7 @@ def timeline(trace: Trace) -> str:
 
 
 def memory(trace: Trace, limit_bytes: float) -> str:
-    """A line for each rank (of many, some), below the device's memory."""
+    """Memory over time: a line for each rank (of many ranks, for some), and a line for the device's memory."""
     shown = svg.some_of(trace.ranks)
     most = max(limit_bytes, *(trace.peak_bytes(rank) for rank in shown)) * 1.05
     last_s = max(sample.time_s for sample in trace.memory) or 1.0
@@ -71,8 +71,8 @@ def memory(trace: Trace, limit_bytes: float) -> str:
 
 
 def curve(points: Sequence[tuple[int, float]]) -> str:
-    """Sequences per second over devices, both doubling, beside the straight line from the first point; nothing for
-    fewer than two points."""
+    """Sequences per second over devices, both on logarithmic scales, with the line of linear scaling from the first
+    point; empty for fewer than two points."""
     if len(points) < 2:
         return ""
     left, top, height, right = 70, 10, 240, svg.WIDTH - 60

@@ -1,4 +1,4 @@
-"""What a report of a plan says, and the HTML page that says it."""
+"""The content of a plan's report, and its HTML page."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from meshwright.report.template import rendered
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a whole, with what it means; ``size`` in seconds or bytes."""
+    """A part of a step's time or memory, with its meaning; ``size`` in seconds or bytes."""
 
     name: str
     size: float
@@ -18,7 +18,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """The best that a number of devices can do; ``layout`` is empty where nothing fits."""
+    """The best layout for a number of devices; ``layout`` is empty if none fits."""
 
     devices: int
     step_s: float
@@ -28,7 +28,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """Another layout, and what speaks against it."""
+    """Another layout, and why it was not chosen."""
 
     layout: str
     step_s: float
@@ -39,10 +39,10 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan as it is told: what was asked, the verdict with its reason, and what it rests on.
+    """The content of a plan's report: the request, the verdict with its reason (``sentence``), and the facts behind it.
 
-    ``facts`` are names and values, ``layout`` names, values and meanings. ``trace`` is of one rank of each pipeline
-    stage; without one nothing is drawn over time.
+    ``facts`` are names and values; ``layout`` has names, values and meanings. ``trace`` covers one rank of each
+    pipeline stage; without a trace the page has no pictures over time.
     """
 
     model: str
@@ -63,7 +63,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(report: Report) -> str:
-    """The report as one HTML page: styles and pictures are in it, light or dark as the reader's system is."""
+    """The report as one HTML page with styles and pictures inside; light or dark, as the reader's system."""
     trace = report.trace
     return rendered(
         "plan.html.j2",
@@ -80,6 +80,6 @@ def render(report: Report) -> str:
 
 
 def _shares(parts: tuple[Part, ...]) -> list[float]:
-    """By part, its percentage of the whole."""
+    """Each part's percentage of the whole."""
     total = sum(part.size for part in parts) or 1.0
     return [100 * part.size / total for part in parts]

@@ -1,4 +1,4 @@
-"""A rank's programs as text: phases, nodes with their results and costs, collectives, what is freed."""
+"""A rank's programs as text: phases, nodes with their results and costs, collectives, freed storages."""
 
 from meshwright.ir.program import Collective, Node, Program, RankPrograms, Value
 from meshwright.ir.schedule import ActionKind
@@ -13,7 +13,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def program_text(found: RankPrograms) -> str:
-    """Every stage of the rank, a line a node; ``<-`` reads, ``x`` frees."""
+    """The text of every stage of a rank, one line per node; ``<-`` lists inputs, ``x`` freed storages."""
     return "\n".join(line for one in found.programs for line in _program(one, found.rank))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a run as SVG: predicted over measured timelines of every rank, and lines over time or steps."""
+"""Pictures of a run as SVG: predicted and measured timelines of every rank, and lines over time or steps."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +12,17 @@ from meshwright.ir.units import seconds, size
 from meshwright.report import svg
 
 MOST_SPANS = 6000
-"""Spans that are drawn at most; of longer timelines the beginning."""
+"""The largest number of spans drawn; longer timelines are cut at the end."""
 _LEFT, _RIGHT = 132, 10
 _LANES = (("compute", 20, "compute"), ("wait", 6, "wait"), ("communication", 6, "comm"))
-"""Streams of a rank from above, with the height of their lane and their class."""
+"""Streams of a rank from top to bottom: name, height of the lane, and CSS class."""
 _GROUP = sum(height + 2 for _, height, _ in _LANES) + 4
 _CHARACTER = 6.4
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a plot: points (x, y) with x rising, its colour (0 to 7), how it is drawn, and what the legend says of
-    it (nothing: it is left out there)."""
+    """A line of a plot: points (x, y) with ascending x, its colour (0 to 7), its style, and its text in the legend
+    (empty: it has no entry)."""
 
     name: str
     legend: str
@@ -34,13 +34,13 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def begun_at_zero(trace: Trace) -> Trace:
-    """The trace on a clock that shows 0 when its first span starts."""
+    """The trace, shifted so that its first span starts at time 0."""
     return trace.shifted(-min((span.start_s for span in trace.spans), default=0.0))
 
 
 def timelines(traces: Mapping[str, Trace]) -> str:
-    """Every rank of the traces (by what they are called, such as predicted and measured), one trace over the other, on
-    one scale of time: computing with its actions, below it what it waits for, and what is under way."""
+    """The timelines of every rank, one trace (by name, such as predicted and measured) above the other, on a common
+    time scale. Lanes: the actions that compute, below them waits, and communication."""
     drawn = {name: begun_at_zero(trace) for name, trace in traces.items()}
     ranks = sorted({rank for trace in drawn.values() for rank in trace.ranks})
     whole_s = max(trace.duration_s for trace in drawn.values())
@@ -74,8 +74,8 @@ def timelines(traces: Mapping[str, Trace]) -> str:
 
 
 def memory_lines(traces: Mapping[str, Trace]) -> str:
-    """The memory of every rank (of many, some) over the time of a step, a line a trace; the last trace's are solid.
-    Nothing where no trace has samples."""
+    """The memory of every rank (of many ranks, of some) over a step, one line per trace; the last trace's lines are
+    solid. Empty if no trace has samples."""
     drawn = {name: begun_at_zero(trace) for name, trace in traces.items() if trace.memory}
     if not drawn:
         return ""
@@ -106,8 +106,8 @@ def plot(
     lines: Sequence[Line], label: str, *, x_text: Callable[[float], str], y_text: Callable[[float], str],
     y_unit: float = 1.0, from_zero: bool = False,
 ) -> str:  # fmt: skip
-    """Lines with axes and a legend; ``y_unit``: of which round multiples are marked; ``from_zero``: the vertical axis
-    begins at 0. Nothing without points."""
+    """A plot of lines with axes and a legend. The vertical axis is marked at round multiples of ``y_unit``;
+    ``from_zero``: it begins at 0. Empty without points."""
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
@@ -143,7 +143,7 @@ def plot(
 
 
 def _lanes(spans: Sequence[Span], name: str, top: float, scale: float, until_s: float) -> list[str]:
-    """The streams of one rank of one trace, below each other."""
+    """The lanes of one rank of one trace, one per stream."""
     parts = []
     for stream, height, style in _LANES:
         for span in spans:
@@ -165,25 +165,25 @@ def _lanes(spans: Sequence[Span], name: str, top: float, scale: float, until_s: 
 
 
 def _label(what: str, width: float) -> str:
-    """The micro-batch of an action, or the name of something else, where it fits into a box."""
+    """The label of a box: an action's micro-batch, or the span's name; empty if it does not fit."""
     words = svg.microbatch(what) or what
     return words if _CHARACTER * len(words) + 4 < width else ""
 
 
 def _held(samples: Sequence[MemorySample], until_s: float) -> list[tuple[float, float]]:
-    """Points of one rank's samples, from the first span of the trace on; what is held last is held to the end."""
+    """The points of one rank's samples, from the trace's first span on; the last value is extended to the end."""
     points = [(max(0.0, one.time_s), float(one.bytes)) for one in sorted(samples, key=lambda one: one.time_s)]
     return svg.thinned([*points, (max(until_s, points[-1][0]), points[-1][1])])
 
 
 def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points with a corner before each: a value holds until the next one."""
+    """The points as stairs: each value holds until the next point."""
     corners = [[(x, before), (x, y)] for (_, before), (x, y) in pairwise(points)]
     return [*points[:1], *(point for pair in corners for point in pair)]
 
 
 def marks(low: float, high: float) -> list[float]:
-    """Round values (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``: three to seven."""
+    """Three to seven round values from ``low`` to ``high``; their distance is 1, 2 or 5 times a power of ten."""
     rough = (high - low) / 6
     if rough <= 0:
         return [low]
@@ -193,5 +193,5 @@ def marks(low: float, high: float) -> list[float]:
 
 
 def finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those points that can be drawn."""
+    """The points with finite coordinates."""
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]

@@ -1,4 +1,4 @@
-"""Reads the directory of a run: what it was, its losses, its plan, and, where they are, its traces and its ledger."""
+"""Read the directory of a run: its settings, losses and plan, and its traces and ledger if they exist."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.trace import Trace
 
 Losses = list[tuple[float, float]]
-"""(step, loss), by step."""
+"""Pairs (step, loss), by step."""
 
 RUN, PLAN, METRICS = "run.toml", "plan.json", "metrics.jsonl"
 MEASURED, PREDICTED, LEDGER = "trace.json", "predicted.json", "ledger.json"
@@ -25,7 +25,7 @@ _LACKS = {
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What metrics.jsonl says: losses of training and on held-out data, and the seconds of every step."""
+    """The content of metrics.jsonl: losses in training and on held-out data, and the seconds of every step."""
 
     losses: Losses
     held_out: Losses
@@ -33,7 +33,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's directory; ``missing`` says which files are not there, and what is not known for that."""
+    """The content of a run's directory; ``missing`` names each absent file, and what is unknown without it."""
 
     directory: str
     text: str
@@ -46,11 +46,11 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_run(directory: Path) -> RunFiles:
-    """The run that lies in ``directory``.
+    """The run in ``directory``.
 
     Raises:
-        FileFormatError: it is no run's directory, or a file in it cannot be read; the file, key or line is named.
-        TraceError: a trace or the ledger is of another plan than plan.json.
+        FileFormatError: it is not a run's directory, or a file in it cannot be read; the file, key or line is named.
+        TraceError: a trace or the ledger belongs to another plan than plan.json.
     """
     lacking = [name for name in (RUN, PLAN, METRICS) if not (directory / name).is_file()]
     if lacking:
@@ -113,7 +113,7 @@ def _metrics(path: Path) -> Metrics:
     lines = _text(path).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            row: Any = json.loads(line)  # NaN and Infinity are rows too
+            row: Any = json.loads(line)  # also accepts NaN and Infinity
             step = float(row["step"])
             if "loss" in row:
                 found.losses.append((step, float(row["loss"])))
@@ -122,7 +122,7 @@ def _metrics(path: Path) -> Metrics:
             if "held_out" in row:
                 found.held_out.append((step, float(row["held_out"]["loss"])))
         except (ValueError, TypeError, KeyError):
-            if number == len(lines):  # of a run that was stopped while it wrote
+            if number == len(lines):  # the run was stopped while it wrote this row
                 break
             raise FileFormatError(
                 f"not a row of metrics: {line[:60]!r}", where=f"{path}: line {number}",

@@ -1,4 +1,4 @@
-"""The page of a run: its loss, its plan, predicted over measured timelines and memory, and the ledger."""
+"""The page of a run: its loss, its plan, predicted and measured timelines and memory, and the ledger."""
 
 import statistics
 from typing import Literal
@@ -12,14 +12,14 @@ from meshwright.report.run_files import RunFiles
 from meshwright.report.template import rendered
 
 GOOD, CLOSE = 0.10, 0.25
-"""A prediction off by at most so much of what was measured is shown as good, or as close."""
+"""Largest errors, relative to the measured value, of predictions that are shown as good and as close."""
 
 Verdict = Literal["good", "close", "bad"]
 
 
 def render_run(run: RunFiles, command: str = "") -> str:
-    """The run as one HTML page: styles and pictures are in it, light or dark as the reader's system is. What the run
-    does not have is named; ``command`` is said to have made the page."""
+    """The run as one HTML page with styles and pictures inside; light or dark, as the reader's system. The page lists
+    files that the run lacks, and ``command`` as the command that made it."""
     traces = named_traces(run)
     losses = [
         run_drawing.Line(
@@ -51,19 +51,19 @@ def render_run(run: RunFiles, command: str = "") -> str:
 
 
 def named_traces(run: RunFiles) -> dict[str, Trace]:
-    """The run's traces by what they are called, the predicted one first."""
+    """The run's traces by name (``predicted``, ``measured``), in this order."""
     found = {"predicted": run.predicted, "measured": run.measured}
     return {name: trace for name, trace in found.items() if trace is not None}
 
 
 def verdict(ratio: float) -> Verdict:
-    """What is said of predicted over measured."""
+    """The verdict on a ratio of predicted to measured."""
     off = abs(ratio - 1)
     return "good" if off <= GOOD else "close" if off <= CLOSE else "bad"
 
 
 def _verdicts(ledger: Ledger) -> dict[Row, Verdict]:
-    """Of the rows whose difference matters: what is off by little of the step has none."""
+    """The verdicts of the rows whose error matters: a time with a small error relative to the step gets none."""
     least_s = TOLD * ledger.measured_step_s
     return {
         row: verdict(row.ratio)
@@ -95,7 +95,7 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def _layout(plan: Plan) -> list[tuple[str, str, str]]:
-    """Names, values and meanings of what the plan decided."""
+    """The plan's decisions: names, values and meanings."""
     found = [(axis.name, f"{axis.size}", _AXES.get(axis.name, "")) for axis in plan.mesh.axes]
     found.append(("global batch", f"{plan.batch_size}", "samples of all ranks in a step"))
     if plan.microbatches > 1:

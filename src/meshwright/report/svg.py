@@ -8,7 +8,7 @@ from meshwright.ir.units import seconds
 
 WIDTH = 960
 MOST_LINES = 8
-"""Ranks whose memory is drawn at most."""
+"""The largest number of ranks whose memory is drawn."""
 
 
 def picture(height: float, label: str, parts: Iterable[str]) -> str:
@@ -23,7 +23,7 @@ def text(x: float, y: float, words: str, anchor: str, style: str = "") -> str:
 
 
 def line(style: str, x1: float, y1: float, x2: float, y2: float, title: str = "") -> str:
-    """A straight line; a title shows when one points at it."""
+    """A straight line; its title shows when the pointer is on it."""
     start, end = (_number(x1), _number(y1)), (_number(x2), _number(y2))
     return _titled("line", f'class="{style}" x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}"', title)
 
@@ -45,7 +45,7 @@ def dot(style: str, x: float, y: float, radius: float, title: str) -> str:
 
 
 def legend(entries: Iterable[tuple[int, str]]) -> str:
-    """What the lines of each colour are."""
+    """A legend that explains the lines of each colour."""
     words = (f'<span><i class="key s{color}"></i>{escape(meaning)}</span>' for color, meaning in entries)
     return f'<p class="legend">{"".join(words)}</p>'
 
@@ -61,14 +61,14 @@ def time_axis(left: float, bottom: float, until_s: float, scale: float) -> list[
 
 
 def some_of(ranks: Sequence[int]) -> Sequence[int]:
-    """Of many ranks, ``MOST_LINES`` from the first to the last."""
+    """At most ``MOST_LINES`` of the ranks, evenly spaced from the first to the last."""
     if len(ranks) <= MOST_LINES:
         return ranks
     return [ranks[index * (len(ranks) - 1) // (MOST_LINES - 1)] for index in range(MOST_LINES)]
 
 
 def thinned(samples: Sequence[tuple[float, float]], most: int = 1500) -> list[tuple[float, float]]:
-    """At most so many samples, the highest of each stretch."""
+    """At most ``most`` samples: the highest of each run of neighbours."""
     if len(samples) <= most:
         return list(samples)
     each = math.ceil(len(samples) / most)

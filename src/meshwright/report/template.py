@@ -1,4 +1,4 @@
-"""Pages from templates: HTML with its styles in it, and nothing that is fetched."""
+"""Pages from templates: HTML that contains its styles and fetches no file."""
 
 from collections.abc import Mapping
 from importlib import resources
@@ -9,8 +9,8 @@ from meshwright.report import drawing
 
 
 def rendered(name: str, pictures: Mapping[str, str], **values: Any) -> str:
-    """The template ``name`` of this package, with pictures (HTML as it is) and values (escaped) under their names."""
-    import jinja2  # here, so that whoever renders nothing does not wait for it
+    """Render the template ``name`` of this package with pictures (inserted as HTML) and values (escaped) by name."""
+    import jinja2  # imported here, because it is slow to import and few callers render
     from markupsafe import Markup
 
     here = resources.files(__name__.rpartition(".")[0])

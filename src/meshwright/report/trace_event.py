@@ -1,4 +1,4 @@
-"""A trace as Chrome's trace events, which Perfetto and chrome://tracing open: a process a rank, a track a stream."""
+"""A trace as Chrome's trace events for Perfetto and chrome://tracing: a process per rank, a track per stream."""
 
 from typing import Any
 
@@ -11,9 +11,8 @@ _US = 1e6
 
 def trace_events(*traces: Trace) -> bytes:
     """Traces as JSON in the trace event format (Google, "Trace Event Format": X, C and M events), in microseconds from
-    each trace's first event on. Spans of a stream that overlap stand on tracks of their own, because tracks only nest.
-    Of several traces each has its own processes, the first trace's above; they are called by their source too.
-    """
+    each trace's first event. Overlapping spans of a stream are on separate tracks, because tracks only nest. Each trace
+    has its own processes, the first trace's on top; with several traces, process names include the source."""
     events: list[dict[str, Any]] = []
     stride = 1 + max((rank for trace in traces for rank in trace.ranks), default=0)
     for number, trace in enumerate(traces):
@@ -68,7 +67,7 @@ def _complete(span: Span, process: int, track: int, origin_s: float) -> dict[str
 
 
 def _lanes(spans: list[Span]) -> list[list[Span]]:
-    """The spans in as few lanes as need be, such that none in a lane overlap."""
+    """The spans in the fewest lanes in which no two spans overlap."""
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
         for lane in lanes:

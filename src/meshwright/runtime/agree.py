@@ -1,4 +1,4 @@
-"""Ranks that save or load together: all go on, or all raise the same error."""
+"""Agreement between ranks that save or load together: either all continue, or all raise the same error."""
 
 import os
 from collections.abc import Callable
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 def same_path(path: str | os.PathLike[str]) -> tuple[Path, str]:
-    """The path, and what to call it in errors; a CheckpointError if ranks have given different ones."""
+    """Return the path and its name in error messages. Raise a CheckpointError if ranks give different paths."""
     where = os.fspath(path)
     check_same("checkpoint", "the path", where)
     return Path(path), where
 
 
 def check_same(where: str, what: str, mine: str) -> None:
-    """A CheckpointError, on every rank, if ``mine`` is not the same on each."""
+    """Raise a CheckpointError on every rank if ``mine`` differs between ranks."""
     every = from_every_rank(mine)
     for rank, other in enumerate(every):
         if other != every[0]:
@@ -31,7 +31,7 @@ def check_same(where: str, what: str, mine: str) -> None:
 
 
 def everywhere(where: str, action: Callable[[], T]) -> T:
-    """Do it on every rank; if it fails on one, every rank raises the first one's error."""
+    """Run ``action`` on every rank, and return its result. If ranks fail, all raise the error of the first of these."""
     result, mine = None, None
     try:
         result = told(where, action)
@@ -44,8 +44,8 @@ def everywhere(where: str, action: Callable[[], T]) -> T:
 
 
 def told(where: str, action: Callable[[], T]) -> T:
-    """Do it, and raise every error as one that can be sent to other ranks: an OSError, also one that torch's writer has
-    replaced by its own, as a DiskError; any other that is not a MeshwrightError as a CheckpointError."""
+    """Run ``action``, and convert its errors to errors that can be sent to other ranks. An OSError becomes a DiskError,
+    also where torch's writer wraps it. Any other error that is not a MeshwrightError becomes a CheckpointError."""
     try:
         return action()
     except MeshwrightError:

@@ -1,8 +1,8 @@
-"""What joins ranks, measured: messages and collectives by size, inside boxes and across them.
+"""Measures the links between ranks: messages and collectives by size, inside boxes and across them.
 
-two boxes of two     box        0 1    2 3       all boxes at once
-                     network    0 2    1 3       a rank of each box, all such groups at once
-                     network    0 1 2 3          all, also by the algorithms along levels
+two boxes of two     box        0 1    2 3       a group is a box; all boxes at once
+                     network    0 2    1 3       a group has one rank of each box; all such groups at once
+                     network    0 1 2 3          all ranks, also with the hierarchical algorithms
 """
 
 import statistics
@@ -28,14 +28,14 @@ from meshwright.schedules.collectives.choice import CHOSEN, LONG_BYTES, MPI, NAT
 from meshwright.schedules.collectives.hierarchy import equal_boxes
 
 OURS = "ring"
-"""Any algorithm that is not torch.distributed's: groups are made with what ours need."""
+"""An algorithm of our own. Groups are made with it, so that they have the connections that our algorithms need."""
 HOPELESS_BYTES, HOPELESS = 2**22, 3.0
-"""From this size on, an algorithm that takes so many times as long as the fastest is not measured at larger ones."""
+"""From this many bytes on, an algorithm slower than this multiple of the fastest is not measured at larger sizes."""
 
 BLOCK_S, MOST_CALLS, LEAST_BLOCKS = 1e-3, 50, 3
-"""Calls are timed in blocks of about so long, of at most so many, at least so often."""
+"""Calls are timed in blocks: approximate seconds of a block, its maximum number of calls, minimum number of blocks."""
 WARM_S = 0.01
-"""For up to so long, calls are made before they are timed: after something that lets cores idle, they take longer."""
+"""Maximum seconds of untimed calls before the timed ones: calls take longer after a pause in which cores were idle."""
 
 Advance = Callable[[str], None]
 Call = Callable[[], object]
@@ -45,9 +45,9 @@ _Pair = tuple[str, Channel | None, bool]
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Bytes of messages and what is done with them; how often each is timed: in so many ``sweeps`` over all sizes, at
-    most ``repeats`` times each, and for about ``most_s`` seconds. What else goes on comes and goes: of sweeps, which
-    lie apart, the median counts."""
+    """Sizes of messages in bytes, the collective operations, and how often each is timed. All sizes are measured in
+    ``sweeps`` passes; in a pass, a size is timed in at most ``repeats`` blocks of calls, for about ``most_s`` seconds.
+    The result is the median over sweeps: sweeps lie apart in time, and other load on the machine comes and goes."""
 
     bytes: tuple[int, ...] = (64, *(2**power for power in range(12, 27)))
     repeats: int = 30
@@ -57,15 +57,15 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Places(NamedTuple):
-    """How ranks lie: ``num_boxes`` boxes of ``each`` neighbouring ranks."""
+    """How ranks are distributed: ``num_boxes`` boxes, each with ``each`` consecutive ranks."""
 
     num_boxes: int
     each: int
 
 
 class _Group(NamedTuple):
-    """Ranks that are measured together: the level that joins them, and how many meet at each level (innermost first)
-    where they meet at several."""
+    """Ranks that are measured together, and the level of the links between them. ``fan_outs``, if the group spans
+    several levels: the number of members at each level, innermost first."""
 
     group: AxisGroup
     level: str
@@ -73,8 +73,8 @@ class _Group(NamedTuple):
 
 
 def boxes_of_world() -> Places:
-    """How the ranks of the world lie in boxes; one of one without torch.distributed. A LaunchError if boxes are
-    unequal, or their ranks are not neighbours."""
+    """The boxes of the world's ranks; one box of one rank without torch.distributed. Raise a LaunchError if boxes have
+    different numbers of ranks, or if the ranks of a box are not consecutive."""
     if not dist.is_initialized():
         return Places(1, 1)
     world = dist.group.WORLD
@@ -91,16 +91,16 @@ def boxes_of_world() -> Places:
 
 
 def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTiming]:
-    """Messages and collectives by level; every rank calls it."""
+    """Measure messages and collectives at every level. Every rank must call it."""
     *_, rows = sweeps(sizes, places, advance)
     return rows
 
 
 def sweeps(sizes: Sizes, places: Places, advance: Advance) -> Iterator[list[CollectiveTiming]]:
-    """What is known after each sweep: of every row the median so far. Every rank calls it."""
+    """Yield all rows after each sweep, each with the median of its times so far. Every rank must call it."""
     found: dict[CollectiveTiming, list[float]] = {}
     pairs, groups = list(_pairs(places, dist.get_rank())), list(_groups(places, dist.get_rank()))
-    memory = torch.zeros(max(sizes.bytes) // 4)  # one for all: memory that is new is slower for a while
+    memory = torch.zeros(max(sizes.bytes) // 4)  # shared by all calls: new memory is slower at first
     for _ in range(sizes.sweeps):
         for row in _sweep(sizes, memory, pairs, groups, advance):
             found.setdefault(msgspec.structs.replace(row, time_s=1.0), []).append(row.time_s)
@@ -125,7 +125,7 @@ def _sweep(
 
 
 def _pairs(places: Places, rank: int) -> Iterator[_Pair]:
-    """Whom this rank sends messages to: at which level, by which channel (None: it is left over), who begins."""
+    """This rank's partners: the level, the channel (None: this rank has no partner), and whether it sends first."""
     num_boxes, each = places
     for level, index, count, stride in ((BOX, rank % each, each, 1), (NETWORK, rank // each, num_boxes, each)):
         if count > 1:
@@ -155,7 +155,8 @@ def _groups(places: Places, rank: int) -> Iterator[_Group]:
 def _by_size(
     one: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, memory: Tensor, advance: Advance
 ) -> Iterator[CollectiveTiming]:
-    """Rows of all algorithms; long vectors only of those that may be the fastest."""
+    """Yield the rows of every algorithm and size. Short vectors are not measured with algorithms that work in pieces,
+    and long vectors not with algorithms that were far slower than the fastest (``HOPELESS``)."""
     left = list(names)
     for size in sizes.bytes:
         seconds: dict[str, float] = {}
@@ -205,8 +206,8 @@ def _collective(operation: Operation, group: AxisGroup, value: Tensor) -> Call:
 
 
 def _in_step(call: Call, sizes: Sizes) -> float:
-    """The seconds of a call that all ranks make together, one after the other: each waits for the others by itself. Of
-    blocks of calls the median counts, on the slowest rank."""
+    """The seconds of a call that all ranks make together, again and again; a call itself waits for the other ranks.
+    The result is the median over blocks of calls, on the slowest rank."""
     call()
     meet()
     start = time.perf_counter()

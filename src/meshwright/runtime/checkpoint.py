@@ -1,9 +1,9 @@
-"""What a checkpoint holds, and whether a trainer can take it.
+"""The contents of a checkpoint, and the checks whether a trainer can load them.
 
-Tensors (parameters, buffers, and optimizer state of a parameter's shape) go through torch.distributed.checkpoint as
-chunks of whole tensors, by name (``runtime/shards.py``). What is small and the same on every rank (step, seed,
-hyperparameters, positions) is in ``trainer.pt``, as plain data. ``runtime/manifest.py`` says how it lies on the disk,
-``runtime/resumable.py`` in which order it is written and read.
+torch.distributed.checkpoint stores tensors (parameters, buffers, and optimizer state of a parameter's shape) by name,
+as chunks of whole tensors (``runtime/shards.py``). ``trainer.pt`` holds, as plain data, small values that are the same
+on every rank (step, seed, hyperparameters, positions). ``runtime/manifest.py`` describes the files on the disk,
+``runtime/resumable.py`` the order in which they are written and read.
 """
 
 import io
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """Anything with a state of plain data: a loader, a learning-rate scheduler."""
+    """An object whose state is plain data, such as a loader or a learning-rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state back."""
+        """Restore a state that ``state_dict`` returned."""
 
 
 Extra = Mapping[str, Stateful]
@@ -49,20 +49,20 @@ def model_parts(parameters: LocalParameters) -> dict[str, Part]:
 
 
 def saved_tensors(parameters: LocalParameters) -> dict[str, SavedTensor]:
-    """All tensors that a checkpoint of this model holds, whichever rank has them."""
+    """Shape and dtype of every model tensor in a checkpoint, also of tensors that only other ranks hold."""
     tensors = parameters.graph.tensors
     names = _tensor_names(parameters)
     return {name: SavedTensor(shape=tensors[name].shape, dtype=tensors[name].dtype) for name in names}
 
 
 def _tensor_names(parameters: LocalParameters) -> list[str]:
-    """Parameters, and the buffers that the model's own state dict has."""
+    """Names of the parameters, and of the buffers that are in the model's own state dict."""
     persistent = parameters.model.state_dict().keys()
     return [*parameters.graph.parameters, *(name for name in parameters.graph.buffers if name in persistent)]
 
 
 def check_finite(parameters: LocalParameters) -> None:
-    """A CheckpointError if a parameter of this rank is NaN or infinite: that is not worth keeping."""
+    """Raise a CheckpointError if a trainable parameter of this rank is NaN or infinite: it is not worth saving."""
     for name, parameter in parameters.trainable.items():
         if not torch.isfinite(parameter.detach()).all():
             raise CheckpointError(
@@ -73,7 +73,7 @@ def check_finite(parameters: LocalParameters) -> None:
 
 
 def plain(what: str, value: T) -> T:
-    """The value; a CheckpointError that names ``what`` if it cannot be read back without running code of a file."""
+    """Return the value. Raise a CheckpointError that names ``what`` if loading the value would run code."""
     try:
         unpacked(packed(value))
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
@@ -93,13 +93,13 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """The inverse of ``packed``. Runs no code that the bytes may hold."""
+    """The inverse of ``packed``. It runs no code that the bytes may contain."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def examined(parameters: LocalParameters, path: Path) -> Manifest:
-    """The manifest of a checkpoint of this model. A CheckpointError if it is of another model or in another precision,
-    or as ``manifest.read`` raises it."""
+    """Return the manifest of a checkpoint of this model. Raise a CheckpointError if the checkpoint is of another model
+    or in another precision, and the errors of ``manifest.read``."""
     found, graph = manifest.read(path), parameters.graph
     here = saved_tensors(parameters)
     for name in here | found.tensors:
@@ -135,7 +135,7 @@ def check_state(
     loader: Stateful | None,
     extra: Extra,
 ) -> None:
-    """A CheckpointError if the state lacks what is asked for."""
+    """Raise a CheckpointError if ``state`` lacks a fitting optimizer state, the loader's position, or an extra."""
     if optimizer is not None:
         optimizer_state.check(parameters, optimizer, state["optimizer"], where)
     if loader is not None and state["loader"] is None:
@@ -148,6 +148,6 @@ def check_state(
 
 
 def give_back(extra: Extra, states: dict[str, Any]) -> None:
-    """Let everything in ``extra`` take back its state."""
+    """Restore the state of every object in ``extra``."""
     for name, stateful in extra.items():
         told(f"extra {name!r}", partial(stateful.load_state_dict, states[name]))

@@ -1,4 +1,4 @@
-"""Real English and code that every Python carries: the demo's text, with a held-out part kept apart."""
+"""The demo's text: English and code that every Python installation has, in a training and a held-out part."""
 
 import hashlib
 import importlib
@@ -9,28 +9,28 @@ from pathlib import Path
 
 from meshwright.errors import DataError
 
-# Left out: machine-written tables (encodings), what topics() already reads (pydoc_data), and the library's own tests.
+# Left out: machine-written tables (encodings), texts that language_topics() reads (pydoc_data), the library's tests.
 _SKIPPED_PACKAGES = frozenset({"encodings", "pydoc_data"})
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "__pycache__"})
 
-_HELD_OUT_EVERY = 8  # one document in so many is kept apart
-_MOST_REPEATED = 0.1  # a document is new if at most this part of it stands elsewhere
+_HELD_OUT_EVERY = 8  # every n-th document may be held out
+_MOST_REPEATED = 0.1  # a document is new if at most this fraction of it repeats other documents
 _LEAST_SOURCE_BYTES = 1_000_000
 
 
 def standard_library_text(train_bytes: int = 8_000_000, held_out_bytes: int = 256_000) -> tuple[bytes, bytes]:
-    """Training and held-out text (UTF-8), each of at most so many bytes: Python's language reference, then the standard
-    library's sources. A DataError if this Python was installed without ``pydoc_data`` or without readable sources.
+    """Training and held-out text (UTF-8) of at most these bytes: Python's language reference, then the standard
+    library's sources. Raise a DataError if this Python was installed without ``pydoc_data`` or readable sources.
 
-    Whole documents go to one side, chosen in the order of their names' hashes, so that one Python version always
-    gives the same two texts (another version gives others: compare losses only within one).
+    A document goes as a whole to one of the texts, in the order of the hashes of document names. One Python version
+    therefore always gives the same two texts. Other versions give other texts: compare losses only within a version.
     """
     topics, sources = language_topics(), library_sources()
     return split_documents([*by_hash(topics), *by_hash(sources)], train_bytes, held_out_bytes)
 
 
 def language_topics() -> dict[str, bytes]:
-    """The texts behind Python's ``help()``, by topic; a topic that a longer one contains is left out. A DataError if
+    """The texts of Python's ``help()``, by topic. A topic that repeats longer topics is left out. Raise a DataError if
     this Python has no ``pydoc_data``."""
     try:
         topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
@@ -51,15 +51,15 @@ def language_topics() -> dict[str, bytes]:
 
 
 def library_sources() -> dict[str, bytes]:
-    """The standard library's ``.py`` files, by path relative to it; line ends are ``\\n``. A DataError if this Python's
-    library is not a folder of sources (a zip file, or compiled files only)."""
+    """The standard library's ``.py`` files, by their path in the library; line ends are ``\\n``. Raise a DataError if
+    this Python's library is not a folder of sources (a zip file, or compiled files only)."""
     library = Path(sysconfig.get_path("stdlib"))
     sources = {}
     for path in _source_files(library) if library.is_dir() else ():
         try:
             text = path.read_bytes()
             text.decode()
-        except (OSError, UnicodeDecodeError):  # a dangling link, or an old encoding: nothing to learn bytes from
+        except (OSError, UnicodeDecodeError):  # a dangling link, or a file that is not UTF-8
             continue
         sources[path.relative_to(library).as_posix()] = text.replace(b"\r\n", b"\n")
     size = sum(map(len, sources.values()))
@@ -74,17 +74,17 @@ def library_sources() -> dict[str, bytes]:
 
 
 def by_hash(documents: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
-    """The documents in the order of their names' hashes: an even mixture, the same on every file system."""
+    """Sort documents by the hashes of their names: an even mixture, the same on every file system."""
     return sorted(documents.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
 
 
 def split_documents(
     documents: Iterable[tuple[str, bytes]], train_bytes: int, held_out_bytes: int
 ) -> tuple[bytes, bytes]:
-    """Training and held-out text from (name, text) documents: whole ones, as many as fit, in the order given.
+    """Training and held-out text, joined from whole (name, text) documents in the given order, if they fit.
 
-    Every eighth document may be held out, the others train. A held-out document that repeats paragraphs of the
-    training text is in neither.
+    Every eighth document is a candidate for the held-out text, all others are for training. A candidate that repeats
+    paragraphs of the training text is in neither.
     """
     texts = [text for _, text in documents]
     candidates = texts[::_HELD_OUT_EVERY]

@@ -1,4 +1,4 @@
-"""Loaders of text and tensors: the same global order on every rank, cut into shards, resumed where it stopped."""
+"""Loaders of text and tensors: every rank has the same global order of samples, takes its shard, and can resume."""
 
 import hashlib
 import os
@@ -18,15 +18,15 @@ _STATE_KEYS = ("epoch", "position", "seed", "shuffle", "fingerprint")
 
 
 class Loader(ABC):
-    """Iterates over samples in batches, in an order that depends on (seed, epoch) and nothing else.
+    """Iterates over samples in batches, in an order that depends only on (seed, epoch).
 
     A global batch is the next ``batch_size`` samples of that order. ``shard=(i, n)`` yields part i of n equal,
-    contiguous parts of every global batch (as torch.chunk cuts it), so that any number of ranks walks through
-    the same data, and another number can take over.
+    contiguous parts of every global batch (as torch.chunk cuts it). Any number of ranks therefore reads the same
+    data in the same order, and a run can continue on another number of ranks.
 
-    ``epochs=None`` never ends. ``epochs=k`` ends a ``for`` loop after k epochs; the next loop goes on with the
-    next k. A loader has one position, which counts batches handed out: a loop that was left early is continued by
-    the next one, and ``rewind`` starts again.
+    With ``epochs=None`` a loop never ends. With ``epochs=k`` a ``for`` loop ends after k epochs, and the next loop
+    runs the next k. A loader has one position, which advances with every batch: if a loop is left early, the next
+    loop continues there. ``rewind`` starts again.
 
     Args:
         num_samples: size of the data set.
@@ -42,7 +42,7 @@ class Loader(ABC):
     """
 
     _where = "data"
-    """What to call the data in errors."""
+    """Name of the data in error messages."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Loader(ABC):
         self._drop_last = drop_last
         self._epochs = epochs
         self._epoch = 0
-        self._position = 0  # samples of this epoch handed out, over all shards
+        self._position = 0  # samples of this epoch that were yielded, over all shards
         self._resumed = False
         for size in {min(batch_size, num_samples), 0 if drop_last else num_samples % batch_size}:
             self._check_divides(size, batch_size)
@@ -87,15 +87,15 @@ class Loader(ABC):
 
     @abstractmethod
     def _describe(self) -> str:
-        """The data in words and a hash of its content: equal texts mean equal data."""
+        """Describe the data in words, with a hash of its content: equal descriptions mean equal data."""
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """The number of batches in an epoch."""
         whole, rest = divmod(self.num_samples, self.batch_size)
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[Batch]:
-        # A resumed loader that stands at the end of its loop has nothing left; otherwise a new loop is a new epoch.
+        # A loader that was resumed at the end of its loop yields nothing; otherwise a new loop starts a new epoch.
         if self._next_size() == 0 and not self._resumed:
             self.rewind(self._epoch + 1)
         self._resumed = False
@@ -117,19 +117,19 @@ class Loader(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, of the last batch handed out."""
+        """The epoch, from 0, of the last batch that was yielded."""
         return self._epoch
 
     @cached_property
     def fingerprint(self) -> str:
-        """Says in words what the data is, with a hash of its content (computed once)."""
+        """A description of the data in words, with a hash of its content (computed once)."""
         return self._describe()
 
     def resize(self, batch_size: int) -> None:
-        """Hand out batches of this size from now on, going on at the same sample.
+        """Yield batches of this size from now on, continuing at the next sample.
 
         Raises:
-            DataError: there are not so many samples, or the shards do not divide it; nothing has changed then.
+            DataError: the size exceeds the number of samples, or the shards do not divide it; nothing has changed.
         """
         if batch_size < 1 or batch_size > self.num_samples:
             raise self._error(
@@ -144,7 +144,7 @@ class Loader(ABC):
         self._epoch, self._position, self._resumed = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: ints, bools and strings. It does not depend on shard or batch size."""
+        """The loader's position, as ints, bools and strings. It does not depend on shard or batch size."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -154,7 +154,7 @@ class Loader(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where the loader that wrote ``state`` stood; its shards and batch size may have been others.
+        """Go to the position of the loader that wrote ``state``; its shards and batch size may differ from these.
 
         Raises:
             DataError: the state is incomplete, or of other data or another order; nothing has changed then.
@@ -179,7 +179,7 @@ class Loader(ABC):
         self._epoch, self._position, self._resumed = epoch, position, True
 
     def _next_size(self) -> int:
-        """Samples in the next global batch of this epoch; 0 at its end."""
+        """The number of samples in the next global batch of this epoch; 0 at the end of the epoch."""
         size = min(self.batch_size, self.num_samples - self._position)
         return 0 if self._drop_last and size < self.batch_size else size
 
@@ -191,7 +191,7 @@ class Loader(ABC):
         return torch.randperm(self.num_samples, generator=generator)
 
     def _check_divides(self, size: int, batch_size: int) -> None:
-        """That a batch of ``size`` samples, the last of an epoch if it is not ``batch_size``, divides into shards."""
+        """Raise a DataError unless the shards divide ``size``: ``batch_size``, or that of an epoch's last batch."""
         count = self.shard[1]
         if size % count == 0:
             return
@@ -210,13 +210,13 @@ class Loader(ABC):
 class TextLoader(Loader):
     """Windows of text: ``tokens`` [b, s] and ``targets`` [b, s], int64; a target is the token after its position.
 
-    Windows follow each other without a gap, so every token is a target once per epoch (the first token and a
-    rest shorter than a window are left out).
+    Windows follow each other without a gap, so that every token is a target once per epoch, except the first token
+    and a rest that is shorter than a window.
 
     Args:
         data: the text, or the path of a file, or several paths whose texts are joined in that order.
         sequence_length: s, in tokens.
-        tokenizer: from text to token ids (``AutoTokenizer.from_pretrained(...).encode``); ``None``: a byte is a token.
+        tokenizer: maps text to token ids (``AutoTokenizer.from_pretrained(...).encode``); ``None``: bytes are tokens.
         batch_size, seed, shard, shuffle, drop_last, epochs: as in ``Loader``.
 
     Raises:
@@ -263,7 +263,7 @@ class TextLoader(Loader):
 
 
 class TensorLoader(Loader):
-    """Rows of tensors that are in memory: ``{name: tensor[n, ...]}`` gives batches ``{name: tensor[b, ...]}``.
+    """Batches of rows of tensors in memory: ``{name: tensor[n, ...]}`` gives batches ``{name: tensor[b, ...]}``.
 
     Images from arrays, for example: ``TensorLoader({"image": images, "label": labels}, batch_size=64)``.
 
@@ -272,7 +272,7 @@ class TensorLoader(Loader):
         batch_size, seed, shuffle, shard, drop_last, epochs: as in ``Loader``.
 
     Raises:
-        DataError: no tensors, something else than a tensor, different numbers of rows, no rows, fewer than one batch,
+        DataError: no tensors, a value that is not a tensor, different numbers of rows, no rows, fewer than one batch,
             a batch that the shards do not divide.
     """
 
@@ -314,7 +314,7 @@ class TensorLoader(Loader):
 
 
 def _read(data: bytes | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[bytes, str]:
-    """The text, and what to call it in errors."""
+    """Return the text, and its name in error messages."""
     if isinstance(data, bytes):
         return data, "text"
     paths = [Path(data)] if isinstance(data, str | os.PathLike) else [Path(path) for path in data]

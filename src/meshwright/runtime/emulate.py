@@ -1,4 +1,4 @@
-"""The emulated device: the executor with real ranks and channels, whose programs wait their predicted time."""
+"""Emulated devices: the executor with real ranks and channels, whose programs wait for their predicted time."""
 
 import ctypes
 import os
@@ -26,20 +26,20 @@ from meshwright.runtime.executor import Executor, Route
 
 CPU = torch.device("cpu")
 EARLY_S = 150e-6
-"""How long before its time a sleeper is woken; the rest it yields to others until the time has come."""
+"""Seconds before its deadline at which a sleeping rank is woken; until the deadline it yields its core to others."""
 _SET_TIMER_SLACK = 29  # prctl's number
 
 
 def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int) -> list[Trace]:
-    """Run ``schedule`` for ``num_steps`` steps, with a process for every pipeline rank: each calls this, in a world of
-    so many ranks on one machine. All ranks begin a step together.
+    """Run ``schedule`` for ``num_steps`` steps, with one process for each pipeline rank, all on one machine. Every rank
+    of the world must call it. All ranks begin a step together.
 
-    Schedule, executor and channels are those of training. Emulated are the devices (functions wait until their time is
-    over, and let others have the cores meanwhile) and the links: a message is one number, the time at which it may be
-    seen, which relies on the one clock of the machine.
+    Schedule, executor and channels are those of training. The devices are emulated: functions wait until their
+    predicted time is over, and leave the cores to other processes meanwhile. The links are emulated: a message is one
+    number, the time at which the receiver may see it. All ranks read that time from the one clock of the machine.
 
-    Returns, for each step, the trace of all ranks (elsewhere than on rank 0, of this one), its source ``emulated``. A
-    LayoutError if the world has another number of ranks than the schedule.
+    Returns one trace for each step, with the source ``emulated``: of all ranks on rank 0, of this rank elsewhere. Raise
+    a LayoutError if the world has another number of ranks than the schedule.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != len(schedule.ranks):
@@ -69,7 +69,7 @@ def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int)
 
 
 def wait_until(time_s: float) -> None:
-    """Sleep until ``time.perf_counter`` shows this time, to about 50 µs where the cores are not all busy."""
+    """Sleep until ``time.perf_counter`` shows this time, to within about 50 µs if some core is idle."""
     if (left := time_s - time.perf_counter() - EARLY_S) > 0:
         time.sleep(left)
     while time.perf_counter() < time_s:
@@ -77,13 +77,13 @@ def wait_until(time_s: float) -> None:
 
 
 def _wake_in_time() -> None:
-    """Linux lets sleepers sleep 50 µs longer, unless they ask it not to."""
+    """Ask Linux to end sleeps of this process on time; by default they may last 50 µs longer."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)
 
 
 class _Device:
-    """Does nothing, for as long as it is told to."""
+    """An emulated device: it waits for given seconds instead of computing."""
 
     def __init__(self, group: AxisGroup | None) -> None:
         self._group = group
@@ -95,7 +95,7 @@ class _Device:
             sum_over(torch.zeros(()), self._group)
 
     def do(self, doings: Iterable[Doing], stage: int, *, named: bool = False) -> None:
-        """A stage's, one after the other; ``named``: computing has spans of its own, not those of actions."""
+        """Wait for a stage's ``doings`` in order; ``named``: computing gets spans of its own, not those of actions."""
         note = current()
         for one in doings:
             begun = time.perf_counter()
@@ -119,17 +119,17 @@ class _Device:
 
 
 class _Link:
-    """A channel on which messages, each one number (for how many seconds it is under way), take that long."""
+    """A channel with emulated delay. A message is one number: the seconds that it is under way."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def send(self, tensor: Tensor) -> Work:
-        """Send when it will be there."""
+        """Send the time at which the message arrives."""
         return self._channel.send(tensor + time.perf_counter())
 
     def receive(self, into: Tensor, label: str = "") -> Work:
-        """Expect a message; waiting also waits until it is there."""
+        """Receive a message; waiting for it also waits until its time of arrival."""
         return UnderWay(lambda: wait_until(float(into)), works=(self._channel.receive(into, label),))
 
 
@@ -151,7 +151,7 @@ def _executor(
 
 
 def _lowered(stage: EmulatedStage, number: int, num_stages: int, device: _Device) -> LoweredStage:
-    """Values as in a real program: what is received, what is saved for backward, what is sent."""
+    """A stage for the executor, with values as in a real program: received, saved for backward, and sent."""
     first, last = number == 0, number == num_stages - 1
     up, down = [f"up{number - 1}"] * (not first), [f"down{number}"] * (not last)
     sent_up, sent_down = [f"up{number}"] * (not last), [f"down{number - 1}"] * (not first)

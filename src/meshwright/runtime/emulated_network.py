@@ -1,10 +1,10 @@
-"""Emulated networks: boxes that are network namespaces, joined through a switch by links of given rates (Linux, root).
+"""Emulated networks: boxes are network namespaces, joined through a switch by links of given rates (Linux, root).
 
     box 0   eth0 ──tbf──▶ ┐          ┌ ◀──tbf── eth0   box 1
             10.77.0.1   ◀──tbf── port0  switch  port1 ──tbf──▶
 
-Every rank is a real process; what is emulated are the boxes and the rate of the links, in either direction. Namespaces
-have no names: the kernel removes them, and the links in them, when the last process in them has ended, however it ends.
+Every rank is a real process; only the boxes and the rate of the links, in either direction, are emulated. Namespaces
+have no names: the kernel removes them and their links when their last process has ended, however it ended.
 """
 
 import ctypes
@@ -30,21 +30,21 @@ T = TypeVar("T")
 
 LINK = "eth0"
 MTU = 9000
-"""Bytes of a packet: frames as data centres have them, of which 0.7 % are headers."""
+"""Bytes of a packet, as in data centres; 0.7 % of them are headers."""
 BURST_BYTES, QUEUE_S = 262_144, 0.05
-"""What a link may send at once, and how long a packet may wait for it before it is dropped."""
+"""Bytes that a link may send at once, and seconds that a packet may wait for the link before it is dropped."""
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A box, as ranks find it: the task that holds its namespace open."""
+    """A box that ranks can enter: the process and its thread (task) that keep the box's namespace open."""
 
     process: int
     task: int
 
 
 def why_not() -> str:
-    """What keeps this machine from emulating networks, or nothing."""
+    """Why this machine cannot emulate networks; empty if it can."""
     if sys.platform != "linux":
         return "emulated networks need Linux"
     if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
@@ -59,8 +59,8 @@ def why_not() -> str:
 
 
 class EmulatedNetwork:
-    """Boxes and the links between them, while it is entered; a box for each of ``rates_bits_per_s``. Entering raises a
-    LaunchError if this machine does not let us; nothing is left behind."""
+    """Boxes and the links between them, which exist while the context is entered; one box for each of
+    ``rates_bits_per_s``. Entering raises a LaunchError if this machine does not permit it; nothing is left behind."""
 
     def __init__(self, rates_bits_per_s: Sequence[float]) -> None:
         self.rates_bits_per_s = tuple(rates_bits_per_s)
@@ -88,7 +88,7 @@ class EmulatedNetwork:
 
 
 def limit(link: str, rate_bits_per_s: float) -> str:
-    """The command that gives a link, in the namespace in which it is run, this rate outwards."""
+    """The command that limits the outgoing rate of a link; it is run in the link's namespace."""
     return (
         f"tc qdisc replace dev {link} root tbf rate {round(rate_bits_per_s)}bit burst {BURST_BYTES} "
         f"latency {round(1000 * QUEUE_S)}ms"
@@ -98,8 +98,9 @@ def limit(link: str, rate_bits_per_s: float) -> str:
 def run_in_boxes(
     function: Callable[..., T], *args: object, boxes: Sequence[int], rates_bits_per_s: Sequence[float], directory: Path
 ) -> T:
-    """``run_ranks`` in emulated boxes, rank i in box ``boxes[i]``, with torch.distributed started and gloo over the
-    links. Raises as ``run_ranks`` does; a LaunchError also if this machine cannot emulate networks (``why_not``)."""
+    """``run_ranks`` in emulated boxes, rank i in box ``boxes[i]``, with torch.distributed started, gloo over the links.
+    Raises as ``run_ranks``; a LaunchError also if boxes and rates differ, or networks cannot be emulated (``why_not``).
+    """
     if set(boxes) != set(range(len(rates_bits_per_s))):
         raise LaunchError(
             f"ranks in the boxes {sorted(set(boxes))}, and {len(rates_bits_per_s)} rates",
@@ -121,14 +122,13 @@ def _in_box(places: Sequence[Place], store: str, function: Callable[..., T], arg
 
 
 def enter(place: Place) -> None:
-    """Let this process be in a box; threads that it already has stay where they are."""
+    """Move this process into a box; threads that it already has stay outside."""
     with Path(f"/proc/{place.process}/task/{place.task}/ns/net").open() as namespace:
         _called("setns", namespace.fileno(), _NEW_NETWORK)
 
 
 class _Holder:
-    """A thread with a network namespace of its own, in which it runs commands; the namespace ends with it. ``threads``
-    ends it."""
+    """A thread that has its own network namespace and runs commands in it. Closing ``threads`` ends both."""
 
     def __init__(self, threads: ExitStack) -> None:
         self._thread = threads.enter_context(ThreadPoolExecutor(1, "holds a network"))

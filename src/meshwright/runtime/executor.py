@@ -1,7 +1,7 @@
-"""Runs a schedule on this rank: a table from kinds of action to methods, and values that live as long as needed.
+"""Runs a schedule on this rank: a table maps kinds of action to methods, and values are kept only while needed.
 
-A stage's program (``lower/stage.py``) says what each function takes and returns, by name. Values of the whole step
-(parameters, inputs, prologue) lie in one table per stage, those of a micro-batch in one per stage and micro-batch.
+A stage's program (``lower/stage.py``) names the values that each function takes and returns. Values of the whole step
+(parameters, inputs, prologue) lie in one table per stage, values of a micro-batch in one per stage and micro-batch.
 """
 
 import time
@@ -30,14 +30,14 @@ _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 Place = tuple[slice, ...]
-"""A box of a tensor."""
+"""A box of a tensor: a slice of every dim."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """By which messages a tensor crosses a border, seen from one end: each goes to or comes from a rank, and is a box
-    of this rank's part. What arrives may be completed among ranks that hold the same part: each sends the others the
-    box ``mine``, and gets theirs."""
+    """The messages by which a tensor crosses a border between stages, seen from one end: (peer rank, box of this rank's
+    part). After receiving, ranks that hold the same part may complete it among themselves: each sends its box ``mine``
+    to the ``others`` and receives their boxes."""
 
     messages: tuple[tuple[int, Place], ...]
     mine: Place | None = None
@@ -51,7 +51,7 @@ class Route:
 
 @dataclass
 class StepResult:
-    """What a step gives on this rank: gradients and buffers by name; loss and metrics where the last stage is."""
+    """The results of a step on this rank: gradients and buffers by name; loss and metrics on the last stage's rank."""
 
     scalars: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class StepResult:
 
 
 class _Stage:
-    """A stage's program with the values of the step that is under way."""
+    """A stage's program with the values of the current step."""
 
     def __init__(self, lowered: LoweredStage, phases: Iterable[str], device: torch.device) -> None:
         self.program, self.phases = lowered.program, lowered.functions
@@ -93,19 +93,19 @@ def empty(value: Value, device: torch.device) -> Tensor:
 
 
 class Clock:
-    """Notes when phases begin within a function of several (``lower_stage``: note)."""
+    """Records when phases begin in a function of several phases: it calls ``begin`` (``note`` of ``lower_stage``)."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[str, float]] = []
 
     def begin(self, phase: str) -> None:
-        """A phase begins."""
+        """Record that a phase begins now."""
         self._begun.append((phase, time.perf_counter()))
         if len(self._begun) > 1 and (recorder := current()) is not None:
-            recorder.sample()  # what is kept for backward is at its most
+            recorder.sample()  # the values kept for backward are at their peak
 
     def note(self, recorder: Recorder, begun_s: float) -> bool:
-        """Note what was computed since ``begun_s``: the prologue, or all phases; whether it was all."""
+        """Record spans of computing since ``begun_s``: the prologue, or all phases. Return whether it was all."""
         done_s, phases = time.perf_counter(), self._begun or [(PROLOGUE, begun_s)]
         starts = [begun_s, *(start_s for _, start_s in phases[1:])]
         for (phase, _), start_s, end_s in zip(phases, starts, [*starts[1:], done_s], strict=True):
@@ -116,11 +116,11 @@ class Clock:
 
 
 class Executor:
-    """Runs one schedule again and again. ``routes`` are by stage and kind of action, one for each transfer; they lead
-    through ``channels``, by rank. What the schedule does not run of ``stages`` is forgotten. Functions of several
-    phases tell ``clock`` the time.
+    """Runs one schedule again and again. ``routes`` has, by stage and kind of action, one route per transfer. Messages
+    travel over ``channels``, by rank. Functions of ``stages`` that the schedule does not run are freed. Functions of
+    several phases report the start of each phase to ``clock``.
 
-    ``live_activations`` is the most (stage, micro-batch) pairs that values were kept of at once, in the last run.
+    ``live_activations`` is the peak number of (stage, micro-batch) pairs with kept values in the last run.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Executor:
             ActionKind.REDUCE_GRAD: self._reduce,
         }
         self._recorder = Recorder()
-        self._begun = 0.0  # when the action under way began to do anything but wait
+        self._begun = 0.0  # when the current action began, after waiting for received values
         self.live_activations = 0
 
     def run(
@@ -166,7 +166,7 @@ class Executor:
         inputs: Mapping[str, Tensor],
         keys: Callable[[int], int],
     ) -> StepResult:
-        """One step. ``keys`` gives the random key of each micro-batch."""
+        """Run one step. ``keys`` gives the random key of each micro-batch."""
         self._recorder = note = current() or Recorder()
         self.live_activations = 0
         self._keys = keys
@@ -205,7 +205,7 @@ class Executor:
         return result
 
     def _be_at(self, stage: int, microbatch: int | None = None) -> None:
-        """Say where in the schedule this rank is; a whole step has no places."""
+        """Note this rank's place in the schedule, unless the schedule is one stage with one micro-batch."""
         if self.schedule.num_stages * self.schedule.num_microbatches > 1:
             be_at(_At(stage, microbatch))
 
@@ -232,7 +232,7 @@ class Executor:
         step.update(stage.joined)
         self._call(stage, FINISH)
         for name, value in program.gradients.items():
-            other = result.gradients.get(name)  # of another chunk, where weights are tied
+            other = result.gradients.get(name)  # from another chunk of this rank, where weights are tied
             result.gradients[name] = step[value] if other is None else other + step[value]
         result.scalars.update({name: step[value] for name, value in program.scalars.items()})
         result.buffers.update({name: step[stage.holder.get(name, name)] for name in program.buffer_updates})
@@ -241,13 +241,13 @@ class Executor:
         step.clear()
 
     def _call(self, stage: _Stage, name: str) -> None:
-        """Run a function of the whole step, and keep what it returns."""
+        """Run a function of the whole step, and keep its results."""
         phase = stage.phases[name]
         returned = stage.functions[name](self._arguments(stage, 0, phase, {}))
         stage.step.update(zip(phase.outputs, returned, strict=True))
 
     def _part(self, stage: _Stage, microbatch: int, name: str) -> Tensor:
-        """A micro-batch's part of a value of the step."""
+        """A micro-batch's part of a value of the whole step."""
         one = stage.program.slices[name]
         whole: Tensor = stage.step[one.source]
         count = self.schedule.num_microbatches
@@ -283,14 +283,14 @@ class Executor:
         for one in program.joins:
             new, old = live[one.value], stage.joined.get(one.joined)
             stage.joined[one.joined] = new if old is None else _JOIN[one.join](old, new)
-        live.update((name, stage.step[name]) for name in stage.read_late)  # as they were, for backward
+        live.update((name, stage.step[name]) for name in stage.read_late)  # before the update, for backward
         stage.step.update((stage.holder.get(name, name), live[value]) for name, value in program.buffer_updates.items())
         wanted = stage.kept | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
         self._live[action.stage, microbatch] = {name: live[name] for name in wanted if name in live}
         self.live_activations = max(self.live_activations, len(self._live))
 
     def _backward(self, stage: _Stage, action: Action) -> None:
-        """Backward as a whole, or in two parts: what was saved stays until the second."""
+        """Run backward as a whole, or one of its two parts: values that the second part needs stay until then."""
         microbatch, name = _microbatch(action), PHASE_OF[action.kind]
         if action.kind is not ActionKind.W:
             self._arrived(stage, action, ActionKind.RECV_B)
@@ -301,7 +301,7 @@ class Executor:
         if action.kind is ActionKind.I:
             wanted.update(stage.phases[WEIGHT].inputs)
         kept = {one: value for one, value in live.items() if one in wanted}
-        del live  # what only the arguments hold is freed at its last use
+        del live  # values that only the arguments hold are freed at their last use
         results = dict(zip(phase.outputs, stage.functions[name](arguments), strict=True))
         self._collect(stage, results)
         kept.update((one, value) for one, value in results.items() if one in wanted)
@@ -310,7 +310,7 @@ class Executor:
 
     @staticmethod
     def _collect(stage: _Stage, values: Values) -> None:
-        """Keep what the step needs of a micro-batch: where there are several, the last."""
+        """Keep the values of a micro-batch that the whole step needs; later micro-batches replace earlier ones."""
         stage.step.update((name, value) for name, value in values.items() if name in stage.of_step)
 
     # --- sending and receiving ---------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class Executor:
         self._coming[action.stage, _microbatch(action), action.kind] = found
 
     def _arrived(self, stage: _Stage, action: Action, kind: ActionKind) -> Values:
-        """The values of the micro-batch, with what was received for it."""
+        """Wait for the values that are received for the micro-batch, and return all of its values."""
         microbatch = _microbatch(action)
         live = self._live.setdefault((action.stage, microbatch), {})
         coming = self._coming.pop((action.stage, microbatch, kind), ())
@@ -372,7 +372,7 @@ class Executor:
 
 
 class _At(NamedTuple):
-    """Where in the schedule a collective is."""
+    """The place in the schedule at which a collective runs."""
 
     stage: int
     microbatch: int | None = None

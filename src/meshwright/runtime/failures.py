@@ -1,10 +1,10 @@
-"""What a rank was doing and how it failed, in files that outlive it.
+"""Files that outlive a rank, and say what the rank was doing and how it failed.
 
-In ``DIRECTORY/ranks`` lie for rank N:
+``DIRECTORY/ranks`` holds for rank N:
 
-    N.status     what it is doing, for the case that it is killed      N.failure    its error, as data
+    N.status     what the rank is doing, in case it is killed          N.failure    its error, as data
     N.log        its output (of rank 0 only what C++ code prints)      N.traceback  its error, for developers
-    failed-K     the same of the ranks' K-th attempt, if they were started again after it
+    failed-K     the same files of the K-th attempt, if the ranks were started again after it
 """
 
 import os
@@ -22,12 +22,12 @@ from meshwright.ir import files
 
 
 def file_of(directory: Path, rank: int, name: str) -> Path:
-    """Where one of the files named above lies."""
+    """The path of one of a rank's files that are named above."""
     return directory / "ranks" / f"{rank}.{name}"
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank failed. ``ours``: with a MeshwrightError; ``lost_peer``: because another rank did."""
+    """How a rank failed. ``ours``: with a MeshwrightError; ``lost_peer``: because it lost another rank."""
 
     rank: int
     time_ns: int
@@ -50,21 +50,21 @@ class Status:
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
 
     def set(self, doing: str) -> None:
-        """Say what this rank does from now on. Costs microseconds; a full disk is no reason to stop."""
+        """Write what this rank does from now on. It takes microseconds; errors of the disk are ignored."""
         with suppress(OSError):
             os.pwrite(self._file, doing[: self.LENGTH].ljust(self.LENGTH).encode(), 0)
 
     @staticmethod
     def read(directory: Path, rank: int) -> str:
-        """What a rank was last doing, or nothing."""
+        """What a rank was last doing; empty if it wrote nothing."""
         path = file_of(directory, rank, "status")
         return path.read_text().strip() if path.exists() else ""
 
 
 def record(error: BaseException, directory: Path, rank: int) -> Failure:
-    """Note, in this rank, what it fails with."""
+    """Write the error with which this rank fails to its files, and return it as data."""
     ours = error if isinstance(error, MeshwrightError) else None
-    # The nearest kind that the launcher knows too.
+    # The nearest class that the launcher knows too.
     kinds = [kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind]
     failure = Failure(
         rank=rank,
@@ -77,7 +77,7 @@ def record(error: BaseException, directory: Path, rank: int) -> Failure:
         lost_peer=lost_peer(error),
     )
     text = "".join(traceback.format_exception(error))
-    with suppress(OSError):  # of a full disk the launcher hears by the exit code
+    with suppress(OSError):  # on a full disk the launcher has only the exit code
         files.write_atomically(file_of(directory, rank, "traceback"), text.encode())
         files.write_atomically(file_of(directory, rank, "failure"), msgspec.json.encode(failure))
     return failure
@@ -117,7 +117,7 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) ->
 
 
 def as_error(failure: Failure, directory: Path) -> MeshwrightError:
-    """A rank's failure as the launcher raises it: what was a MeshwrightError there is the same one here."""
+    """The error that the launcher raises for a rank's failure. A MeshwrightError of the rank is raised as it was."""
     doing = Status.read(directory, failure.rank)
     if failure.ours:
         kind: type[MeshwrightError] = getattr(errors, failure.kind)

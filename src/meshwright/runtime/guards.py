@@ -1,4 +1,4 @@
-"""Before every step: whether what was captured is still so, and whether the caller's tensors are those that train."""
+"""Checks before every step: the captured model has not changed, and the caller's tensors are those that train."""
 
 import logging
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ _TENSOR_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_gra
 
 
 class Guard:
-    """Compares what one captured step has baked in with what is there now.
+    """Compares the values that one captured step has baked in with the current values.
 
-    Nearly all comparisons are of identity, in loops that run in C: some 0.1 microseconds a value.
+    Nearly all comparisons are of identity, in loops that run in C: about 0.1 microseconds per value.
     """
 
     def __init__(self, model: nn.Module, training: bool, every: Sequence[Read]) -> None:
-        stays = [not read.has_changed() for read in every]  # else it would be captured again at every step
+        stays = [not read.has_changed() for read in every]  # a changed read would cause a capture at every step
         reads = list(compress(every, stays))
         for read in compress(every, map(not_, stays)):
             log.warning("%s: capturing the step changes it; it is not compared before steps", read.where)
@@ -39,7 +39,7 @@ class Guard:
         self._dicts = [read.owner for read in self._in_dicts]
         self._names = [read.name for read in self._in_dicts]
         self._values = [read.value for read in self._in_dicts]
-        # contents that may change in place, and what no dict holds
+        # values whose contents may change in place, and values that no dict holds
         self._others = [
             read
             for read in reads
@@ -57,7 +57,7 @@ class Guard:
         self._dtype = torch.get_default_dtype()
 
     def changed(self, training: bool) -> str:
-        """What is other than it was when the step was captured, in words; nothing: the step may run."""
+        """What has changed since the step was captured, in words; empty if the step may run."""
         if (
             any(self._empty)
             or sum(map(len, self._members)) != len(self._held)
@@ -75,20 +75,20 @@ class Guard:
                 if value is not known:
                     if state_of(value, read.own) != read.state:
                         return _told(read, value)
-                    self._values[index] = value  # equal: from now on this object is expected
+                    self._values[index] = value  # an equal object: expect this one from now on
         return next((_told(read, read.now()) for read in self._others if read.has_changed()), "")
 
     def _modes_now(self, training: bool) -> list[bool]:
-        """The modes in which the modules run: if the model is in the other one, it is put into this as a whole."""
+        """The mode in which each module runs. A model in the other mode counts as wholly switched to this one."""
         modes = list(map(_MODE, self._spaces))
         return modes if modes[0] == training else [training] * len(modes)
 
 
 class CallersTensors:
-    """The parameters and buffers of the caller's module, which training must go on to be of.
+    """Checks that training still uses the parameters and buffers of the caller's module.
 
-    Where a parameter is whole on this rank, the caller's is the one that is trained, and whatever is written to it is
-    trained with. Where it is split, the caller's is a meta tensor: writing to it would be lost.
+    Where a parameter is whole on this rank, the caller's own tensor is trained, and training sees every write to it.
+    Where it is split, the caller's module holds a meta tensor: a write to it would be lost.
     """
 
     def __init__(self, parameters: LocalParameters) -> None:
@@ -107,12 +107,12 @@ class CallersTensors:
         self._autocast = torch.is_autocast_enabled(parameters.device.type)
 
     def accept(self) -> None:
-        """What was written to split parameters is made good: whole tensors were loaded."""
+        """Accept earlier writes to split parameters, because whole tensors were loaded after them."""
         self._versions = list(map(_VERSION, self._standing))
 
     def check(self) -> None:
-        """Called before every step: a ChangedModelError if the caller has written to a tensor that does not train, or
-        has changed a dtype or a device; a CaptureError if a parameter has got a hook."""
+        """Check before every step. Raise a ChangedModelError if the caller has written to a tensor that does not train,
+        or has changed a dtype, a device or autocast; a CaptureError if a parameter has a new hook."""
         if list(map(_VERSION, self._standing)) != self._versions:
             now = zip(self._split, self._standing, self._versions, strict=True)
             name = next(name for name, value, version in now if value._version != version)
@@ -137,8 +137,8 @@ class CallersTensors:
             )
 
     def check_members(self) -> None:
-        """Called before a step is captured again: a ChangedModelError if a parameter or buffer came, went or was
-        replaced."""
+        """Check before a step is captured again. Raise a ChangedModelError if a parameter or buffer was added, removed
+        or replaced."""
         now = _named(self._local.model)
         for name in [*self._known, *now]:
             if now.get(name) is not self._known.get(name):
@@ -167,8 +167,8 @@ class CallersTensors:
 
 
 def check_same_change(changed: str) -> None:
-    """A RankError, on every rank, if ranks capture again for different reasons; it names the first such rank. Every
-    rank must call it."""
+    """Raise a RankError on every rank if ranks capture again for different reasons. It names the first rank whose
+    reason differs from rank 0's. Every rank must call it."""
     every = from_every_rank(changed)
     for rank, other in enumerate(every):
         if other != every[0]:

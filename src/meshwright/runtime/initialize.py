@@ -1,4 +1,4 @@
-"""Initial values of models on the meta device, module by module: every rank draws the same."""
+"""Initial values of models on the meta device, module by module: every rank draws the same values."""
 
 import zlib
 from collections.abc import Callable
@@ -7,34 +7,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import CaptureError, LayoutError
 from meshwright.ops.library import mix
+from meshwright.torch_private import TorchDispatchMode
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Keep = Callable[[str, nn.Parameter], bool]
-"""Takes what a rank needs of a parameter that has its values; False: the parameter stays whole."""
+"""A function that is given a parameter with its values, and keeps this rank's part; False: it stays whole."""
 
 
 class SplitParameter(nn.Parameter):
-    """A meta tensor in the caller's module, in place of a parameter of which every rank has its part.
+    """A meta tensor in the caller's module, in place of a parameter that is split over ranks.
 
-    Its ``data`` counts as its own: ``_version`` tells that somebody wrote to either, which would be lost.
+    A write to it, or to its ``data``, would be lost. Either changes ``_version``, by which the write is detected.
     """
 
     data = property(lambda self: self.detach(), lambda self, value: increment_version(self))
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int, keep: Keep | None = None) -> None:
-    """Give values to what is on the meta device: by each module's ``reset_parameters``, then by the ``_init_weights``
-    of the model that it belongs to (Hugging Face's way), children first, each seeded by its path. What has values
-    keeps them.
+    """Give initial values to tensors on the meta device: by each module's ``reset_parameters``, then by the
+    ``_init_weights`` of the model that contains it (Hugging Face's way). Children come first, and every module is
+    seeded by its path. Tensors that have values keep them.
 
-    With ``keep`` the whole model need not fit: as soon as a block has its values (an item of a list of modules, or a
-    module without children), ``keep`` takes of its parameters what it wants, and they are on the meta device again.
-    Parameters that had values, or that modules share, stay whole; and all do where a module above changes those of
-    its blocks.
+    With ``keep`` the whole model need not fit in memory. As soon as a block (an item of a list of modules, or a module
+    without children) has its values, ``keep`` takes this rank's part of its parameters, which then return to the meta
+    device. Parameters that had values, or that modules share, stay whole. All parameters stay whole if a module
+    changes parameters of the blocks below it.
 
     Raises:
         CaptureError: nothing initialises a module's tensors.
@@ -101,11 +101,11 @@ def _fill(
 
 
 class _LaterChange(Exception):  # noqa: N818 - a signal between two functions, no error
-    """A module's initialisation changes parameters below it that are gone already."""
+    """A module's initialisation changes parameters of its blocks that are on the meta device again."""
 
 
 class _NoChangeOnMeta(TorchDispatchMode):
-    """Sees whether an initialisation writes to a tensor that has no memory: it would be lost."""
+    """Raises ``_LaterChange`` if an initialisation writes to a tensor without memory: the write would be lost."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function._schema.is_mutable and isinstance(args[0], Tensor) and args[0].is_meta:
@@ -114,7 +114,7 @@ class _NoChangeOnMeta(TorchDispatchMode):
 
 
 def _blocks(model: nn.Module) -> set[str]:
-    """The outermost items of lists of modules, and outside of these the modules without children."""
+    """Paths of the blocks: the outermost items of lists of modules, and elsewhere the modules without children."""
     found: set[str] = set()
 
     def visit(path: str, module: nn.Module, listed: bool) -> None:
@@ -162,13 +162,13 @@ def _with_parents(path: str) -> list[str]:
 
 
 def _missing(module: nn.Module) -> list[str]:
-    """The module's own tensors on the meta device."""
+    """Names of the module's own tensors on the meta device."""
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     return [name for tensors in own for name, value in tensors.items() if value is not None and value.is_meta]
 
 
 def _allocate(module: nn.Module, names: list[str], device: torch.device) -> None:
-    """Memory for these tensors, marked as not set."""
+    """Allocate these tensors, filled with a value that marks them as not set."""
     places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for tensors in places:
         for name, value in list(tensors.items()):
@@ -186,7 +186,7 @@ def _unset(dtype: torch.dtype) -> Any:
 
 
 def _is_unset(value: Tensor) -> bool:
-    if value.dtype in (torch.bool, torch.uint8):  # every value of theirs may be meant
+    if value.dtype in (torch.bool, torch.uint8):  # any value of these may be an initial value
         return False
     empty = value.isnan() if value.is_floating_point() or value.is_complex() else value == _unset(value.dtype)
     return bool(empty.any())

@@ -1,5 +1,4 @@
-"""The batches that a trainer is given: which part is a rank's; they must be like the captured one, and alike on ranks
-that share them."""
+"""Batches given to a trainer: each rank's part, and checks against the captured batch and between ranks."""
 
 import zlib
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ from meshwright.ir.placement import Placements, Shard, bounds, local_shape
 
 
 class Parts:
-    """How the tensors of a batch are cut over the ranks: their samples over the data axes, and their rows over others
-    where all that reads them reads the same rows (``cuts``, by name)."""
+    """How the tensors of a batch are cut over the ranks: samples over the data axes, and rows over other axes if all
+    operators that read a tensor read the same rows (``cuts``, by name of the tensor)."""
 
     def __init__(self, captured: Leaves, placements: Mapping[str, Placements], groups: Mapping[str, AxisGroup]) -> None:
         self.groups = groups
@@ -33,7 +32,7 @@ class Parts:
 
     @property
     def slices(self) -> dict[str, tuple[slice, ...]]:
-        """By name of a tensor of the batch, what this rank needs of the global one."""
+        """The slices of the global batch that this rank needs, by name of a tensor of the batch."""
         found = {}
         for name, every in self._every.items():
             ends = [(0, size) for size in self._whole[name]]
@@ -46,19 +45,19 @@ class Parts:
         return found
 
     def is_cut(self, name: str, value: Tensor) -> bool:
-        """Whether a local tensor has this rank's rows alone, not those of all ranks that share its samples."""
+        """Whether a local tensor holds only this rank's rows, not the rows of all ranks that share its samples."""
         cuts: Placements = {**self.cuts.get(name, {})}
         return bool(cuts) and tuple(value.shape[1:]) == local_shape(self._whole[name], cuts, *sizes_of(self.groups))[1:]
 
     def whole_shape(self, name: str, value: Tensor, samples: int) -> tuple[int, ...]:
-        """The global shape of a local tensor of ``samples`` times fewer samples."""
+        """The global shape of a local tensor, if the global one has ``samples`` times as many samples."""
         shape = [value.shape[0] * samples, *value.shape[1:]]
         for one in self.cuts[name].values() if self.is_cut(name, value) else ():
             shape[one.dim] = self._whole[name][one.dim]
         return tuple(shape)
 
     def index(self, leaves: Leaves, data_index: int) -> int:
-        """A number that is the same on ranks that are given the same part."""
+        """A number that is equal on ranks that are given the same part of the batch."""
         cut = {axis for name, value in leaves.tensors.items() if self.is_cut(name, value) for axis in self.cuts[name]}
         for axis in sorted(cut):
             data_index = data_index * self.groups[axis].size + self.groups[axis].index
@@ -66,7 +65,7 @@ class Parts:
 
 
 def check_alike(leaves: Leaves, captured: Leaves) -> None:
-    """A DataError, which names the leaf, if a batch has another structure or other dtypes than the captured one."""
+    """Raise a DataError if the structure of a batch, or the dtype of a leaf, differs from the captured batch."""
     if leaves.spec != captured.spec:
         raise DataError(
             f"the batch holds {', '.join(leaves.names)}, the captured one holds {', '.join(captured.names)}",
@@ -83,14 +82,14 @@ def check_alike(leaves: Leaves, captured: Leaves) -> None:
 
 
 def kind_of(value: object) -> str:
-    """A tensor's dtype (``float32``), or another leaf's class."""
+    """A tensor's dtype (``float32``), or the class of another leaf."""
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
 
 
 def compare_over_ranks(leaves: Leaves, part: int) -> None:
-    """A RankError, on every rank, if ranks were given batches of different shapes, or of different values where they
-    were given the same ``part``: the index of this rank's part of the global batch (the same everywhere where each has
-    all of it). Every rank must call it."""
+    """Raise a RankError on every rank if batches have different shapes, or if ranks with the same ``part`` have
+    different values. ``part`` is the index of this rank's part of the global batch; all ranks pass the same index if
+    each has the whole batch. Every rank must call it."""
     described = ", ".join(f"{name} {_in_words(value)}" for name, value in zip(leaves.names, leaves.values, strict=True))
     every = from_every_rank((part, described, _checksum(list(leaves.tensors.values()))))
     first: dict[int, tuple[int, int]] = {}
@@ -111,7 +110,7 @@ def compare_over_ranks(leaves: Leaves, part: int) -> None:
 
 
 def _in_words(value: object) -> str:
-    """The same text for equal leaves of any process: of objects, only their class."""
+    """Text that is the same for equal leaves in any process; for other objects, only their class."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {kind_of(value)}"
     return repr(value) if isinstance(value, bool | int | float | complex | str | None) else kind_of(value)

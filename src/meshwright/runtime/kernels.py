@@ -1,4 +1,4 @@
-"""What runs the collective operators of lowered graphs, which go without PyTorch's dispatcher."""
+"""The functions that lowered graphs call for collective operators, without PyTorch's dispatcher."""
 
 from types import MappingProxyType
 

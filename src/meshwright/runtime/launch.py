@@ -20,26 +20,26 @@ from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
 TOGETHER_S = 0.3
-"""Ranks whose programs end within that time end together."""
+"""Ranks whose programs end within this many seconds end together."""
 HEAR_S = 3.0
-"""How long a rank that ends earlier is there for others, to hear of it and to say so."""
+"""Seconds that a rank that ends earlier stays reachable, so that other ranks learn of its end and report it."""
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }  # fmt: skip
-"""What Open MPI calls the variables of torchrun."""
+"""Open MPI's names for torchrun's environment variables."""
 
 
 def start(device: torch.device | str | None = None) -> torch.device:
-    """Start torch.distributed where a launcher has set its environment and nobody has started it.
+    """Start torch.distributed if a launcher has set its environment and it is not started yet.
 
-    It is then ended in order when the program ends. ``MESHWRIGHT_TIMEOUT_S`` (600) is how long ranks wait for others.
+    It is ended in order at the end of the program. Ranks wait ``MESHWRIGHT_TIMEOUT_S`` seconds (600) for each other.
 
     Returns:
         The device of this rank.
 
     Raises:
-        LaunchError: the environment is incomplete, the port is taken, ranks did not come, or there is no such device.
+        LaunchError: the environment is incomplete, the port is taken, ranks are missing, or the device does not exist.
     """
     _take_over_from_mpi()
     local_rank = _number("LOCAL_RANK", "0")
@@ -60,7 +60,7 @@ def start(device: torch.device | str | None = None) -> torch.device:
 
 
 def join_by_file(path: str, interface: str) -> None:
-    """Start torch.distributed among ranks that find each other by a file, and talk through this network interface."""
+    """Start torch.distributed for ranks that meet through a file and communicate over this network interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=launched_rank(), world_size=_number("WORLD_SIZE", "1"),
@@ -87,7 +87,7 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def finish() -> None:
-    """End torch.distributed in order: nobody leaves while another rank still needs it."""
+    """End torch.distributed in order: no rank leaves while another rank still needs it."""
     if dist.is_initialized():
         meet()
         dist.destroy_process_group()
@@ -104,7 +104,7 @@ def launched_rank() -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may use: by affinity, and by the quota of its control group."""
+    """The number of cores that this process may use, by its affinity and by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -114,13 +114,13 @@ def num_cores() -> int:
 
 
 def cache_directory() -> Path:
-    """Where this user's programs keep what they can make again: ``XDG_CACHE_HOME``, else ``~/.cache``."""
+    """Meshwright's directory for files that can be made again, in ``XDG_CACHE_HOME``, else in ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "meshwright"
 
 
 def memory_bytes() -> int:
-    """The memory that this process may use: the machine's, or the limit of its control group."""
+    """The bytes of memory that this process may use: the machine's, or the limit of its control group."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
         found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -128,19 +128,19 @@ def memory_bytes() -> int:
 
 
 def num_devices() -> int:
-    """Ranks that this machine holds well: its CUDA devices, else its cores."""
+    """The number of ranks that suits this machine: its CUDA devices, else its cores."""
     return torch.cuda.device_count() if torch.cuda.is_available() else num_cores()
 
 
 def share_cores(num_ranks: int) -> int:
-    """Give this rank its part of the cores, unless ``OMP_NUM_THREADS`` says otherwise; returns its threads."""
+    """Give this rank its share of the cores, unless ``OMP_NUM_THREADS`` is set. Return its number of threads."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_cores() // num_ranks))
     return torch.get_num_threads()
 
 
 def check_port(port: int) -> None:
-    """A LaunchError if another program listens on the port of this machine."""
+    """Raise a LaunchError if another program uses the port on this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -165,8 +165,8 @@ def _number(name: str, default: str) -> int:
 
 
 def _take_over_from_mpi() -> None:
-    """Under Open MPI's mpirun: set what torchrun would set. Ranks hear from rank 0, through MPI, where they meet. A
-    LaunchError if mpi4py is not installed, and MASTER_ADDR does not say where ranks meet."""
+    """Under Open MPI's mpirun, set the variables that torchrun would set. Rank 0 sends, through MPI, the address at
+    which ranks meet. Raise a LaunchError if mpi4py is not installed and MASTER_ADDR is not set."""
     if _MPI["RANK"] not in os.environ or "RANK" in os.environ:
         return
     os.environ.update({name: os.environ[theirs] for name, theirs in _MPI.items()})
@@ -203,7 +203,7 @@ def _join(backend: str) -> None:
             remedy=f"ranks are 0 to {world_size - 1}",
         )
     if os.environ["MASTER_ADDR"] in (HOST, "localhost"):
-        # Else gloo asks for the address of this machine's name, which not every machine knows.
+        # Otherwise gloo looks up the address of this machine's host name, which fails on some machines.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     timeout = _timeout()
     try:
@@ -220,8 +220,8 @@ def _join(backend: str) -> None:
 
 
 def _finish_at_exit(attendance: Attendance | None, keeps_store: bool) -> None:
-    """End in order where all ranks do so now. Else those that still wait for this one shall hear of its end: nobody can
-    tell here whether the program ends by ``sys.exit(1)``, or is done while others go on without it."""
+    """End in order if all ranks end now. Otherwise tell ranks that still wait for this one that it ends: this code
+    cannot know whether the program ends by ``sys.exit(1)``, or is done while other ranks go on without it."""
     if attendance is None or not dist.is_initialized():
         return
     error = getattr(sys, "last_value", None)

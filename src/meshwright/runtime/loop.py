@@ -22,37 +22,37 @@ from meshwright.runtime.trainer import Trainer
 log = logging.getLogger("meshwright")
 
 TRACED = 7
-"""Steps at the end of a run whose traces are kept."""
+"""Number of steps at the end of a run whose traces are kept."""
 
 
 class Progress(Protocol):
-    """Shows how far something is; ``Silent`` shows nothing."""
+    """Shows the progress of activities; ``Silent`` shows nothing."""
 
     def begin(self, what: str, total: int = 0) -> None:
-        """``what`` begins, in ``total`` parts (0: not known); it ends whatever was before."""
+        """Begin the activity ``what``, of ``total`` parts (0: not known). It ends the activity before it."""
 
     def advance(self) -> None:
-        """One part more is done."""
+        """Count one more finished part."""
 
     def end(self) -> None:
-        """It is done."""
+        """End the activity."""
 
 
 class Silent:
-    """Progress that nobody sees."""
+    """Progress that is not shown."""
 
     def begin(self, what: str, total: int = 0) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def advance(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class HeldOut(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """An evaluation on held-out data after ``step`` steps; the loss is in nats."""
+    """The result of an evaluation on held-out data after ``step`` steps; the loss is in nats."""
 
     step: int
     loss: float
@@ -67,15 +67,15 @@ class HeldOut(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Loop:
-    """Trains to ``options.steps`` (RUN.toml's ``[train]``), from where the checkpoints of ``directory`` stop.
+    """Trains up to step ``options.steps`` (``[train]`` of RUN.toml); ``resume`` first loads the latest checkpoint.
 
     Args:
-        loader: of this rank's part of each global batch.
-        held_out: the same of the data that is not trained on, one epoch a loop; None: there are none.
-        batch_sizes: samples in the global batch of each step; None: always those of ``loader``.
-        bytes_are_tokens: whether the loss is per byte, so that bits per byte can be told.
+        loader: yields this rank's part of each global batch.
+        held_out: the same for the held-out data, one epoch per loop; None: no data are held out.
+        batch_sizes: samples in the global batch of each step; None: always the batch size of ``loader``.
+        bytes_are_tokens: whether the loss is per byte, so that bits per byte can be reported.
 
-    ``traces`` are of this rank's last steps (``TRACED`` of them, where the run has made so many).
+    ``traces`` are the traces of this rank's last steps, at most ``TRACED``.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class Loop:
             _check_batch(size, trainer, loader)
 
     def resume(self) -> Path | None:
-        """Load the latest checkpoint, and say so; None where there is none."""
+        """Load the latest checkpoint and return its path; None if no checkpoint exists."""
         self.status.set("while loading a checkpoint")
         found = self.trainer.load_latest(self.checkpoints, loader=self.loader)
-        # From rank 0, which has the file: ranks that disagree on what is left to do would wait for each other for ever.
+        # Only rank 0 has the file. Ranks that disagree on the remaining work would wait for each other for ever.
         rows = from_rank_0(lambda: self.meter.rewind(self.trainer.step_number))
         self.evaluations = [HeldOut(step=row["step"], **row["held_out"]) for row in rows if "held_out" in row]
         return found
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Train. Whatever happens, what the steps have told is in metrics.jsonl. A CheckpointError if the last step
-        could not be saved (before it, what the disk refuses is a warning)."""
+        """Train. Even after an error, metrics.jsonl holds the metrics of the steps made. Raise a CheckpointError if the
+        last step could not be saved; in earlier saves an error of the disk is only a warning."""
         trainer, steps, first = self.trainer, self.options.steps, self.trainer.step_number + 1
         if self.held_out is not None and not self.evaluations:
             self.evaluate()
@@ -127,7 +127,7 @@ class Loop:
                     self._resize(self.batch_sizes[trainer.step_number])
                 lr = float(schedule.get_last_lr()[0])
                 trainer.step(next(batches), local=True)
-                if trainer.step_number > steps - TRACED and trainer.step_number > first:  # the first one is slower
+                if trainer.step_number > steps - TRACED and trainer.step_number > first:  # the first step is slower
                     self.traces.append(trainer.trace())
                 schedule.step()
                 self.meter.note(trainer.step_number, trainer.metrics, lr)
@@ -136,7 +136,7 @@ class Loop:
         except Exception as error:
             if not lost_peer(error):
                 with suppress(CheckpointError):
-                    trainer.wait_for_save()  # it is of an earlier step, and worth having
+                    trainer.wait_for_save()  # the save under way is of an earlier step
             raise
         finally:
             self.progress.end()
@@ -148,7 +148,7 @@ class Loop:
         trainer.wait_for_save()
 
     def evaluate(self) -> HeldOut:
-        """Evaluate on all held-out data, and note it."""
+        """Evaluate on all held-out data, record the result and return it."""
         assert self.held_out is not None
         trainer, step = self.trainer, self.trainer.step_number
         self.status.set(f"while evaluating after step {step}")
@@ -177,7 +177,7 @@ class Loop:
         return found
 
     def _resize(self, size: int) -> None:
-        """Take batches of so many samples from now on."""
+        """Take batches of ``size`` samples from now on."""
         if size != self.loader.batch_size:
             self._tell()
             self.meter.grow(size / self.loader.batch_size)
@@ -186,7 +186,7 @@ class Loop:
             self.loader.resize(size)
 
     def _after(self, step: int) -> None:
-        """What is due after a step."""
+        """Log, evaluate and save, where one of these is due after ``step``."""
         due, last = self.options, step == self.options.steps
         if step % due.log_every == 0 or last:
             self._tell()
@@ -209,8 +209,8 @@ class Loop:
 
 
 def _check_batch(size: int, trainer: Trainer, loader: Loader) -> None:
-    """Called before the first step: a LayoutError if a batch of this size does not divide over the ranks and
-    micro-batches, a DataError if the data or the ranks' parts of a batch do not allow it."""
+    """Check a batch size before the first step. Raise a LayoutError if it does not divide over ranks and micro-batches,
+    a DataError if the data or the ranks' parts of a batch do not allow it."""
     parts = trainer.data_shard[1] * trainer.plan.microbatches
     if size % parts:
         raise LayoutError(
@@ -226,14 +226,14 @@ def _check_batch(size: int, trainer: Trainer, loader: Loader) -> None:
 def resumed_schedule(
     trainer: Trainer, hyperparameters: dict[str, Any], factors: Sequence[float]
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """A schedule of ``factors`` (by step, the last one stays) on ``hyperparameters["lr"]``, at the trainer's step.
+    """The learning-rate schedule ``hyperparameters["lr"]`` times ``factors``, positioned at the trainer's step.
 
-    Hyperparameters are those given here, not those of a checkpoint.
+    ``factors`` are by step; the last one stays. Hyperparameters are those given here, not those of a checkpoint.
     """
     assert trainer.optimizer is not None
     for group in trainer.optimizer.param_groups:
         group.update(hyperparameters, initial_lr=hyperparameters["lr"])
-    # The first step of the schedule, which its constructor makes, is that of the next training step.
+    # The constructor makes the schedule's first step, which is that of the next training step.
     return torch.optim.lr_scheduler.LambdaLR(
         trainer.optimizer, lambda step: factors[min(step, len(factors) - 1)], last_epoch=trainer.step_number - 1
     )

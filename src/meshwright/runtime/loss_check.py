@@ -1,4 +1,4 @@
-"""Whether a step's loss is finite: looked at before the update on a CPU, one step late on a device that runs ahead."""
+"""The check that a step's loss is finite: before the update on a CPU, one step late on a device that runs ahead."""
 
 import torch
 from torch import Tensor
@@ -9,16 +9,16 @@ UNCHANGED = "parameters and checkpoints are as they were before the step"
 
 
 class LossCheck:
-    """Refuses a loss that is NaN or infinite, by a NonFiniteLossError.
+    """Raises a NonFiniteLossError for a loss that is NaN or infinite.
 
-    On an accelerator the step does not wait for its loss. The loss is copied to the host, and looked at when the
-    next step has been queued: the update of the refused step has been made then, and the error says so.
+    On an accelerator the host does not wait for the loss of a step. The loss is copied to the host, and checked when
+    the next step has been queued. The update of the refused step has been made by then, and the error says so.
 
-        host     queue 1 | queue 2, look at 1 | queue 3, look at 2
+        host     queue 1 | queue 2, check 1   | queue 3, check 2
         device           | step 1 ▸ loss 1    | step 2 ▸ loss 2
 
     Attributes:
-        late: whether the loss is looked at one step late.
+        late: whether the loss is checked one step late.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class LossCheck:
         self._pending: tuple[Tensor, int, torch.cuda.Event | None] | None = None
 
     def check(self, loss: Tensor, step: int) -> None:
-        """Look at the loss of step number ``step``, which has not changed parameters yet; if ``late``, at the loss of
+        """Check the loss of step number ``step``, which has not changed parameters yet; if ``late``, check the loss of
         the step before it."""
         if not self.late:
             refuse_unless_finite(loss, step, UNCHANGED)
@@ -40,7 +40,7 @@ class LossCheck:
         self._pending = host, step, copied
 
     def settle(self) -> None:
-        """Look at a loss that was not looked at yet; a refused one is refused once."""
+        """Check the loss that is still pending, if any. A refused loss raises only once."""
         if self._pending is None:
             return
         loss, step, copied = self._pending
@@ -52,12 +52,12 @@ class LossCheck:
         )
 
     def forget(self) -> None:
-        """A checkpoint was loaded: the steps before it do not matter any more."""
+        """Drop the pending loss, because a checkpoint was loaded and earlier steps no longer matter."""
         self._pending = None
 
 
 def refuse_unless_finite(loss: Tensor, step: int, left: str) -> None:
-    """Raises NonFiniteLossError for a loss that is not finite; ``left`` says what the parameters are."""
+    """Raise a NonFiniteLossError if a loss is not finite; ``left`` says in which state the parameters are."""
     if not torch.isfinite(loss):
         raise NonFiniteLossError(
             f"the loss became {float(loss)} at step {step}",

@@ -1,4 +1,4 @@
-"""This machine: what to call it."""
+"""The name of this machine."""
 
 import platform
 from pathlib import Path
@@ -7,12 +7,12 @@ from meshwright.runtime.launch import num_cores
 
 
 def machine_name() -> str:
-    """Its processor and how many cores this process may use: what measurements of it depend on."""
+    """The processor and the number of cores that this process may use: measurements depend on both."""
     return f"{cpu_model()}, {num_cores()} cores"
 
 
 def cpu_model() -> str:
-    """The processor's own name, where the system tells it."""
+    """The processor's name, if the system reports it; else its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

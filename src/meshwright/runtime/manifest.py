@@ -1,13 +1,13 @@
-"""A checkpoint's directory: data under a name of its own, and a manifest whose replacement is the moment of saving.
+"""A checkpoint's directory: data under a unique name, and a manifest. Replacing the manifest completes a save.
 
     ckpt/
       manifest.json       step, model, plan, and every file of the data with its size and checksum
       data-9c41d0e2/      the tensors (torch.distributed.checkpoint) and trainer.pt
-      data-77aa01b3/      a save under way: nobody reads it until the manifest names it
+      data-77aa01b3/      a save under way: it is not read until the manifest names it
 
-A save that fails or is killed at any point leaves the old manifest and the old data as they were; what it had
-written is removed by the next save. Only a directory with a valid manifest is a checkpoint and may be removed, and of
-its files only those that a save wrote: other files there are left alone. No torch here: files only.
+A save that fails or is killed at any point leaves the old manifest and the old data unchanged; the next save removes
+the files that it wrote. Only a directory with a valid manifest is a checkpoint and may be removed. Only files that a
+save wrote are removed from it; other files stay. This module handles only files, without torch.
 """
 
 import hashlib
@@ -32,24 +32,24 @@ log = logging.getLogger("meshwright")
 MANIFEST = "manifest.json"
 _DATA = re.compile(r"data-[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|trainer\.pt|\.trainer\.pt\..*")
-"""The files that a save writes into its data directory, and the temporary ones that a killed save leaves."""
-_TEMPORARY = f".{MANIFEST}."  # files.write_atomically, if it was killed
+"""The files that a save writes into its data directory, and temporary files that a killed save leaves there."""
+_TEMPORARY = f".{MANIFEST}."  # left by files.write_atomically if it was killed
 _STEP = re.compile(r"step-\d{8,}")
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that was not written to its end, or whose files have changed since."""
+    """A checkpoint that was not written completely, or whose files have changed since."""
 
 
 class SavedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file as it was written."""
+    """Size and checksum of a file as it was written."""
 
     num_bytes: int
     sha256: str
 
 
 class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A whole parameter or buffer."""
+    """Shape and dtype of a whole parameter or buffer."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -59,8 +59,8 @@ class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a checkpoint holds. ``plan`` is the plan that ran: a checkpoint loads under any other, but only the same one
-    takes over its amendments."""
+    """The contents of a checkpoint. ``plan`` is the plan that ran. A checkpoint loads under any plan, but only the same
+    plan takes over its amendments."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -75,13 +75,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tensors: dict[str, SavedTensor]
     plan: dict[str, Any]
     checksum: str = ""
-    """Of everything else in the manifest."""
+    """SHA-256 of everything else in the manifest."""
 
 
 def begin(path: Path, num_bytes: int) -> str:
-    """Begin a save of ``num_bytes`` in ``path``: returns the name of a directory that does not exist there yet. A
-    CheckpointError if ``path`` is a file, or a directory of something else; a DiskError if it cannot be
-    written to, or has no room."""
+    """Begin a save of ``num_bytes`` in ``path``. Return a new name for the data directory. Raise a CheckpointError if
+    ``path`` is a file, or a directory with other files; a DiskError if it cannot be written to, or has no room."""
     remedy = "choose another path: a checkpoint is a directory of its own"
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file", where=f"{path}", remedy=remedy)
@@ -97,7 +96,7 @@ def begin(path: Path, num_bytes: int) -> str:
 
 
 def no_room(path: Path, num_bytes: int) -> DiskError | None:
-    """What is wrong if ``num_bytes`` do not fit on the disk of ``path``."""
+    """The error to raise if ``num_bytes`` do not fit on the disk of ``path``; None if they fit."""
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     free = shutil.disk_usage(there).free
     if free >= num_bytes:
@@ -108,7 +107,7 @@ def no_room(path: Path, num_bytes: int) -> DiskError | None:
 
 
 def abandon(path: Path, data: str) -> None:
-    """Remove what a failed save has written (nothing if it failed after its manifest stood)."""
+    """Remove the files of a failed save, unless the manifest already names them."""
     with suppress(OSError):  # the next save removes what could not be removed now
         manifest = path / MANIFEST
         if manifest.is_file() and f'"{data}"' in manifest.read_text():
@@ -119,7 +118,7 @@ def abandon(path: Path, data: str) -> None:
 
 
 def commit(path: Path, manifest: Manifest) -> None:
-    """Make the data that ``manifest`` names the checkpoint, then remove what was there before."""
+    """Make the data that ``manifest`` names the checkpoint, then remove the data of earlier saves."""
     _sync(path / manifest.data)
     _sync(path)
     checksum = _checksum(json.loads(files.encode_json(manifest)))
@@ -130,9 +129,9 @@ def commit(path: Path, manifest: Manifest) -> None:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, at their sizes. A DamagedCheckpointError if there is no
-    manifest or a changed one, or a file is missing or of another size; a CheckpointError if there is nothing, or a
-    newer version."""
+    """Return the manifest of a checkpoint, and check that its files exist with the saved sizes. Raise a
+    DamagedCheckpointError if the manifest is missing or changed, or if a file is missing or has another size; a
+    CheckpointError if ``path`` is no checkpoint, or was written by a newer version."""
     manifest = _parsed(path)
     for name, saved in manifest.files.items():
         file = path / manifest.data / name
@@ -154,15 +153,15 @@ def written(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
 
 
 def verify(directory: Path, saved: dict[str, SavedFile]) -> None:
-    """A DamagedCheckpointError, which names the first such file, if a checksum is not the one that was written."""
+    """Raise a DamagedCheckpointError that names the first file whose checksum differs from the one that was written."""
     for name, expected in saved.items():
         if written(directory, [name])[name] != expected:
             raise _damaged("its checksum is not the one that was written", directory / name)
 
 
 def steps_in(directory: Path) -> list[str]:
-    """The names of a directory's checkpoints, the latest step first, whole or not. A directory of such a name that no
-    save wrote is left out."""
+    """The names of a directory's checkpoints, complete or not, with the latest step first. Directories with such a name
+    that no save wrote are left out."""
     if not directory.is_dir():
         return []
     named = [one for one in directory.iterdir() if one.is_dir() and _STEP.fullmatch(one.name)]
@@ -171,29 +170,29 @@ def steps_in(directory: Path) -> list[str]:
 
 
 def latest_step(directory: Path) -> int:
-    """The latest step in a directory of checkpoints that was written to its end; -1: there is none."""
+    """The latest step whose checkpoint in ``directory`` was completely written; -1 if none was."""
     names = (name for name in steps_in(directory) if _is_valid(directory / name))
     return next((int(name.removeprefix("step-")) for name in names), -1)
 
 
 def step_name(step: int) -> str:
-    """``step-00000120``."""
+    """The name of a step's checkpoint: ``step-00000120``."""
     return f"step-{step:08d}"
 
 
 def prune(directory: Path, newest: str, keep: int) -> list[str]:
-    """Remove all but ``newest`` and the ``keep`` - 1 latest checkpoints before it; returns later ones. A directory
-    without a valid manifest is neither counted nor removed."""
+    """Keep ``newest`` and the ``keep`` - 1 latest checkpoints before it, and remove earlier ones. Return the names of
+    later ones, which stay. A directory without a valid manifest is neither counted nor removed."""
     names = [name for name in steps_in(directory) if _is_valid(directory / name)]
     place = names.index(newest)
     for name in names[place + keep :]:
         _remove_data(directory / name)
-        _remove(directory / name, [directory / name / MANIFEST])  # last: without it nobody knows whose this is
+        _remove(directory / name, [directory / name / MANIFEST])  # last: the manifest marks the rest as ours
     return names[:place]
 
 
 def _parsed(path: Path) -> Manifest:
-    """The manifest of ``path``, unchanged since it was written; raises as ``read`` does."""
+    """Return the manifest of ``path`` if its checksum is right; raises as ``read`` does."""
     try:
         data = (path / MANIFEST).read_bytes()
     except OSError as error:
@@ -223,7 +222,7 @@ def _damaged(problem: str, where: Path | str) -> DamagedCheckpointError:
 
 
 def _is_valid(path: Path) -> bool:
-    """Whether there is a checkpoint of ours that was written to its end."""
+    """Whether the directory is a checkpoint of ours that was completely written."""
     with suppress(CheckpointError):
         _parsed(path)
         return True
@@ -231,7 +230,7 @@ def _is_valid(path: Path) -> bool:
 
 
 def _entries(directory: Path) -> list[Path]:
-    """What a directory holds; nothing where another process has just removed it."""
+    """The entries of a directory; none if another process has just removed it."""
     try:
         return list(directory.iterdir())
     except FileNotFoundError:
@@ -239,7 +238,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _remove_data(path: Path, kept: str = "") -> None:
-    """Remove the data that saves wrote into a checkpoint, killed saves too, but for the data directory ``kept``."""
+    """Remove the data of all saves, also of killed ones, from a checkpoint, except the data directory ``kept``."""
     for entry in _entries(path):
         if _DATA.fullmatch(entry.name) and entry.name != kept and entry.is_dir():
             _remove(entry, [file for file in _entries(entry) if _DATA_FILE.fullmatch(file.name)])
@@ -248,7 +247,7 @@ def _remove_data(path: Path, kept: str = "") -> None:
 
 
 def _remove(directory: Path, files_of_saves: Iterable[Path]) -> None:
-    """Remove files from ``directory``, then the directory, unless it holds others."""
+    """Remove these files, then ``directory`` unless it holds other files."""
     try:
         for file in files_of_saves:
             file.unlink(missing_ok=True)
@@ -278,7 +277,7 @@ def _absent(path: Path, error: OSError) -> CheckpointError:
 
 
 def _is_manifest(file: Path) -> bool:
-    """Whether it is one of ours, be it changed or of another version."""
+    """Whether the file is a manifest of ours, even if it was changed or has another version."""
     try:
         raw = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -287,13 +286,13 @@ def _is_manifest(file: Path) -> bool:
 
 
 def _is_data(directory: Path) -> bool:
-    """Whether a save wrote it: the name and all that it holds are a save's."""
+    """Whether a save wrote the directory: its name and all of its files are those of a save."""
     named = _DATA.fullmatch(directory.name) is not None and directory.is_dir()
     return named and all(_DATA_FILE.fullmatch(file.name) for file in _entries(directory))
 
 
 def _size(num_bytes: int) -> str:
-    """``1.25 GiB``, ``12 KiB``."""
+    """A size as text: ``1.25 GiB``, ``12 KiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -306,7 +305,7 @@ def _checksum(raw: dict[str, Any]) -> str:
 
 
 def _sync(directory: Path) -> None:
-    """Have a directory's entries reach the disk."""
+    """Flush a directory's entries to the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

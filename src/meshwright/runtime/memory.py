@@ -1,4 +1,4 @@
-"""The memory of a rank: what it holds now, and what its allocator keeps."""
+"""The memory of a rank: the bytes that it holds now, and the settings of its allocator."""
 
 import ctypes
 import os
@@ -9,35 +9,35 @@ import torch
 
 
 def memory_reader(device: torch.device) -> Callable[[], int] | None:
-    """What tells the bytes held now: allocated tensors on CUDA, else the process's resident memory; None where the
-    system does not say."""
+    """A function that returns the bytes held now: allocated on CUDA, else resident; None if they are not reported."""
     if device.type == "cuda":
         return lambda: torch.cuda.memory_allocated(device)
     return ResidentMemory() if sys.platform == "linux" else None
 
 
 class ResidentMemory:
-    """This process's resident memory, in bytes."""
+    """Reads this process's resident memory, in bytes, when it is called."""
 
     def __init__(self) -> None:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def __call__(self) -> int:
+        """The bytes that are resident now."""
         return int(os.pread(self._file, 128, 0).split()[1]) * self._page_bytes
 
     def __del__(self) -> None:
         os.close(self._file)
 
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt(3)
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of glibc's mallopt(3)
 
 
 def keep_memory() -> None:
-    """Let glibc's allocator keep what a step gives back, for the next one: else the system takes it, and zeroes it
-    again page by page, which costs a tenth of some steps on a CPU (docs/decisions/0012-memory-is-kept.md). Other
-    allocators are left alone. Blocks over 20 MiB still come from the system: few, and the holes that they leave in the
-    heap are the largest."""
+    """Let glibc's allocator keep memory that a step frees, for the next step. Otherwise the system takes it back and
+    zeroes it again page by page, which costs a tenth of some steps on a CPU (docs/decisions/0012-memory-is-kept.md).
+    Other allocators stay as they are. Blocks over 20 MiB still come from the system: they are few, and would leave the
+    largest holes in the heap."""
     settings = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if settings is not None:
         settings(_TRIM_THRESHOLD, 2**31 - 1)

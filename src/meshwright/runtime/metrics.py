@@ -1,4 +1,4 @@
-"""What a training run tells while it goes: the log line, and metrics.jsonl with a row per step."""
+"""The metrics of a training run: log lines, and metrics.jsonl with one row per step."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this rank has held: of its CUDA device, or resident in its process."""
+    """The peak memory of this rank: allocated on its CUDA device, or resident in its process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     status = Path("/proc/self/status")
@@ -28,7 +28,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    import resource  # not on every platform
+    import resource  # not available on every platform
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
@@ -36,15 +36,15 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass
 class Meter:
-    """Collects the steps' metrics as tensors, and reads them (which waits for the device) only when a line is due.
+    """Collects the metrics of steps as tensors. Reading them waits for the device, and happens only when a line is due.
 
     Args:
-        path: of metrics.jsonl; None: no file (ranks other than 0).
-        steps: of the whole run.
-        items_per_step, unit: what a step works through, such as 4096 and ``tok``.
-        flops_per_step: of the whole batch.
-        peak_flops_per_s: of all ranks together; 0: not known, and no ``mfu``.
-        predicted_step_s: 0: not known, and no ``pred/meas``.
+        path: path of metrics.jsonl; None: no file (ranks other than 0).
+        steps: number of steps of the whole run.
+        items_per_step, unit: number and name of the items of a step, such as 4096 and ``tok``.
+        flops_per_step: FLOPs of the whole batch.
+        peak_flops_per_s: peak of all ranks together; 0: not known, ``mfu`` is not shown.
+        predicted_step_s: predicted seconds of a step; 0: not known, ``pred/meas`` is not shown.
     """
 
     path: Path | None
@@ -61,23 +61,23 @@ class Meter:
     _first: float = 0.0
 
     def start(self) -> None:
-        """The clock runs from here: call it before the first step, and after anything that is not a step."""
+        """Start the clock. Call it before the first step, and after any work that is not a step."""
         self._first = self._last = time.perf_counter()
 
     def note(self, step: int, metrics: Mapping[str, Tensor], lr: float) -> None:
-        """A step has been made. Waits for nothing."""
+        """Record a step that has been made, without waiting for the device."""
         now = time.perf_counter()
         self._pending.append(({"step": step, "step_s": now - self._last, "lr": lr}, dict(metrics)))
         self._last = now
 
     def grow(self, factor: float) -> None:
-        """Steps work through ``factor`` times as much from now on; nothing is foretold of them."""
+        """Multiply the work of a step by ``factor`` from now on; the prediction no longer holds."""
         self.items_per_step = round(self.items_per_step * factor)
         self.flops_per_step *= factor
         self.predicted_step_s = 0.0
 
     def read(self) -> str:
-        """Write the rows of the steps since the last call, and return the log line of the last one ("": none)."""
+        """Write the rows of the steps since the last call. Return the log line of the last step ("": no steps)."""
         if not self._pending:
             return ""
         rows = [row | {name: value.item() for name, value in metrics.items()} for row, metrics in self._pending]
@@ -90,8 +90,8 @@ class Meter:
         return self._line(rows[-1], elapsed_s / len(rows))
 
     def _line(self, row: Row, step_s: float) -> str:
-        """``step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04``; what is
-        not known is left out."""
+        """``step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04``; unknown
+        numbers are left out."""
         parts = [f"step {row['step']}/{self.steps}", f"loss {row['loss']:.4f}"]
         if (norm := row.get("grad_norm")) is not None:
             parts.append(f"grad_norm {norm:.3g}" if norm < 0.01 else f"grad_norm {norm:.2f}")
@@ -104,7 +104,7 @@ class Meter:
         return "  ".join(parts)
 
     def write(self, *rows: Row) -> None:
-        """Append rows to metrics.jsonl. Rows that a full disk does not take are tried again with the next ones."""
+        """Append rows to metrics.jsonl. Rows that do not fit on a full disk are tried again with the next rows."""
         if self.path is None or not (rows or self._unwritten):
             return
         waited = bool(self._unwritten)
@@ -113,7 +113,7 @@ class Meter:
         try:
             with self.path.open("ab", buffering=0) as file:
                 size = file.tell()
-                if file.write(data) < len(data):  # half a row would be none
+                if file.write(data) < len(data):  # a partial row is unreadable
                     file.truncate(size)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -123,13 +123,13 @@ class Meter:
             self._unwritten.clear()
 
     def finish(self) -> None:
-        """Say which rows could not be written to the end."""
+        """Try once more to write waiting rows, and warn if they cannot be written."""
         self.write()
         if self._unwritten:
             log.warning("%s: there was no room for the rows from step %d on", self.path, self._unwritten[0]["step"])
 
     def rewind(self, step: int) -> list[Row]:
-        """Cut off the rows after ``step`` (they will be made again), and return the ones before."""
+        """Cut off the rows after ``step``, whose steps will be made again. Return the rows up to ``step``."""
         if self.path is None or not self.path.exists():
             return []
         rows: list[Row] = []
@@ -143,5 +143,5 @@ class Meter:
                 break
             rows.append(row)
             size += len(line)
-        os.truncate(self.path, size)  # needs no room, which a new file would
+        os.truncate(self.path, size)  # unlike a new file, this needs no disk space
         return rows

@@ -1,12 +1,12 @@
-"""Optimizer state that lies on the host between steps: brought to the device in chunks, one ahead, and sent back.
+"""Optimizer state that lies on the host between steps: chunks are copied to the device, one ahead, and back.
 
     copies    bring 0 | bring 1 |  send 0, bring 2  |  send 1, ...
     device            | step 0  |  step 1           |  step 2
 
-After S. Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.1.2; but the step itself stays on the device, so that any
-optimizer works: it is called once for every chunk of parameters, of which alone it is then given gradients. On CUDA the
-host's memory is pinned and copies run on a stream of their own; on a CPU both are the same memory, and only the
-order is exercised.
+After S. Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.1.2, except that the step itself runs on the device, so
+that any optimizer works. The optimizer is called once for every chunk of parameters, and only these have gradients
+then. On CUDA the host's memory is pinned, and copies run on a stream of their own. On a CPU both memories are the same,
+and only the order is exercised.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 CHUNK_BYTES = 2**26
-"""Parameters that are stepped together."""
+"""Bytes of the parameters that are stepped together."""
 
 
 class Offloader:
-    """Steps an optimizer whose state lies on the host. All ranks that share parameters hold them in one order."""
+    """Steps an optimizer whose state lies on the host. Ranks that share parameters hold them in the same order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,7 +30,7 @@ class Offloader:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """One step of what has a gradient; gradients are let go."""
+        """Step all parameters that have a gradient, and release the gradients."""
         gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         for parameter in gradients:
             parameter.grad = None
@@ -53,7 +53,7 @@ class Offloader:
         return torch.cuda.stream(self._copies) if self._copies is not None else nullcontext()
 
     def _wait(self) -> None:
-        """Let the device's work wait for the copies that have been asked for."""
+        """Let the device's work wait for the copies requested so far."""
         if self._copies is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._copies)
 
@@ -73,7 +73,7 @@ class Offloader:
                 state[key] = self._kept(parameter, key, value)
 
     def _kept(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
-        """The host's copy of a value, from now on."""
+        """Copy a value to the host, and return the host's copy."""
         host = self._host.get((parameter, key))
         if host is None or host.dtype != value.dtype:
             pinned = self.device.type == "cuda"
@@ -84,18 +84,18 @@ class Offloader:
         return host
 
     def settle(self) -> None:
-        """Wait until the host has what was sent to it; before anybody but ``step`` reads optimizer state."""
+        """Wait until all copies to the host are done. Call it before optimizer state is read outside of ``step``."""
         if self._copies is not None:
             self._copies.synchronize()
 
     @property
     def host_bytes(self) -> int:
-        """What lies on the host."""
+        """The bytes of optimizer state on the host."""
         return sum(value.nbytes for value in self._host.values())
 
 
 def chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in order, in runs of about ``CHUNK_BYTES``."""
+    """Split the parameters, in order, into chunks of about ``CHUNK_BYTES``."""
     found: list[list[nn.Parameter]] = []
     filled = CHUNK_BYTES
     for one in parameters:
@@ -110,7 +110,7 @@ def chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _moved(
     optimizer: Optimizer, chunk: Sequence[nn.Parameter]
 ) -> Iterator[tuple[nn.Parameter, dict[str, Any], str, Tensor]]:
-    """State of its parameter's shape; steps and the like are small, and stay where the optimizer wants them."""
+    """Yield state tensors of their parameter's shape. Small state (step counts) stays where the optimizer put it."""
     for parameter in chunk:
         state = optimizer.state.get(parameter, {})
         for key, value in list(state.items()):

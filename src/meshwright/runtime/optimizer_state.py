@@ -1,11 +1,11 @@
-"""An optimizer's state by parameter names, so that another layout's optimizer can take it.
+"""An optimizer's state by parameter name, so that the optimizer of another layout can load it.
 
     {"name": "AdamW",
      "groups": [{"parameters": ["wte.weight", ...], "options": {"lr": 3e-4, "betas": (0.9, 0.999), ...}}],
      "states": {"wte.weight": {"tensors": {"exp_avg": torch.float32, ...}, "values": {"step": tensor(120.)}}}}
 
-State tensors of a parameter's shape are split as the parameter; here stand their dtypes, and the tensors are handed
-to ``runtime/shards.py``. Everything else (``step``) is the same on every rank and stands here itself.
+State tensors of a parameter's shape are split like the parameter. ``tensors`` holds only their dtypes, and
+``runtime/shards.py`` stores the tensors. All other state (``step``) is the same on every rank; ``values`` holds it.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from meshwright.runtime.shards import Part, part_of
 from meshwright.runtime.state import LocalParameters
 
 HOW_IT_COMPUTES = ("foreach", "fused", "capturable", "differentiable")
-"""Options that belong to a run and its device, not to what was learnt: they are not saved."""
+"""Options that belong to a run and its device, not to the trained state: they are not saved."""
 
 LEAVE = "load(..., optimizer=False) leaves the optimizer as it is"
 
@@ -27,8 +27,8 @@ States = dict[str, dict[str, Any]]
 
 
 def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Part]]:
-    """The state, and its split tensors by their names in a checkpoint. A CheckpointError if it holds a parameter
-    that is not the model's, or state that is split in an unknown way."""
+    """Return the optimizer's state, and its split tensors by their names in a checkpoint. Raise a CheckpointError if it
+    holds a parameter that is not the model's, or state that is split in an unknown way."""
     states: States = {}
     parts: dict[str, Part] = {}
     for name, (parameter, _) in _named(parameters, optimizer).items():
@@ -63,7 +63,7 @@ def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str
 
 
 def joined(saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state from those of all ranks, of which stages hold different parameters."""
+    """Join the states of all ranks to one state. Ranks of different stages hold different parameters."""
     groups = []
     for same in zip(*(one["groups"] for one in saved), strict=True):
         names = dict.fromkeys(name for group in same for name in group["parameters"])
@@ -73,8 +73,8 @@ def joined(saved: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any] | None, where: str) -> None:
-    """A CheckpointError if ``optimizer`` cannot take a saved state: there is none (None), or it is of another
-    optimizer, of other parameters or of other groups."""
+    """Raise a CheckpointError if ``optimizer`` cannot load a saved state: the state is missing (None), or it is of
+    another optimizer, of other parameters or of other groups."""
     if saved is None:
         raise CheckpointError("there is no optimizer state", where=where, remedy=LEAVE)
     name = type(optimizer).__name__
@@ -99,10 +99,10 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
 def make_room(
     parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any]
 ) -> tuple[States, dict[str, Part]]:
-    """The state by parameter name with its values as saved and its tensors to be filled (but for padding, which is 0),
-    and these by their names.
+    """Return the state by parameter name, and its tensors by their names in a checkpoint. Values are as saved; tensors
+    are zeros that a load must fill, except for padding.
 
-    Dtypes stay as saved; as with ``Optimizer.load_state_dict`` everything but the step is on the parameter's device.
+    Dtypes are as saved. As with ``Optimizer.load_state_dict``, everything but the step is on the parameter's device.
     """
     result: States = {}
     parts: dict[str, Part] = {}
@@ -120,7 +120,7 @@ def make_room(
 
 
 def take(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any], states: States) -> None:
-    """Put filled states and saved options into the optimizer."""
+    """Put loaded states and saved options into the optimizer."""
     optimizer.state.clear()
     for name, (parameter, _) in _named(parameters, optimizer).items():
         if name in states:
@@ -129,7 +129,7 @@ def take(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any
         for key, value in other["options"].items():
             mine = group.get(key)
             if isinstance(mine, Tensor) and isinstance(value, Tensor):
-                mine.copy_(value)  # a learning rate that others hold too
+                mine.copy_(value)  # such as a learning rate that other objects hold too
             else:
                 group[key] = value
 
@@ -148,7 +148,7 @@ def _device(key: str, parameter: nn.Parameter, group: dict[str, Any]) -> torch.d
 
 
 def _name_of(parameters: LocalParameters, optimizer: Optimizer) -> dict[int, str]:
-    """Names by the identity of parameters, whether or not the optimizer was given names."""
+    """Names by the identity of parameters; the optimizer itself may not know any names."""
     names = {id(parameter): name for name, parameter in parameters.trainable.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -162,6 +162,6 @@ def _name_of(parameters: LocalParameters, optimizer: Optimizer) -> dict[int, str
 
 
 def _named(parameters: LocalParameters, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
-    """Each parameter that the optimizer holds, with its group."""
+    """Each parameter that the optimizer holds, with its group, by name."""
     names = _name_of(parameters, optimizer)
     return {names[id(one)]: (one, group) for group in optimizer.param_groups for one in group["params"]}

@@ -1,8 +1,8 @@
-"""Training in a low precision on this rank: what its device can do, the scale of the loss, and steps that are skipped.
+"""Training in a low precision on this rank: the check of its device, the loss scale, and skipped steps.
 
-Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3: weights, gradients and optimizer state in
-float32, and a loss that is scaled before a backward in float16, because gradients below 6e-8 are 0 there. The scale
-is dynamic, with the constants of ``torch.amp.GradScaler``. It is a power of two, so that scaling rounds nothing.
+Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3: weights, gradients and optimizer state are
+float32. The loss is scaled before a backward in float16, because gradients below 6e-8 are 0 there. The scale is
+dynamic, with the constants of ``torch.amp.GradScaler``. It is a power of two, so that scaling rounds nothing.
 """
 
 import logging
@@ -16,24 +16,25 @@ from meshwright.comm.groups import sum_over
 from meshwright.errors import LaunchError, LossScaleError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
+from meshwright.torch_private import unscale_and_check
 
 log = logging.getLogger("meshwright")
 
 FIRST_SCALE = 2.0**16
 MOST_SCALE = 2.0**24
 LEAST_SCALE = 2.0**-14
-"""Gradients that overflow even so are not those of a loss that can be trained."""
+"""Smallest loss scale: if gradients overflow even at this scale, the loss cannot be trained."""
 GROWTH_STEPS = 2000
-"""After so many steps without overflow the scale is doubled."""
+"""Steps without overflow after which the scale is doubled."""
 MOST_SKIPPED = 8
-"""Steps in a row that are skipped without a scale that could be lowered."""
+"""Skipped steps in a row after which training fails, in a precision without a scale that could be lowered."""
 _NEEDS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
 _ARM = {"bfloat16": ("bf16",), "float16": ("fp16", "fphp")}
 
 
 def check_device(precision: Precision | None, device: torch.device, *, tells: bool = True) -> None:
-    """A LaunchError if a device cannot compute in a precision; a CPU that only emulates it is named in the log
-    (``tells``)."""
+    """Raise a LaunchError if a device cannot compute in a precision. Log a warning (if ``tells``) if a CPU only
+    emulates the precision."""
     if precision not in _NEEDS:
         return
     if device.type == "cuda":
@@ -54,15 +55,15 @@ def check_device(precision: Precision | None, device: torch.device, *, tells: bo
 
 
 def missing_instructions(precision: Precision) -> tuple[str, ...]:
-    """Instructions of which this CPU needs one to compute in a low precision, and has none; () if it has."""
+    """Instruction sets that this CPU lacks, any one of which a low precision needs; () if the CPU has one of them."""
     known = torch.cpu.get_capabilities()
     wanted = _NEEDS[precision] if known.get("architecture") == "x86_64" else _ARM[precision]
     return () if any(known.get(name) for name in wanted) else wanted
 
 
 class LossScale:
-    """The scale of the loss (1, and always 1, but for float16), and which steps are skipped: those that have a gradient
-    that is not finite, on any rank, on all of them."""
+    """The scale of the loss (always 1, except for float16), and the decision which steps are skipped. All ranks skip a
+    step if a gradient or the loss is not finite on any rank."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self.precision, self.device = precision, device
@@ -72,25 +73,25 @@ class LossScale:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What a captured step takes of it."""
+        """The inputs of a captured step that hold the scale; none if the scale is always 1."""
         return {LOSS_SCALE: torch.full((), self.value, device=self.device)} if self.dynamic else {}
 
     def unscale(self, gradients: Sequence[Tensor], groups: Mapping[str, AxisGroup], loss: Tensor) -> bool:
-        """Divide the gradients by the scale, in place; whether they and the loss are finite, on every rank. All ranks
-        call it together."""
+        """Divide the gradients by the scale, in place. Return whether they and the loss are finite on every rank. All
+        ranks must call it together."""
         found = (~torch.isfinite(loss)).to(torch.float32).reshape(1)
         inverse = torch.full((1,), 1.0 / self.value, device=self.device)
         alike: dict[torch.dtype, list[Tensor]] = {}
         for one in gradients:
             alike.setdefault(one.dtype, []).append(one)
         for several in alike.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(several, found, inverse)
-        for axis in sorted(groups, key=lambda axis: axis == "pp"):  # stages may have axes of their own
+            unscale_and_check(several, found, inverse)
+        for axis in sorted(groups, key=lambda axis: axis == "pp"):  # last, because stages may have other axes
             found = sum_over(found, groups[axis])
         return not float(found)
 
     def note(self, finite: bool, step: int, *, tells: bool = True) -> None:
-        """Step number ``step`` was made, or skipped. A LossScaleError if no scale helps."""
+        """Adapt the scale to step number ``step``, made or skipped. Raise a LossScaleError if no scale helps."""
         if finite:
             self.good_steps, self.skipped = self.good_steps + 1, 0
             if self.dynamic and self.good_steps % GROWTH_STEPS == 0:
@@ -116,10 +117,10 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"precision": self.precision, "value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take a state back; where it is of another precision, or there is none, the scale begins anew."""
+        """Restore a state; if it is of another precision, or None, the current scale stays."""
         if state is not None and state["precision"] == self.precision:
             self.value, self.good_steps, self.skipped = state["value"], state["good_steps"], 0

@@ -1,4 +1,4 @@
-"""Probes: for each kind of operator, calls of a few sizes whose seconds are measured. None of them is of a model."""
+"""Probes: calls of a few sizes for each kind of operator, whose seconds are measured. No model is needed."""
 
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -13,14 +13,14 @@ from meshwright.ir.graph import ITEM_BYTES
 
 aten = torch.ops.aten
 COLD_BYTES = 64 * 2**20
-"""What is gone through before it comes back, so that it is not found in a core's caches."""
+"""Bytes that are read or written before an operand is used again, so that it is no longer in a core's caches."""
 ROW, FLAT = 256, 24
 DTYPES = ("float32", "float64", "bfloat16")
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A call: its kind (``ir/kind.py``), its size (FLOPs, or bytes of inputs and outputs), and what to call; of
-    products also what they do of the other."""
+    """A call to measure: its kind (``ir/kind.py``), its size (FLOPs, or bytes of inputs and outputs), and its function.
+    ``other``, only of products: the bytes if ``size`` is FLOPs, the FLOPs if ``size`` is bytes."""
 
     kind: str
     size: float
@@ -29,19 +29,19 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def kernel_probe() -> Probe:
-    """A call so small that only its dispatch counts."""
+    """A call so small that its time is only that of its dispatch."""
     one, other = torch.ones(1), torch.ones(1)
     return Probe("dispatch", 0.0, lambda: torch.add(one, other))
 
 
 def matmul_probe(side: int, dtype: str) -> Probe:
-    """A square product, the second operand transposed, as linear layers have it."""
+    """A square product whose second operand is transposed, as in linear layers."""
     one = torch.randn(side, side).to(getattr(torch, dtype))
     return Probe("matmul", 2.0 * side**3, lambda: torch.mm(one, one.t()), 3.0 * one.nbytes)
 
 
 def flat_probe(side: int) -> Probe:
-    """A product of few rows with weights that other weights have pushed out of the caches."""
+    """A product of a few rows with weights that other weights have pushed out of the caches."""
     rows = torch.randn(FLAT, side)
     size = (side * side + 2 * FLAT * side) * 4
     weights = cycle(list(torch.randn(max(2, COLD_BYTES // 2 // size), side, side)))
@@ -49,7 +49,7 @@ def flat_probe(side: int) -> Probe:
 
 
 def compute_probes(scale: float = 1.0) -> Iterator[Probe]:
-    """Attention and convolution; ``scale`` makes them smaller."""
+    """Attention and convolution; ``scale`` multiplies the lengths and the image sides."""
     for batch, length in ((1, 64), (2, 128), (4, 256)):
         yield from _attention(batch, max(8, int(length * scale)))
     for batch, channels, side in ((2, 16, 16), (8, 32, 16), (8, 64, 32)):
@@ -78,8 +78,8 @@ def _convolution(batch: int, channels: int, side: int) -> Iterator[Probe]:
 
 
 def memory_probes(elements: tuple[int, ...] = (2**14, 2**18, 2**21)) -> Iterator[Probe]:
-    """What is bound by memory, in float32, over so many elements: each call on others than the one before, for in a
-    step there is much between the making of a tensor and its use."""
+    """Operators that are bound by memory, in float32, for each number of ``elements``. A call uses other tensors than
+    the call before it, because in a step much else runs between the making of a tensor and its use."""
     for count in elements:
         pool = list(torch.rand(max(2, COLD_BYTES // 8 // count), count))
         yield from _element_wise(pool)
@@ -95,7 +95,7 @@ def _element_wise(pool: list[Tensor]) -> Iterator[Probe]:
     yield Probe("pointwise", 3 * size, lambda: torch.add(next(x), next(y), out=out))
     yield Probe("activation", 2 * size, lambda: aten.gelu.default(next(x)))
     yield Probe("activation_backward", 3 * size, lambda: aten.gelu_backward.default(next(x), next(y)))
-    # the generator is made and seeded for each call, as keyed random numbers need it
+    # each call makes and seeds a generator, as keyed random numbers do
     yield Probe("random", size, lambda: torch.ops.meshwright.bernoulli.default(out, 0.9, 1, 2))
 
 
@@ -137,7 +137,7 @@ def _by_index(pool: list[Tensor]) -> Iterator[Probe]:
 
 
 def _update(count: int) -> Probe:
-    """A pass over parameters that other parameters have pushed out of the caches."""
+    """An update of parameters that other parameters have pushed out of the caches."""
     size = count * ITEM_BYTES["float32"]
     several = [torch.randn(count) for _ in range(2 * max(1, COLD_BYTES // (2 * size)))]
     pairs = cycle(list(zip(several[::2], several[1::2], strict=True)))

@@ -1,6 +1,6 @@
-"""Our own launcher: a function on several ranks of this machine, and what went wrong on the first that failed.
+"""Our own launcher: runs a function on several ranks of this machine, and raises the error of the first failed rank.
 
-The ranks are processes of torch's elastic agent. What they leave behind is described in ``runtime/failures.py``.
+The ranks are processes of torch's elastic agent. ``runtime/failures.py`` describes the files that they leave behind.
 """
 
 import fcntl
@@ -27,14 +27,14 @@ from meshwright.runtime.failures import Failure, Status, as_error, file_of, firs
 
 T = TypeVar("T")
 Again = Callable[[RankError, Path], bool]
-"""Whether to start all ranks again after this error; the path is where the files of those that failed then lie."""
+"""Whether to start all ranks again after this error; the path is where the files of the failed attempt then lie."""
 
 STOP_S = 5
-"""How long stopped ranks may take before they are killed."""
+"""Seconds that stopped ranks may take to end before they are killed."""
 MOST_RANKS = 256
-"""Processes that are started on one machine."""
+"""Maximum number of ranks (processes) on one machine."""
 LINGER_S = 10.0
-"""How long a rank that lost another waits to be stopped, so that the other one's failure is seen first."""
+"""Seconds that a rank that lost another rank waits to be stopped, so that the other rank's failure is seen first."""
 
 
 def run_ranks(
@@ -47,23 +47,23 @@ def run_ranks(
 ) -> T:
     """Run ``function(*args)`` on ``num_ranks`` ranks of this machine, and return rank 0's result.
 
-    The function is a top-level one of an importable module; arguments and results can be pickled. One rank runs in
-    this process. With several, the first that fails ends the others within seconds. Ctrl-C stops all of them.
+    The function must be a top-level function of an importable module; arguments and results must be picklable. A
+    single rank runs in this process. If one of several ranks fails, the others end within seconds. Ctrl-C stops all.
 
     Args:
-        directory: for what ranks leave behind; no other ``run_ranks`` may be at work there. Default: a temporary one,
-            which stays after an error of a rank, for that names it.
-        port: through which the ranks meet on this machine; 0: a free one.
-        again: asked when one of several ranks was killed, lost the others, or raised what is no MeshwrightError.
+        directory: for the files that ranks leave behind; no other ``run_ranks`` may use it at the same time. Default: a
+            temporary directory, which stays after an error of a rank, because the error names it.
+        port: port of this machine at which the ranks meet; 0: a free port.
+        again: is called if one of several ranks was killed, lost the others, or raised an error not of Meshwright.
 
     Raises:
-        MeshwrightError: that a rank raised; of several ranks, the first one's.
-        FailedRankError: a rank raised something else, was killed, or ended.
-        LaunchError: more ranks than ``MOST_RANKS``; the port is taken, another run is at work in the directory, or the
-            script that calls this does so whenever it is imported, as every rank does.
+        MeshwrightError: the error that a rank raised; if several ranks raised one, the first.
+        FailedRankError: a rank raised another error, was killed, or ended.
+        LaunchError: more ranks than ``MOST_RANKS``; the port is taken; another run uses the directory; or the script
+            that calls this function calls it again when it is imported, as every rank does.
         KeyboardInterrupt: Ctrl-C; all ranks are stopped.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself looks
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own test
         raise LaunchError(
             "a rank that was started has imported the script that starts it, which starts ranks again",
             where="main module",
@@ -148,7 +148,7 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
 
 
 def _rank(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path) -> T | None:
-    """The life of one rank."""
+    """Run the function as one rank, and record its failure if it fails."""
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -167,7 +167,7 @@ def _rank(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, dir
 
 
 def _fail(failure: Failure) -> NoReturn:
-    """End this rank at once: nothing may wait for ranks that will not answer."""
+    """End this rank at once, without waiting for ranks that will not answer."""
     sys.stdout.flush()
     sys.stderr.flush()
     if failure.lost_peer:
@@ -176,7 +176,7 @@ def _fail(failure: Failure) -> NoReturn:
 
 
 def _redirect_output(log: Path, *, keep_python: bool) -> None:
-    """Send what this process prints to a file; ``keep_python``: only what C and C++ code prints."""
+    """Send the output of this process to a file; ``keep_python``: only the output of C and C++ code."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -194,7 +194,7 @@ def _redirect_output(log: Path, *, keep_python: bool) -> None:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A temporary directory; it stays after an error of a rank."""
+    """A temporary directory, which is kept after an error of a rank."""
     path = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
     try:
         yield path
@@ -208,7 +208,7 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Two runs in one directory would overwrite each other's checkpoints."""
+    """Lock a directory, because two runs in it would overwrite each other's checkpoints."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as file:
         try:
@@ -223,11 +223,11 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 class _Signals:
-    """While ranks run, a signal to stop is noted and ends the ranks; the launcher then finds them ended.
+    """Notes signals to stop while ranks run, and kills the ranks; the launcher then finds them ended.
 
-    An exception out of a signal handler could get lost anywhere in the agent. Ranks are born with SIGINT blocked, so
-    that Ctrl-C, which reaches all processes of a terminal, finds none half imported; a thread that does not block it
-    receives it for this process.
+    An exception raised in a signal handler could get lost anywhere in the agent. Ranks start with SIGINT blocked, so
+    that Ctrl-C, which reaches all processes of a terminal, does not stop a rank in the middle of its imports. In this
+    process a thread that does not block SIGINT receives it.
     """
 
     HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -256,7 +256,7 @@ class _Signals:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def raise_received(self) -> None:
-        """KeyboardInterrupt after Ctrl-C, SystemExit after another signal to stop, nothing after none."""
+        """Raise KeyboardInterrupt after Ctrl-C, SystemExit after another signal to stop; else do nothing."""
         if self._received == signal.SIGINT:
             raise KeyboardInterrupt from None
         if self._received is not None:
@@ -273,8 +273,8 @@ class _Signals:
 
 
 def _start_resource_tracker() -> None:
-    """Start multiprocessing's tracker: before SIGINT is blocked, which it undoes, and without its warning about what
-    killed ranks have left behind, which it cleans up anyway."""
+    """Start multiprocessing's resource tracker before SIGINT is blocked, because starting it unblocks SIGINT. Its
+    warning about resources of killed ranks is switched off, because it cleans them up anyway."""
     option = "ignore:resource_tracker:UserWarning"
     sys.warnoptions.append(option)
     try:
@@ -285,7 +285,7 @@ def _start_resource_tracker() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The agent logs tracebacks of its own for what is told here in one line."""
+    """Silence the agent, which logs its own tracebacks for errors that are reported here in one line."""
     with ExitStack() as restored:
         for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
             logger = logging.getLogger(name)

@@ -1,4 +1,4 @@
-"""Ranks that were lost start again from the last checkpoint, as long as that helps."""
+"""Restarts all ranks from the last checkpoint after a rank was lost, as long as that helps."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,19 +8,19 @@ from meshwright.errors import RankError
 from meshwright.runtime import manifest
 
 TRIES = 3
-"""Failures at one place, with no checkpoint between them, after which the next is expected too."""
+"""Failures at one place, with no checkpoint between them, after which ranks are not started again."""
 
 
 class Restarts:
-    """For ``run_ranks(..., again=...)``: start again unless it would fail for ever.
+    """Decides, for ``run_ranks(..., again=...)``, to start again unless the run would fail for ever.
 
-    A machine may lose a rank anywhere. What lies in the model or its data fails at the same place, such as
-    ``at step 57``, each time: the third failure there is the last, unless a later checkpoint was written between them.
-    Between two checkpoints there are only so many places, so this ends.
+    A machine may lose a rank anywhere. A failure that lies in the model or its data happens at the same place each
+    time, such as ``at step 57``. The third failure at a place is the last, unless a later checkpoint was written in
+    between. The places between two checkpoints are finite in number, so restarting ends.
 
     Args:
-        checkpoints: the directory of ``save_in``.
-        say: is told each failure, and what follows from it.
+        checkpoints: the directory that ``save_in`` writes to.
+        say: is called with a text for each failure and its consequence.
     """
 
     def __init__(self, checkpoints: Path, say: Callable[[str], object]) -> None:

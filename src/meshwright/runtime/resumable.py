@@ -1,4 +1,4 @@
-"""The checkpoints of a trainer: saved at one moment or not at all, checked before they are loaded, under any layout."""
+"""The checkpoints of a trainer: saved as a whole or not at all, checked before a load, and loaded under any layout."""
 
 import json
 import logging
@@ -34,13 +34,13 @@ from meshwright.runtime.state import LocalParameters, full_state_dict, load_stat
 log = logging.getLogger("meshwright")
 
 OTHER_BYTES = 16 * 2**10
-"""About what a checkpoint takes on the disk besides tensors and state."""
+"""Approximate bytes of a checkpoint on the disk besides tensors and state."""
 
 Path_ = str | os.PathLike[str]
 
 
 class Resumable:
-    """What a trainer saves and goes on from. Every rank must call each method, with a directory that all share."""
+    """The part of a trainer that saves and loads. Every rank must call each method, with a directory that all share."""
 
     plan: Plan
     graph: Graph
@@ -61,15 +61,15 @@ class Resumable:
         self, path: Path_, *, loader: Stateful | None = None, extra: Extra | None = None, blocking: bool = True
     ) -> None:
         """Write a checkpoint: model, optimizer, step, seed, the loader's position, and ``extra`` (such as
-        ``{"scheduler": scheduler}``). What was there before stays until the new checkpoint is whole.
+        ``{"scheduler": scheduler}``). A checkpoint that was at ``path`` stays until the new one is complete.
 
-        ``blocking=False`` copies what is saved and writes it while steps go on; the next save, a load and
-        ``wait_for_save`` wait for it. What the disk then refuses is a warning, and raised by ``wait_for_save``.
+        ``blocking=False`` copies the data and writes them while steps go on; the next save, a load and
+        ``wait_for_save`` wait for it. An error is then first logged as a warning; ``wait_for_save`` raises it.
 
         Raises:
-            CheckpointError: on every rank; what was at ``path`` has not changed. Without ``blocking`` it may be of the
-                save before.
-            NonFiniteLossError: the loss of the last step, which a CUDA device had not told yet.
+            CheckpointError: on every rank; the checkpoint at ``path`` has not changed. The error may be that of an
+                earlier save with ``blocking=False``.
+            NonFiniteLossError: the loss of the last step is not finite, which a CUDA device had not reported yet.
         """
         self._save(path, loader, extra or {}, blocking=blocking, keep=0)
 
@@ -82,8 +82,8 @@ class Resumable:
         extra: Extra | None = None,
         blocking: bool = True,
     ) -> Path:
-        """``save`` as ``directory/step-00000120``, and return that path. When the checkpoint is whole, all but the
-        latest ``keep`` are removed."""
+        """``save`` as ``directory/step-00000120``, and return that path. When the checkpoint is complete, all
+        checkpoints but the latest ``keep`` are removed. A CheckpointError if ``keep`` is less than 1."""
         if keep < 1:
             raise CheckpointError(f"keep is {keep}", where=f"{directory}", remedy="keep at least 1 checkpoint")
         path = Path(directory) / manifest.step_name(self.step_number)
@@ -126,7 +126,7 @@ class Resumable:
         )
 
     def _contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, Part], dict[str, Any]]:
-        """This rank's tensors by their names in the checkpoint, and what is in ``trainer.pt``."""
+        """This rank's tensors by their names in the checkpoint, and the contents of ``trainer.pt``."""
         checkpoint.check_finite(self.parameters)
         parts, kept = checkpoint.model_parts(self.parameters), None
         if self._optimizer is not None:
@@ -145,7 +145,7 @@ class Resumable:
         """Wait for a save with ``blocking=False``.
 
         Raises:
-            CheckpointError: the last such save has failed, on every rank, once; what was there before stays.
+            CheckpointError: the last such save has failed; raised once, on every rank. The checkpoint before it stays.
         """
         if (error := self.saver.wait()) is not None:
             raise error
@@ -153,16 +153,16 @@ class Resumable:
     def load(
         self, path: Path_, *, loader: Stateful | None = None, extra: Extra | None = None, optimizer: bool = True
     ) -> None:
-        """Continue from a checkpoint, saved under this or any other layout and number of ranks. With the same plan,
-        whose amendments of that time hold again, training goes on bit by bit. ``optimizer=False`` leaves the optimizer
-        as it is.
+        """Continue from a checkpoint that was saved under this or any other layout and number of ranks. Under the same
+        plan training continues bit by bit, and the plan's amendments of that time hold again. ``optimizer=False``
+        leaves the optimizer as it is.
 
         Raises:
-            CheckpointError: on every rank: missing, half-written, damaged, newer, or of another model or optimizer
-                (nothing has changed); or its tensors could not be read after all.
+            CheckpointError: on every rank: the checkpoint is missing, half-written, damaged, newer, or of another model
+                or optimizer (nothing has changed); or its tensors could not be read after these checks.
             DataError: the loader's data are not those of the saved position; nothing has changed.
         """
-        self.saver.wait()  # its failure has been told, and what is loaded is another checkpoint
+        self.saver.wait()  # a failure was already logged, and does not concern the checkpoint that is loaded
         taker, extra = self._optimizer if optimizer else None, extra or {}
         path, where = same_path(path)
         found = from_rank_0(lambda: told(where, lambda: checkpoint.examined(self.parameters, path)))
@@ -196,12 +196,12 @@ class Resumable:
     def load_latest(
         self, directory: Path_, *, loader: Stateful | None = None, extra: Extra | None = None
     ) -> Path | None:
-        """``load`` the latest whole checkpoint of ``save_in``, and return its path; None where none was ever finished.
+        """``load`` the latest complete checkpoint of ``save_in``. Return its path; None if no save was ever finished.
 
-        A damaged one is named in a warning, and the one before it is taken.
+        A warning names a damaged checkpoint, and the checkpoint before it is tried.
 
         Raises:
-            CheckpointError: none is whole, or the latest whole one does not fit (see ``load``).
+            CheckpointError: no checkpoint is complete, or the latest complete one does not fit (see ``load``).
         """
         directory, where = same_path(directory)
         damaged = []
@@ -215,7 +215,7 @@ class Resumable:
                     log.warning("%s: %s; the one before it is tried", error.where, error.problem)
             else:
                 return directory / name
-        if written:  # others were never finished: the run was stopped in its first save
+        if written:  # otherwise the run was stopped in its first save
             problems = "".join(f"\n  {error.where}: {error.problem}" for error in damaged)
             raise CheckpointError(
                 f"none of its {len(damaged)} checkpoints is whole:{problems}",
@@ -225,7 +225,7 @@ class Resumable:
         return None
 
     def _take_amendments(self, found: Manifest, where: str) -> None:
-        """Take the amendments of the saved plan, if it is this plan: they name its ranks and its algorithms."""
+        """Take the amendments of the saved plan if it is this plan: they name ranks and algorithms of their plan."""
         saved = msgspec.convert(found.plan.get("amendments", []), tuple[Amendment, ...])
         if base_of(found.plan) == base_of(self._plan_as_data()):
             self._amend(saved)
@@ -238,20 +238,20 @@ class Resumable:
         return data
 
     def _amend(self, amendments: tuple[Amendment, ...]) -> None:
-        """Go on by the plan with these amendments, of which later ones replace earlier ones, and no others."""
+        """Continue under the plan with these amendments and no others. Later amendments replace earlier ones."""
         self.plan = msgspec.structs.replace(self.plan, amendments=amended((), amendments))
         amend(self.groups, self.plan.amendments)
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Whole tensors on the CPU under the model's own names, on rank 0 (empty elsewhere unless ``all_ranks``). It
-        loads into the plain model with ``load_state_dict``."""
+        """Whole tensors on the CPU under the model's own names, on rank 0 (empty on other ranks unless ``all_ranks``).
+        The ``load_state_dict`` of the plain model takes them."""
         return full_state_dict(self.parameters, all_ranks=all_ranks)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Train on from the whole tensors of a plain model's state dict, under any layout: the inverse of
-        ``full_state_dict``. Rank 0's tensors count. The optimizer's state stays as it is.
+        """Continue from the whole tensors of a plain model's state dict, under any layout: the inverse of
+        ``full_state_dict``. Rank 0's tensors are used. The optimizer's state does not change.
 
-        ``strict=False`` leaves out names that the model does not have, and leaves alone what has no value here.
+        ``strict=False`` ignores names that the model does not have, and leaves tensors without a new value unchanged.
 
         Raises:
             CheckpointError: on every rank: a tensor is missing, unknown or of another shape; nothing has changed.
@@ -267,6 +267,6 @@ class Resumable:
 
 
 def _steps_in(directory: Path) -> tuple[list[str], bool]:
-    """The names of checkpoints, the latest first, and whether one of them was ever written to its end."""
+    """The names of a directory's checkpoints, the latest first, and whether any of them was ever finished."""
     names = manifest.steps_in(directory)
     return names, any((directory / name / manifest.MANIFEST).exists() for name in names)

@@ -1,11 +1,11 @@
-"""Writing a checkpoint, at once or in a thread beside the steps.
+"""Writes a checkpoint, at once or in a thread while steps go on.
 
     rank 0    takes its share │ writes it          collects reports ▸ index, manifest ▸ verdict
     rank 1    takes its share │ writes it ▸ report                                      reads the verdict
               └ the step waits┘ └ here steps go on, if the save does not block ──────────────────────────
 
-Ranks tell each other what became of it through notes (``comm/board.py``): a thread calls no collective, whose order
-among those of the steps would be left to chance. The verdict is the same on every rank.
+Ranks report the result to each other through notes (``comm/board.py``). The thread calls no collectives, because their
+order among the collectives of the steps would be left to chance. The verdict is the same on every rank.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = logging.getLogger("meshwright")
 
 TRAINER = "trainer.pt"
 AFTER_ERROR_S = 5.0
-"""How long a program that ends with an error waits for a save: the other ranks may be gone."""
+"""Seconds that a program that ends with an error waits for a save: the other ranks may be gone."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has written, or why it could not."""
+    """What a rank has written, or the error that kept it from writing."""
 
     written: list[WriteResult] = field(default_factory=list)
     files: dict[str, SavedFile] = field(default_factory=dict)
@@ -48,13 +48,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Save:
-    """One save, as it is on one rank: all that is written is held here, and nothing else is asked of the trainer.
+    """One save on one rank. It holds all data to be written, and needs nothing else of the trainer.
 
     Args:
-        manifest: what will be the checkpoint's, without its files.
+        manifest: the checkpoint's manifest, without its files.
         state: the bytes of ``trainer.pt``.
-        num_bytes: about what the checkpoint takes on the disk.
-        keep: how many checkpoints stay in the directory around it; 0: all, it is no such directory.
+        num_bytes: approximate bytes of the checkpoint on the disk.
+        keep: how many checkpoints stay in the parent directory; 0: all, it is not a directory of checkpoints.
     """
 
     path: Path
@@ -66,8 +66,8 @@ class Save:
     board: Board
 
     def run(self) -> MeshwrightError | None:
-        """Write, and wait for the verdict on what all ranks wrote: None, or why the checkpoint is not there. A
-        LostRankError if rank 0 does not answer."""
+        """Write this rank's share, and return the verdict on the shares of all ranks: None, or why the save failed.
+        Raise a LostRankError if rank 0 does not answer."""
         try:
             mine = self._write_share()
             verdict = self._conclude(mine) if self.share.rank == 0 else None
@@ -79,7 +79,7 @@ class Save:
         return verdict if self.share.rank == 0 else self.board.read(self._key(0), 0)
 
     def forget(self) -> None:
-        """Take the last note away, when every rank has read it."""
+        """Remove the verdict; called when every rank has read it."""
         if self.share.rank == 0:
             self.board.remove(self._key(0))
 
@@ -87,7 +87,7 @@ class Save:
         return f"{self.manifest.data}/{'report' if rank else 'verdict'} {rank}"
 
     def _tell(self, mine: Report, verdict: MeshwrightError | None) -> None:
-        """Leave this rank's note: rank 0's is the verdict, after it has removed what is left of a failed save."""
+        """Post this rank's note. Rank 0's note is the verdict; before it, rank 0 removes the files of a failed save."""
         if self.share.rank == 0 and verdict is not None:
             manifest.abandon(self.path, self.manifest.data)
         self.board.post(self._key(self.share.rank), mine if self.share.rank else verdict)
@@ -106,7 +106,7 @@ class Save:
             return Report(error=type(error)(problem, where=f"{self.path}", remedy=error.remedy))
 
     def _conclude(self, mine: Report) -> MeshwrightError | None:
-        """On rank 0: make what all ranks have written the checkpoint."""
+        """On rank 0: collect all reports, and make the written files the checkpoint. Return None, or the error."""
         try:
             reports = [mine]
             for rank in range(1, self.share.num_ranks):
@@ -117,7 +117,7 @@ class Save:
                     raise report.error
             told(f"{self.path}", lambda: self._commit(reports))
         except DiskError as error:
-            manifest.abandon(self.path, self.manifest.data)  # first, so that its room counts as free
+            manifest.abandon(self.path, self.manifest.data)  # first, so that its space counts as free
             return manifest.no_room(self.path, self.num_bytes) or error
         except MeshwrightError as error:
             return error
@@ -154,12 +154,12 @@ class Saver:
 
     @cached_property
     def board(self) -> Board:
-        """Where the ranks tell each other what became of a save."""
+        """The board on which ranks report the result of a save to each other."""
         return Board(attend())
 
     def start(self, save: Save, *, blocking: bool) -> None:
-        """Write; in a thread unless ``blocking``, which raises a CheckpointError on every rank. No other save is under
-        way, and since the last one ranks have met."""
+        """Write a save, in a thread unless ``blocking``. If a blocking save fails, raise a CheckpointError on every
+        rank. No other save may be under way, and ranks must have met since the last one."""
         if self._last is not None:
             self._last.forget()
         self._last = save
@@ -174,14 +174,14 @@ class Saver:
         self._thread.start()
 
     def fail(self, error: MeshwrightError, rank: int) -> None:
-        """Keep why a save that does not block has failed, until ``wait``; rank 0 warns of it. Training goes on."""
+        """Keep the error of a save that does not block until ``wait``. Rank 0 logs a warning. Training goes on."""
         self._error = error
         if rank == 0:
             after = "; training goes on, and the next save tries again" if isinstance(error, DiskError) else ""
             log.warning("%s: %s%s", error.where, error.problem, after)
 
     def wait(self) -> MeshwrightError | None:
-        """Wait for the save under way. Returns why the last one that did not block has failed; once."""
+        """Wait for the save under way. Return the error of the last save that did not block, once; else None."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -196,6 +196,6 @@ class Saver:
             self.fail(failed, save.share.rank)
 
     def _end(self) -> None:
-        """At the program's end."""
+        """Wait for the save under way at the program's end."""
         if self._thread is not None:
             self._thread.join(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)

@@ -6,9 +6,9 @@ described to torch as a list of chunks, each with its place in the whole and its
 
     whole    q0 q1 | k0 k1 | v0 v1        rank 0 holds q0 k0 v0, at 0, 2 and 4 of the whole
 
-A Flat part is a range of elements: the rest of a row, whole rows, and the beginning of a row, each a chunk.
+A Flat part is a range of elements. Its chunks are the rest of a row, whole rows, and the beginning of a row.
 
-Whatever of torch's checkpoint machinery is used stands in this module; nothing of it needs DTensor.
+This module contains all calls of torch's checkpoint machinery, and uses only parts that do not need DTensor.
 """
 
 import io
@@ -55,12 +55,12 @@ from meshwright.lower.reshard import local_part
 from meshwright.runtime.state import LocalParameters
 
 CHUNK_OVERHEAD_BYTES = 2000
-"""About what torch's file format and index add to a chunk."""
+"""Approximate bytes that torch's file format and index add to a chunk."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a whole tensor that lies on this rank: where it starts in the whole and in the part, and its size."""
+    """A block of a whole tensor that lies on this rank: its offsets in the whole, its starts in the part, its sizes."""
 
     offsets: tuple[int, ...]
     starts: tuple[int, ...]
@@ -69,8 +69,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a whole tensor of ``shape``. A Flat part holds the elements from ``flat_from`` on of what
-    other axes leave, a tensor of shape ``local``; places of its chunks are places there."""
+    """This rank's part of a whole tensor of ``shape``. A Flat part holds the elements from ``flat_from`` on of a tensor
+    of shape ``local``, which the cuts along other axes leave; ``starts`` of its chunks are places in that tensor."""
 
     value: Tensor
     shape: tuple[int, ...]
@@ -95,10 +95,9 @@ def _block(value: Tensor, starts: Iterable[int], sizes: Iterable[int]) -> Tensor
 
 
 def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> list[Chunk]:
-    """The blocks of a whole tensor that make up this rank's part (of a Flat part, what other axes leave), as few as
-    possible.
+    """The fewest blocks of a whole tensor that make up this rank's part, before a Flat cut.
 
-    Which indices a rank holds along a dim is asked of ``local_part``, which cuts the parameters themselves.
+    ``local_part``, which also cuts the parameters themselves, says which indices of a dim this rank holds.
     """
     ranges = []
     for dim, size in enumerate(shape):
@@ -121,7 +120,7 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
 
 
 def part_of(parameters: LocalParameters, name: str, value: Tensor) -> Part:
-    """``value``, split as the parameter (or buffer) of that name."""
+    """``value`` as a Part, split like the parameter (or buffer) of that name."""
     return part_at(value, parameters.global_shape(name), parameters.placements(name), parameters.groups)
 
 
@@ -140,7 +139,7 @@ def part_at(value: Tensor, shape: tuple[int, ...], placements: Placements, group
 
 
 def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, int], ...]]:
-    """Elements ``begin`` to ``end`` of a tensor, in their order, as boxes: (start, size) on every dim."""
+    """Elements ``begin`` to ``end`` of a tensor, in row-major order, as boxes: (start, size) on every dim."""
     if begin >= end:
         return []
     if not shape:
@@ -156,7 +155,7 @@ def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[i
 
 
 def _within(chunk: Chunk, box: tuple[tuple[int, int], ...]) -> Chunk | None:
-    """What of a chunk lies in a box of the part; None where nothing does."""
+    """The part of a chunk that lies in a box; None if they do not overlap."""
     starts = tuple(max(start, begin) for start, (begin, _) in zip(chunk.starts, box, strict=True))
     ends = tuple(
         min(start + size, begin + length)
@@ -172,17 +171,17 @@ def _within(chunk: Chunk, box: tuple[tuple[int, int], ...]) -> Chunk | None:
 
 
 def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
-    """Rising indices as runs: (first index, its position, length)."""
+    """Rising indices as runs of consecutive indices: (first index, its position, length)."""
     breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]
     ends = [*breaks, len(indices)]
     return [(indices[start], start, end - start) for start, end in zip([0, *breaks], ends, strict=True) if end > start]
 
 
 class Share:
-    """What this rank writes of the tensors of all: of equal chunks (replicas) one rank writes one.
+    """The chunks that this rank writes. If several ranks hold equal chunks (replicas), only one of them writes it.
 
-    Every rank must make it; each then writes its share without the others, and one rank writes the index.
-    ``num_bytes`` is about the size of all ranks' shares.
+    Every rank must create its share. It then writes the share without the others, and one rank writes the index.
+    ``num_bytes`` is the approximate size of all ranks' shares.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
@@ -195,11 +194,11 @@ class Share:
         self.num_bytes = sum((item.tensor_storage_size() or 0) + CHUNK_OVERHEAD_BYTES for item in items)
 
     def stage(self) -> None:
-        """Copy it, so that steps may go on before it is written."""
+        """Copy the share, so that steps may go on before it is written."""
         self._planner.stage(self._plans[self.rank])
 
     def write(self, directory: Path) -> list[WriteResult]:
-        """Write it to a directory, on the disk when this returns; for ``write_index``."""
+        """Write the share to a directory; it is on the disk on return. Return the results for ``write_index``."""
         writer = _Writer(directory)
         writer.set_up_storage_writer(is_coordinator=self.rank == 0)
         directory.mkdir(parents=True, exist_ok=True)
@@ -207,7 +206,7 @@ class Share:
         return list(writer.write_data(plan, self._planner).wait())
 
     def write_index(self, directory: Path, written: list[list[WriteResult]]) -> None:
-        """Write where each chunk lies, by what ``write`` returned on every rank."""
+        """Write the index, which says where each chunk lies, from the results of ``write`` on every rank."""
         _Writer(directory).finish(self._metadata, written)
 
 
@@ -217,8 +216,8 @@ def files_of(written: list[WriteResult]) -> list[str]:
 
 
 def read(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Fill the parts from what ``write`` wrote, under whatever placements; every rank must call it. A CheckpointError
-    on every rank if a rank could not read; parts may have been filled then."""
+    """Fill the parts from files that ``write`` wrote under any placements. Every rank must call it. Raise a
+    CheckpointError on every rank if a rank could not read; some parts may be filled then."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -246,7 +245,7 @@ def _explained(error: CheckpointException, directory: Path, remedy: str) -> Base
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Every rank offers its chunks; of equal ones (replicas) the default planner keeps one, evenly over the ranks."""
+    """Every rank offers its chunks. Of equal chunks (replicas) the default planner keeps one, balanced over ranks."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -269,7 +268,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return SavePlan(items)
 
     def stage(self, plan: SavePlan) -> None:
-        """Copy what a plan writes; each copy is let go when it is written."""
+        """Copy the chunks that a plan writes; each copy is released when it is written."""
         for item in plan.items:
             part, chunk = self._views[item.index]
             copy = torch.empty(chunk.sizes, dtype=part.value.dtype)
@@ -283,7 +282,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Every rank asks for its chunks, which are put together from whatever saved chunks overlap them."""
+    """Every rank asks for its chunks, which are assembled from the saved chunks that overlap them."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -319,14 +318,14 @@ def _described(chunk: Chunk) -> ChunkStorageMetadata:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's files, without the path of the machine that wrote them."""
+    """Writes torch's files, without the path on the machine that wrote them."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's files, each saved chunk read once, and its index without running any code that it may hold."""
+    """Reads torch's files, each saved chunk once, and their index without running code that it may contain."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -352,7 +351,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """torch writes its index as a pickle: only the classes that an index is made of are let in."""
+    """Reads torch's index, which is a pickle, and admits only the classes that an index is made of."""
 
     ALLOWED = frozenset({
         *(("torch.distributed.checkpoint.metadata", name) for name in (

@@ -1,4 +1,4 @@
-"""This rank's parameters and buffers: made from the caller's module, and whole again for its state dict."""
+"""This rank's parameters and buffers: taken from the caller's module, and gathered whole for its state dict."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -24,12 +24,12 @@ log = logging.getLogger("meshwright")
 class LocalParameters:
     """Parameters and buffers of one rank, by the model's own names, in the graph's order.
 
-    Where a parameter is whole on this rank it *is* the caller's; where it is split, the caller's becomes a meta
-    tensor, so that nobody trains a stale copy.
+    Where a parameter is whole on this rank, it *is* the caller's parameter. Where it is split, the caller's parameter
+    becomes a meta tensor, so that no stale copy can be trained.
 
     Attributes:
         own: this rank's parameters, or its parts of them.
-        given: the meta tensors that stand in the caller's module for parameters that are not whole here.
+        given: the meta tensors in the caller's module in place of parameters that are not whole on this rank.
         named_buffers: the buffers that this rank holds.
     """
 
@@ -67,7 +67,7 @@ class LocalParameters:
                 value.data = value.data.to(device)
 
     def _take(self, name: str, parameter: nn.Parameter, parts: dict[str, nn.Parameter]) -> bool:
-        """Put this rank's part of a parameter into ``parts`` (nothing where another stage has it); False where the
+        """Put this rank's part of a parameter into ``parts`` (nothing if only other stages use it). Return False if the
         parameter is whole here."""
         if self.holds(name) and not self.is_sharded(name):
             return False
@@ -77,7 +77,7 @@ class LocalParameters:
         return True
 
     def take_over(self) -> None:
-        """Make the caller's split parameters meta tensors, now that nothing can fail any more."""
+        """Replace the caller's split parameters by meta tensors; called when nothing can fail any more."""
         callers = dict(self.model.named_parameters())
         replaced = {id(callers[name]): given for name, given in self.given.items()}
         for module in self.model.modules():
@@ -99,8 +99,8 @@ class LocalParameters:
         return self.own[name] if name in self.own else self.named_buffers[name]
 
     def follow(self) -> tuple[str, ...]:
-        """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own). Returns
-        the names of the parameters that are trained now, on whatever rank."""
+        """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own). Return
+        the names of the parameters that are trained now, on any rank."""
         for name, given in self.given.items():
             if name in self.own and self.own[name].requires_grad != given.requires_grad:
                 self.own[name].requires_grad_(given.requires_grad)
@@ -117,7 +117,7 @@ class LocalParameters:
         return {name: value.detach() for name, value in self.own.items()}
 
     def placements(self, name: str) -> Placements:
-        """Where a parameter is split (empty: whole everywhere)."""
+        """The placements of a parameter by axis (empty: whole everywhere)."""
         return self._placements.get(name, {})
 
     def holds(self, name: str) -> bool:
@@ -125,11 +125,11 @@ class LocalParameters:
         return "pp" not in self.groups or self.groups["pp"].index in self._owners[name]
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether it is the model's, but only stages of other ranks use it."""
+        """Whether the parameter or buffer is the model's, but only stages of other ranks use it."""
         return name in self._owners and not self.holds(name)
 
     def counts(self, name: str) -> bool:
-        """Whether this rank's stages count the parameter in sums over all of them: the first that holds it does."""
+        """Whether this rank counts the parameter in sums over stages: only the first ``pp`` rank that holds it does."""
         return "pp" not in self.groups or self.groups["pp"].index == self._owners[name][0]
 
     def is_sharded(self, name: str) -> bool:
@@ -137,12 +137,12 @@ class LocalParameters:
         return bool(self.split_axes(name))
 
     def split_axes(self, name: str) -> tuple[str, ...]:
-        """The axes over which ranks hold different parts of it."""
+        """The axes over which ranks hold different parts of the parameter."""
         return tuple(axis for axis, placement in self.placements(name).items() if is_split(placement))
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """The whole of something that lies as the parameter (or buffer) does; every rank must call it, those that do
-        not hold the parameter with None."""
+        """Gather the whole of a tensor that is split like the parameter (or buffer). Every rank must call it; ranks
+        that do not hold the parameter pass None."""
         if value is None:
             result = self.empty(name)
         else:
@@ -153,7 +153,7 @@ class LocalParameters:
         return result
 
     def empty(self, name: str) -> Tensor:
-        """Room for the whole tensor, on this rank's device."""
+        """Uninitialized memory for the whole tensor, on this rank's device."""
         dtype = getattr(torch, self.graph.tensors[name].dtype)
         return torch.empty(self.global_shape(name), dtype=dtype, device=self.device)
 
@@ -164,7 +164,7 @@ class LocalParameters:
 
 def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str, Tensor]:
     """Whole tensors on the CPU by the model's own names (tied ones under each name); empty on ranks that do not keep
-    it. One tensor after another is gathered: no more than one lies whole on the device."""
+    them. Tensors are gathered one after the other, so that at most one lies whole on the device."""
     keep = all_ranks or not dist.is_initialized() or dist.get_rank() == 0
     found: dict[str, Tensor] = {}
     for name in (*parameters.graph.parameters, *parameters.graph.buffers):
@@ -178,8 +178,8 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
 
 
 def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, strict: bool) -> None:
-    """The inverse of ``full_state_dict``: rank 0's whole tensors become the parameters and buffers of every rank. A
-    CheckpointError on every rank if they do not fit; nothing has changed then."""
+    """The inverse of ``full_state_dict``: rank 0's whole tensors become the parameters and buffers of every rank. Raise
+    a CheckpointError on every rank if they do not fit; nothing has changed then."""
     given: dict[str, Tensor] = {}  # filled on rank 0 alone
 
     def names_given() -> list[str]:
@@ -198,7 +198,7 @@ def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, st
 
 
 def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool) -> dict[str, Tensor]:
-    """The tensors that a state dict holds, by the names that the graph has for them."""
+    """The tensors of a state dict by their names in the graph. Raise a CheckpointError if they do not fit."""
 
     def refused(key: str, problem: str, remedy: str) -> CheckpointError:
         return CheckpointError(problem, where=f"state dict, {key}", remedy=remedy)
@@ -231,7 +231,7 @@ def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool
 
 
 def _refuse_loading(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """A hook of the caller's module: its ``load_state_dict`` would write to tensors that hold nothing."""
+    """A hook of the caller's module that refuses its ``load_state_dict``: it would write to meta tensors."""
     split = any(isinstance(value, SplitParameter) for value in module.parameters())
     if split and not metadata.get("assign_to_params_buffers"):
         raise ChangedModelError(

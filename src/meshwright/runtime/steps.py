@@ -1,4 +1,4 @@
-"""How a step is run on this rank: its stages, lowered, and the schedule that runs them."""
+"""A training step on this rank: its lowered stages, and the schedule that runs them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -23,11 +23,11 @@ from meshwright.schedules.pipeline import schedule_of
 from meshwright.schedules.reshard import Box, transfer
 
 Keys = Callable[[int], int]
-"""The random key of each micro-batch."""
+"""A function from the number of a micro-batch to its random key."""
 
 
 def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
-    """The process groups of a plan's axes, for this rank; every rank must call it."""
+    """Make the process groups of a plan's axes, and return this rank's. Every rank must call it."""
     if not plan.uneven:
         return axis_groups(plan.mesh, rank, plan.algorithms)
     count = plan.mesh.size("pp")
@@ -40,7 +40,7 @@ def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
 
 
 class Step:
-    """A captured step, lowered for this rank: its stages, and the schedule by which they are run."""
+    """A captured step, lowered for this rank: its stages, and the schedule that runs them."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Step:
     def run(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], keys: Keys
     ) -> StepResult:
-        """Run the schedule, add what tied weights get from several stages, and tell all stages loss and metrics."""
+        """Run the schedule, sum gradients of tied weights over stages, and send loss and metrics to all stages."""
         result = self.executor.run(parameters, buffers, inputs, keys)
         begun = time.perf_counter()
         for name, owners in self._shared.items():
@@ -111,7 +111,7 @@ class Step:
         return result
 
     def _route(self, stage: int, kind: ActionKind, one: Transfer) -> Route:
-        """To or from the stage beside: rank by rank where both have the same submesh, else by a transfer plan."""
+        """The route to or from the neighbouring stage: rank by rank if submeshes are equal, else by a transfer plan."""
         near = stage + 1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage - 1
         each = self._plan.mesh.world_size // self._count
         mine, first, here = self._rank % each, near % self._count * each, stage % self._count * each
@@ -137,7 +137,7 @@ class Step:
         return Route(messages, boxes[mine], others)
 
     def _joined(self, mine: Tensor | None, parameter: Tensor, owners: tuple[int, ...]) -> Tensor:
-        """The sum of the gradients that the owners of a parameter have, in one order everywhere."""
+        """The sum of a parameter's gradients on its owners, in the same order everywhere."""
         terms = {self._index: torch.zeros_like(parameter) if mine is None else mine.contiguous()}
         works = []
         for one in owners:

@@ -45,6 +45,7 @@ log = logging.getLogger("meshwright")
 
 Replan = Callable[[Plan, Graph], Plan]
 SHAPES_KEPT = 8
+"""Maximum number of captured steps that are kept. A warning is logged at this many captures because of changes."""
 
 
 class Trainer(Resumable):
@@ -52,10 +53,10 @@ class Trainer(Resumable):
 
     Attributes:
         plan: the plan that runs, with its amendments.
-        step_number: steps done.
-        metrics: ``loss``, ``grad_norm`` (where clipping is on), under a low precision ``skipped`` (0 or 1) and
-            ``loss_scale`` (float16), and the loss function's own, of the last step or evaluation, as scalar tensors.
-        recorder: what the last step or evaluation did; None leaves nothing noted.
+        step_number: number of steps done.
+        metrics: scalar tensors of the last step or evaluation: ``loss``, ``grad_norm`` (if gradients are clipped),
+            under a low precision ``skipped`` (0 or 1) and ``loss_scale`` (float16), and the loss function's metrics.
+        recorder: records the spans of the last step or evaluation; None records nothing.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Trainer(Resumable):
         amend(self.groups, plan.amendments)
         told = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
         self.recorder: Recorder | None = Recorder(told, memory_reader(device))
-        # before anything of the caller's changes
+        # lowering may fail, so it comes before any change of the caller's model
         self._compiler = Compiler(device) if compile else None
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler)
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
@@ -114,8 +115,8 @@ class Trainer(Resumable):
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, count): which of how many parts of the global batch ``step(batch, local=True)`` takes here. Where
-        stages differ in dp, every rank takes the whole batch."""
+        """(index, count): the part of the global batch that ``step(batch, local=True)`` takes on this rank. If stages
+        differ in dp, every rank takes the whole batch."""
         index, count = 0, 1
         for group in (self.groups[axis] for axis in DATA_AXES if axis in self.groups and not self.plan.uneven):
             index, count = index * group.size + group.index, count * group.size
@@ -123,13 +124,13 @@ class Trainer(Resumable):
 
     @property
     def input_parts(self) -> dict[str, tuple[slice, ...]]:
-        """By name of a tensor of the batch, what this rank needs of the global one. Where images are cut over ranks,
-        ``step(batch, local=True)`` takes these rows alone, too: ``image[trainer.input_parts["image"]]``."""
+        """The slices of the global batch that this rank needs, by name of a tensor of the batch. If images are cut over
+        ranks, ``step(batch, local=True)`` also takes only these rows: ``image[trainer.input_parts["image"]]``."""
         return self._parts.slices
 
     @property
     def num_kernels(self) -> int:
-        """Kernels that were compiled; 0 without ``compile``."""
+        """The number of compiled kernels; 0 without ``compile``."""
         return self._compiler.num_kernels if self._compiler is not None else 0
 
     @property
@@ -145,18 +146,18 @@ class Trainer(Resumable):
         return self._optimizer
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
-        """One training step on the global batch (or, ``local``, on this rank's part of it).
+        """Make one training step on the global batch (or, ``local``, on this rank's part of it).
 
         Returns:
-            The loss of the global batch, a scalar tensor (not waited for).
+            The loss of the global batch, a scalar tensor; the host does not wait for its value.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite. On a CPU, and under a low precision, parameters are as
-                they were before the step. A CUDA device is not waited for: its loss is looked at in the next step,
-                evaluation or save, when parameters are those after the step, as the error says.
+                they were before the step. The host does not wait for a CUDA device: the loss is checked in the next
+                step, evaluation or save. Parameters are then those after the step, as the error says.
             DataError: the batch does not have the structure or the dtypes that were captured.
-            LayoutError: it is smaller than dp, or does not divide into micro-batches.
-            RankError: ranks were given batches of different shapes, or other values where they share a batch.
+            LayoutError: the batch is smaller than dp, or does not divide into micro-batches.
+            RankError: batches of different shapes on several ranks, or of different values on ranks that share a batch.
             OptimizerError: the trainer was made without an optimizer.
         """
         optimizer = self.optimizer
@@ -189,21 +190,21 @@ class Trainer(Resumable):
         return loss
 
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
-        """The loss of a batch in evaluation mode: no gradients, no dropout, buffers as they are."""
+        """Return the loss of a batch in evaluation mode: no gradients, no dropout, unchanged buffers."""
         self.losses.settle()
         with self._recorded():
             self.metrics = self._run(batch, local, training=False).scalars
         return self.metrics["loss"]
 
     def trace(self, *, all_ranks: bool = False) -> Trace:
-        """What this rank did in the last step or evaluation, and when (``time.perf_counter``).
+        """Return the spans of this rank's last step or evaluation, with their times (``time.perf_counter``).
 
         Streams are ``compute`` (data, forward and backward or the actions of the schedule, clip, optimizer),
-        ``communication`` (collectives under way, sends) and ``wait`` (computing stands still for communication); memory
-        is sampled between them. On CUDA, times are the host's. ``ir.summary.summarize`` adds up what it says.
+        ``communication`` (collectives under way, sends) and ``wait`` (computing stands still for communication). Memory
+        is sampled between spans. On CUDA, times are the host's. ``ir.summary.summarize`` adds up the spans.
 
-        ``all_ranks``: on rank 0 what all ranks did, on rank 0's clock, which every rank's is compared with now; every
-        rank must call it, and the others get their own.
+        ``all_ranks``: rank 0 returns the spans of all ranks on its own clock, with which all clocks are compared now.
+        Every rank must call it; other ranks return their own spans.
         """
         mine = msgspec.structs.replace((self.recorder or Recorder()).trace(self.rank), plan=self._ran.digest)
         return on_rank_0(mine, self.device) if all_ranks else mine
@@ -211,9 +212,9 @@ class Trainer(Resumable):
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _key(self, leaves: Leaves, local: bool, training: bool) -> Hashable:
-        """What a captured step depends on besides the model: what is trained, and the batch but for its values.
+        """What a captured step depends on besides the model: the trained parameters, and the batch without its values.
 
-        Of tensors that are cut over the ranks (``local``), the global shape counts.
+        For tensors that are cut over the ranks (``local``), the global shape counts.
         """
         size, parts = leaves.size, self.data_shard[1] if local else 1
         shapes = tuple(
@@ -234,7 +235,7 @@ class Trainer(Resumable):
             yield
 
     def _note(self, what: str, begun: float) -> None:
-        """Computing that is over now, and the memory that is held."""
+        """Record computing that ends now, and the memory that is held."""
         if self.recorder is not None:
             self.recorder.span(COMPUTE, what, begun, time.perf_counter())
             self.recorder.sample()
@@ -266,8 +267,8 @@ class Trainer(Resumable):
         )
 
     def _trained(self) -> tuple[str, ...]:
-        """The names of the parameters that are not frozen (any more). An OptimizerError if one was frozen when the
-        optimizer was made, which therefore does not have it."""
+        """The names of the parameters that are not frozen now. Raise an OptimizerError if the optimizer does not hold
+        one of them, because it was frozen when the optimizer was made."""
         names = self.parameters.follow()
         if self._names_trained != names:
             known = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
@@ -282,7 +283,7 @@ class Trainer(Resumable):
         return names
 
     def _step_for(self, key: Any, leaves: Leaves, training: bool) -> Step:
-        """The step that was captured for such a batch, if all that it has baked in is still so, else a new one."""
+        """The step that was captured for such a batch, if the values baked into it have not changed; else a new one."""
         changed = ""
         for index, (known, guard, step) in enumerate(self._lowered):
             if known == key:
@@ -294,7 +295,7 @@ class Trainer(Resumable):
         return self._capture_again(key, leaves, training, changed)
 
     def _capture_again(self, key: Any, leaves: Leaves, training: bool, changed: str) -> Step:
-        """The same plan for another batch shape, for evaluation, with other parameters frozen, or after a change."""
+        """Capture a step again: for another batch shape, evaluation, other frozen parameters, or after a change."""
         if training:
             check_alike(leaves, self._leaves)
         self._callers.check_members()
@@ -324,7 +325,7 @@ class Trainer(Resumable):
         return step
 
     def _is_finite(self, result: StepResult) -> bool:
-        """Under a low precision: gradients are unscaled, and if one is not finite on any rank, nothing is changed."""
+        """Under a low precision, unscale gradients. Return False, to skip the step, if any rank's are not finite."""
         if self.loss_scale is None:
             return True
         begun, loss, step = time.perf_counter(), result.scalars["loss"], self.step_number + 1
@@ -350,7 +351,8 @@ class Trainer(Resumable):
                 buffer.copy_(value)
 
     def _clip(self, max_norm: float) -> Tensor:
-        """Clip by the norm over all ranks: split gradients are summed over the axes that split them, stages over pp."""
+        """Clip gradients by their norm over all ranks, and return it. Squares of split gradients are summed over the
+        axes that split them, and the squares of stages over ``pp``."""
         whole: list[Tensor] = []
         split: dict[tuple[str, ...], list[Tensor]] = {}
         for name, parameter in self.parameters.trainable.items():
@@ -359,7 +361,7 @@ class Trainer(Resumable):
             axes = self.parameters.split_axes(name)
             (split.setdefault(axes, []) if axes else whole).append(parameter.grad)
         dtypes = (getattr(torch, self.graph.tensors[name].dtype) for name in self.graph.parameters)
-        total = torch.zeros((), dtype=reduce(torch.promote_types, dtypes), device=self.device)  # alike on all stages
+        total = torch.zeros((), dtype=reduce(torch.promote_types, dtypes), device=self.device)  # equal on all stages
         if whole:
             total = total + torch.nn.utils.get_total_norm(whole).square()
         for axes, gradients in split.items():

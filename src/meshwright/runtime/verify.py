@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from meshwright.capture.batch import as_dicts
 from meshwright.capture.tracer import LossFunction
@@ -16,13 +15,14 @@ from meshwright.runtime.initialize import materialize
 from meshwright.runtime.loop import Progress
 from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.trainer import Trainer
+from meshwright.torch_private import pytree
 
 TOLERANCE = 1e-9
-"""Values may differ by this times the largest of them, or times 1 where all are smaller."""
+"""Allowed difference relative to the largest value, or to 1 if all values are smaller."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One quantity: its largest difference over all elements, where that is, and what is allowed."""
+    """One compared quantity: its largest difference over all elements, where it occurs, and the allowed difference."""
 
     quantity: str
     difference: float
@@ -33,8 +33,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Record:
-    """What some steps of training computed. ``gradients`` are the first step's, as the optimizer got them; the state
-    is that after the last step."""
+    """The results of some training steps. ``gradients`` are those of the first step, as the optimizer received them;
+    ``state`` is the model's state after the last step."""
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Record:
 
 
 def in_float64(model: nn.Module, seed: int) -> nn.Module:
-    """A copy of the model in float64 with dropout off; one on the meta device gets its initial values."""
+    """A copy of the model in float64 with dropout off; a model on the meta device gets its initial values."""
     twin = copy.deepcopy(model)
     materialize(twin, torch.device("cpu"), seed)
     for module in twin.modules():
@@ -59,7 +59,7 @@ def batch_in_float64(batch: Any) -> Any:
 
 
 def parallel_steps(trainer: Trainer, batch: Any, steps: int, progress: Progress) -> Record:
-    """``steps`` training steps of a trainer; every rank must call it, and rank 0's record is whole."""
+    """Make ``steps`` training steps of a trainer. Every rank must call it; rank 0's record is complete."""
     record = Record()
     local: dict[str, Tensor] = {}
 
@@ -91,8 +91,8 @@ def eager_steps(
     max_grad_norm: float | None,
     progress: Progress,
 ) -> Record:
-    """The same steps of a plain model in one process: the oracle. A CaptureError if the model draws random numbers, so
-    that two runs cannot be compared."""
+    """Make the same steps of a plain model in one process: the oracle. Raise a CaptureError if the model draws random
+    numbers, because two runs could not be compared."""
     model.train()
     _check_deterministic(model, loss_fn, batch)
     record = Record()
@@ -114,9 +114,9 @@ def eager_steps(
 
 
 def compare(parallel: Record, eager: Record) -> tuple[Comparison, ...]:
-    """Forward, backward and update of two records, as rows of a table."""
+    """Compare forward, backward and update of two records, as rows of a table."""
     steps = len(eager.losses)
-    # Losses after the first say that state that no state dict shows (optimizers') is right too.
+    # Later losses show that state outside of the state dict (the optimizer's) is right too.
     losses = [{f"step {step + 1}": value for step, value in enumerate(one.losses)} for one in (parallel, eager)]
     first, later = [{"step 1": one["step 1"]} for one in losses], [one for one in losses if len(one) > 1]
     rows = [_compared("forward: loss", *first)]

@@ -1,4 +1,4 @@
-"""The validator: whether a schedule can run, and what it keeps alive, idles and sends if it does."""
+"""The validator: whether a schedule can run, and its idle time, live activations and sends."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,7 +13,7 @@ F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E74
 
 
 class Border(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How often ``stage`` sends activations to the next stage, and the next sends gradients back, for a micro-batch."""
+    """The sends for each micro-batch: of activations from ``stage`` to the next stage, and of gradients back."""
 
     stage: int
     rank: int
@@ -26,8 +26,8 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What one rank does in a step.
 
     ``bubble`` is idle time / computing time. ``live_activations`` is the largest number of (stage, micro-batch) pairs
-    between their F and the end of their B or W; ``live_microbatches`` is the same in whole micro-batches, of which a
-    chunk holds 1/v. ``sent_per_microbatch`` counts sends to other ranks, forward and backward.
+    between their F and the end of their B or W. ``live_microbatches`` is the same number in whole micro-batches; a
+    chunk holds 1/v of a micro-batch. ``sent_per_microbatch`` counts sends to other ranks, forward and backward.
     """
 
     stages: tuple[int, ...]
@@ -40,7 +40,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a schedule that can run costs, in the unit of ``Costs``. ``bubble`` is of all ranks together."""
+    """The cost of a schedule that can run, in the unit of ``Costs``. ``bubble`` is over all ranks together."""
 
     duration: float
     bubble: float
@@ -50,25 +50,25 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def check(schedule: Schedule, costs: Costs | None = None) -> Report:
-    """That the schedule can run, and what it costs when communication takes no time.
+    """Check that the schedule can run. Returns its cost when communication takes no time.
 
-    A stage lives on one rank. Every stage runs forward once for every micro-batch, then backward once (B, or I and
-    then W), after what it gets from its neighbours: on its own rank from what stands before, from other ranks by a
-    receive that has its send. Gradients are reduced once for every stage, or for none, after its last backward. And no
-    ranks wait for each other in a circle, where receives block, in the order of the list, and sends do not. A schedule
-    without any sends and receives is checked as if every value were sent.
+    The rules: A stage lives on one rank. For every micro-batch, each stage runs forward once, then backward once (B, or
+    I and then W). The values it needs from its neighbours come before: on the same rank from an earlier action, from
+    other ranks by a receive with a matching send. Gradients are reduced for all stages, once each after the stage's
+    last backward, or for none. Ranks do not wait for each other in a circle: receives block in the order of the list,
+    sends do not. A schedule without any sends and receives is checked as if every value were sent.
 
-    Sends and receives are matched by stage and micro-batch, not by order. ``UNSHARD`` and ``RESHARD`` are passed over.
+    Sends and receives are matched by stage and micro-batch, not by order. ``UNSHARD`` and ``RESHARD`` are ignored.
 
     Raises:
-        ScheduleError: names the rank, the position in its list (both from 0) and the action, and draws the schedule
-            with it marked.
+        ScheduleError: a rule is broken. It names the rank, the position in its list (both from 0) and the action, and
+            draws the schedule with the action marked.
     """
     return _Validator(schedule).report(costs or Costs())
 
 
 class _Validator:
-    """One schedule, with the place of every action."""
+    """One schedule with the place (rank, position) of every action."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -86,7 +86,7 @@ class _Validator:
         return self._report(times)
 
     def _find_places(self) -> None:
-        """One place for an action, one rank for a stage, one stage at least for a rank."""
+        """Find the places. Each action has one place, each stage one rank, each rank at least one computing action."""
         placed = [
             (rank, position, action)
             for rank, actions in enumerate(self.schedule.ranks)
@@ -115,7 +115,7 @@ class _Validator:
                 )
 
     def _check_before(self, action: Action) -> None:
-        """That what the action needs from its own rank stands before it, and nothing contradicts it."""
+        """Check that the actions it needs on its own rank precede it, and that no other action contradicts it."""
         stage, kind = action.stage, action.kind
         rank, position = self.places[action]
         if kind in PARTNER:
@@ -139,7 +139,7 @@ class _Validator:
                 raise self._wrong(action, problem, f"move `{needed}` before `{action}`")
 
     def _needed(self, action: Action) -> Iterator[tuple[Action, ...]]:
-        """What must stand before an action on its rank; each time one of the alternatives."""
+        """The actions that must precede an action on its rank: one of each tuple of alternatives."""
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind in _AFTER:
             yield tuple(Action(stage, before, microbatch) for before in _AFTER[kind])
@@ -160,7 +160,7 @@ class _Validator:
             yield (Action(action.stage, receive, action.microbatch),)
 
     def _check_complete(self) -> None:
-        """That nothing is left out: of the computing, of the pairs of send and receive, of the reductions."""
+        """Check that no computing, no partner of a send or receive, and no reduction is missing."""
         for stage, rank in sorted(self.rank_of.items()):
             for microbatch in range(self.schedule.num_microbatches):
                 split = Action(stage, I, microbatch) in self.places
@@ -181,7 +181,7 @@ class _Validator:
                 raise self._missing(rank, Action(stage, ActionKind.REDUCE_GRAD))
 
     def _check_finished(self, times: tuple[Times, ...]) -> None:
-        """That every rank came to its end; else follow the waits, from rank to rank, until one comes again."""
+        """Check that every rank reached its end. Else follow the waits from rank to rank to find the circle."""
         ranks = self.schedule.ranks
         stuck = {rank: len(done) for rank, done in enumerate(times) if len(done) < len(ranks[rank])}
         if not stuck:
@@ -261,4 +261,4 @@ class _Validator:
 
 
 _AFTER = {B: (F,), I: (F,), W: (I,), ActionKind.SEND_F: (F,), ActionKind.SEND_B: (B, I)}
-"""What an action stands behind, of the same stage and micro-batch: one of these."""
+"""By kind of action: the kinds of which one must precede it, for the same stage and micro-batch."""

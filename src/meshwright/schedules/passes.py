@@ -11,24 +11,24 @@ from meshwright.schedules.check import check
 from meshwright.schedules.timing import PARTNER
 
 _SENDS = {ActionKind.F: ActionKind.SEND_F, ActionKind.B: ActionKind.SEND_B, ActionKind.I: ActionKind.SEND_B}
-"""The action that sends the value of an action to another stage."""
+"""By kind of action: the kind that sends its value to another stage."""
 
 
 def add_communication(schedule: Schedule) -> Schedule:
     """Add the sends and receives between stages of different ranks to a schedule that only computes.
 
-    A send stands right behind the action that makes its value. A receive stands before the first computing that
-    begins, in unit time, when the value is there or later: an executor that reads the list in order posts it before
-    that, and may post it earlier still. Receives from one rank stand in the order in which that rank sends.
+    A send follows directly the action that makes its value. A receive precedes the first computing that begins, in unit
+    time, once the value has arrived or later: an executor that reads the list in order posts the receive before that
+    computing, or even earlier. Receives from one rank are in the order of that rank's sends.
 
         rank 0   0F0 0SEND_F0 0F1 0SEND_F1          0RECV_B0 0B0 0RECV_B1 0B1
         rank 1       1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1          1B1 1SEND_B1
 
-    No rank waits for a receive longer than it would have for the value, so a schedule that ran still runs, with
+    No rank waits for a receive longer than it would wait for the value. So a schedule that could run still can, with
     receives that block and sends that do not.
 
     Raises:
-        ScheduleError: the schedule communicates already, or ``check`` refuses it.
+        ScheduleError: the schedule already communicates, or ``check`` refuses it.
     """
     _refuse(schedule, PARTNER, "communicates", "give one that only computes")
     report = check(schedule)
@@ -58,10 +58,10 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 def add_reduction(schedule: Schedule) -> Schedule:
-    """Add the reduction of each stage's gradients, behind its last backward and the sends of that.
+    """Add the reduction of each stage's gradients after the stage's last backward and the sends that follow it.
 
     Raises:
-        ScheduleError: the schedule reduces gradients already.
+        ScheduleError: the schedule already reduces gradients.
     """
     _refuse(schedule, (ActionKind.REDUCE_GRAD,), "reduces gradients", "give one that does not")
     ranks = []

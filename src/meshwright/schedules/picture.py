@@ -1,4 +1,4 @@
-"""Schedules as text: the timeline of a checked one, and the grid of a faulty one with the fault marked."""
+"""Schedules as text: the timeline of a checked schedule, and the grid of a faulty schedule with the fault marked."""
 
 import math
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from meshwright.ir.schedule import Schedule
 from meshwright.schedules.timing import Times
 
 WIDTH = 120
-"""Columns of a picture."""
+"""Columns of a picture, in characters."""
 MOST_RANKS, MOST_SLOTS = 64, 500
-"""Of a picture that is not drawn as a whole."""
+"""Ranks and slots of a picture that is not drawn whole."""
 
 
 def timeline(schedule: Schedule, times: tuple[Times, ...], *, whole: bool = True) -> str:
-    """One row a rank, one cell a time slot, wrapped to 120 columns. A slot is as long as the shortest action. Unless
-    ``whole``, only the first ``MOST_RANKS`` ranks and ``MOST_SLOTS`` slots are drawn; the last line then says so.
+    """A row for each rank and a cell for each time slot, wrapped to 120 columns. A slot is as long as the shortest
+    action. Unless ``whole``, only ``MOST_RANKS`` ranks and ``MOST_SLOTS`` slots are drawn, and the last line says so.
 
     ``F0 F1 B0--- .``: two forwards, a backward that takes two slots, an idle slot. Where ranks hold several stages,
     the stage comes first, as in ``4F0``. Communication is not drawn.
@@ -67,10 +67,10 @@ def timeline(schedule: Schedule, times: tuple[Times, ...], *, whole: bool = True
 
 
 def grid(schedule: Schedule, marks: Mapping[int, int]) -> str:
-    """One row a rank, one cell an action, those in ``marks`` (rank -> position) as ``>1B0<``; 120 columns of each.
+    """A row of at most 120 columns for each rank, a cell for each action. ``marks`` (rank -> position): as ``>1B0<``.
 
-    A mark behind the last action is drawn as ``>?<``. Rows that are cut say at which position they begin: that which
-    shows their mark, or the first mark where they have none.
+    A mark behind the last action is drawn as ``>?<``. A row that is cut says at which position it begins. It shows its
+    own mark, or the position of the first mark if it has none.
     """
     width = max((len(str(action)) for actions in schedule.ranks for action in actions), default=1) + 2
     longest = max(map(len, schedule.ranks)) + 1
@@ -94,5 +94,5 @@ def grid(schedule: Schedule, marks: Mapping[int, int]) -> str:
 
 
 def _round(number: float) -> int:
-    """To the nearest whole number, halves up, so that slots which follow each other stay apart."""
+    """Round to the nearest whole number, halves up, so that consecutive slots stay apart."""
     return math.floor(number + 0.5)

@@ -1,15 +1,15 @@
-"""Builders of pipeline schedules: what every rank computes in one step; and the whole schedule of a plan."""
+"""Builders of pipeline schedules, the actions that every rank computes in one step, and the schedule of a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from meshwright.errors import ScheduleError
+from meshwright.errors import Problem, ScheduleError, refuse
 from meshwright.ir import files
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules.passes import add_communication, add_reduction
 
 MOST_ACTIONS = 1_000_000
-"""Forwards and backwards of a schedule: about as many as are built and checked in some minutes."""
+"""Upper limit on forwards and backwards of a schedule; to build and check this many takes some minutes."""
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -31,37 +31,10 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
     it is ``1f1b``. ``zb-h1`` splits the backward in I and W, and puts W where 1f1b idles.
 
     Raises:
-        ScheduleError: the name is unknown, a count is less than 1, the schedule has one chunk or one rank only, or m
-            is not one for which it is defined; says which are. Or there are more than ``MOST_ACTIONS``.
+        ScheduleError: the name is unknown; a count is less than 1; the schedule allows only one chunk or one rank; it
+            is not defined for m (the error suggests values); or it has more than ``MOST_ACTIONS`` actions.
     """
-    if name not in _BUILDERS:
-        remedy = files.did_you_mean(name, _BUILDERS, f"schedules: {', '.join(_BUILDERS)}")
-        raise ScheduleError(f"there is no schedule {name!r}", where="schedule", remedy=remedy)
-    for key, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
-        if count < 1:
-            raise ScheduleError(f"{key} is {count}", where=f"schedule {name}", remedy="give 1 or more")
-    if (actions := 2 * num_ranks * num_microbatches * num_chunks) > MOST_ACTIONS:
-        raise ScheduleError(
-            f"{num_ranks} ranks, {num_microbatches} micro-batches and {num_chunks} chunks are {actions:,} forwards and "
-            f"backwards, more than {MOST_ACTIONS:,}",
-            where=f"schedule {name}",
-            remedy="give fewer micro-batches: the bubble falls as 1 / micro-batches",
-        )
-    if name != "interleaved" and num_chunks != 1:
-        raise ScheduleError(
-            f"{name} has one chunk a rank, and {num_chunks} are asked for",
-            where=f"schedule {name}",
-            remedy="take `interleaved`, or 1 chunk",
-        )
-    if name == "none" and num_ranks != 1:
-        raise ScheduleError(
-            f"without a pipeline there is 1 rank, and {num_ranks} are asked for",
-            where="schedule none",
-            remedy="take `1f1b`, or 1 rank",
-        )
-    fits = _FITS.get(name)
-    if fits is not None and not fits(num_ranks, num_microbatches, num_chunks):
-        raise _unfit(name, num_ranks, num_microbatches, num_chunks)
+    refuse(ScheduleError, _problems(name, num_ranks, num_microbatches, num_chunks))
     builder = _BUILDERS[name]
     ranks = [builder(rank, num_ranks, num_microbatches, num_chunks) for rank in range(num_ranks)]
     stages = num_ranks * num_chunks
@@ -69,7 +42,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
 
 
 def forwards(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Forwards only, with their sends and receives: an evaluation, for any number of micro-batches.
+    """The schedule of an evaluation: forwards with their sends and receives, for any number of micro-batches.
 
     Rounds of p micro-batches (the last may be smaller) go through chunk 0, then 1, ...: on 2 ranks with 2 chunks and 3
     micro-batches, rank 0 runs 0F0 0F1 2F0 2F1, 0F2 2F2.
@@ -102,7 +75,7 @@ def _interleaved(rank: int, num_ranks: int, num_microbatches: int, num_chunks: i
     """Rounds of k micro-batches: forward through chunk 0, then 1, ...; backward through the last chunk first.
 
     For 2 ranks, 2 chunks, 4 micro-batches, rank 0: forwards 0F0 0F1 2F0 2F1, 0F2 0F3 2F2 2F3; backwards 2B0 2B1 0B0
-    0B1, 2B2 2B3 0B2 0B3; the first (v-1)·k + 2·(p-1-rank) forwards come before the first backward.
+    0B1, 2B2 2B3 0B2 0B3. The first (v-1)·k + 2·(p-1-rank) forwards come before the first backward.
     """
     if num_chunks == 1:
         return _one_f_one_b(rank, num_ranks, num_microbatches, num_chunks)
@@ -115,7 +88,7 @@ def _interleaved(rank: int, num_ranks: int, num_microbatches: int, num_chunks: i
 
 
 def _zero_bubble_h1(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """1f1b with I for B; rank r runs the W of a micro-batch r micro-batches later, so that p stay alive everywhere."""
+    """1f1b with I for B. Rank r runs each W r micro-batches late, so that p micro-batches stay alive on every rank."""
     weights = _all(rank, ActionKind.W, num_microbatches)
     actions = []
     for action in _one_f_one_b(rank, num_ranks, num_microbatches, num_chunks, ActionKind.I):
@@ -130,7 +103,7 @@ def _all(stage: int, kind: ActionKind, num_microbatches: int) -> list[Action]:
 
 
 def _alternated(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> list[Action]:
-    """``num_warmup`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """``num_warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     actions = list(forwards[:num_warmup])
     rest = iter(forwards[num_warmup:])
     for backward in backwards:
@@ -143,26 +116,41 @@ def _fills_pipeline(num_ranks: int, num_microbatches: int, num_chunks: int) -> b
 
 
 def _fills_rounds(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Whether m divides into m // p equal rounds, each then of at least p micro-batches; one chunk has no rounds."""
+    """Whether m divides into m // p equal rounds, each of at least p micro-batches. One chunk fits any m."""
     fills = num_microbatches >= num_ranks and num_microbatches % (num_microbatches // num_ranks) == 0
     return fills or num_chunks == 1
 
 
-def _unfit(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> ScheduleError:
-    def fits(count: int) -> bool:
-        return _FITS[name](num_ranks, count, num_chunks)
+def _problems(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Iterator[Problem]:
+    if name not in _BUILDERS:
+        remedy = files.did_you_mean(name, _BUILDERS, f"schedules: {', '.join(_BUILDERS)}")
+        yield "schedule", f"there is no schedule {name!r}", remedy
+    where = f"schedule {name}"
+    for key, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
+        if count < 1:
+            yield where, f"{key} is {count}", "give 1 or more"
+    if (actions := 2 * num_ranks * num_microbatches * num_chunks) > MOST_ACTIONS:
+        counts = f"{num_ranks} ranks, {num_microbatches} micro-batches and {num_chunks} chunks"
+        problem = f"{counts} are {actions:,} forwards and backwards, more than {MOST_ACTIONS:,}"
+        yield where, problem, "give fewer micro-batches: the bubble falls as 1 / micro-batches"
+    if name != "interleaved" and num_chunks != 1:
+        remedy = "take `interleaved`, or 1 chunk"
+        yield where, f"{name} has one chunk a rank, and {num_chunks} are asked for", remedy
+    if name == "none" and num_ranks != 1:
+        yield where, f"without a pipeline there is 1 rank, and {num_ranks} are asked for", "take `1f1b`, or 1 rank"
 
-    below = next(filter(fits, range(num_microbatches - 1, 0, -1)), None)
-    above = next(filter(fits, range(num_microbatches + 1, num_microbatches + num_ranks + 1)))
-    nearest = f"{above}" if below is None else f"{below} or {above}"
-    always = f", or any multiple of {num_ranks}" if name == "interleaved" else " or more"
-    few = num_microbatches < num_ranks
-    return ScheduleError(
-        f"num_microbatches is {num_microbatches}, "
-        f"{'too few for' if few else 'which does not divide into equal rounds on'} {num_ranks} ranks",
-        where=f"schedule {name}",
-        remedy=f"use {nearest}{always}{'; `1f1b` takes any number' if few else ''}",
-    )
+    def fits(count: int) -> bool:
+        return name not in _FITS or _FITS[name](num_ranks, count, num_chunks)
+
+    if not fits(num_microbatches):
+        below = next(filter(fits, range(num_microbatches - 1, 0, -1)), None)
+        above = next(filter(fits, range(num_microbatches + 1, num_microbatches + num_ranks + 1)))
+        nearest = f"{above}" if below is None else f"{below} or {above}"
+        always = f", or any multiple of {num_ranks}" if name == "interleaved" else " or more"
+        few = num_microbatches < num_ranks
+        fault = "too few for" if few else "which does not divide into equal rounds on"
+        problem = f"num_microbatches is {num_microbatches}, {fault} {num_ranks} ranks"
+        yield where, problem, f"use {nearest}{always}{'; `1f1b` takes any number' if few else ''}"
 
 
 _BUILDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
@@ -172,14 +160,14 @@ _BUILDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "interleaved": _interleaved,
     "zb-h1": _zero_bubble_h1,
 }
-"""What a rank does, of p ranks, with m micro-batches and v chunks."""
+"""By name of a schedule: the function (rank, p, m, v) that returns the rank's actions."""
 _FITS = {"interleaved": _fills_rounds, "zb-h1": _fills_pipeline}
-"""Whether a schedule is defined for p, m and v, where it is not for all."""
+"""Whether a schedule is defined for (p, m, v); schedules without an entry are defined for all."""
 NAMES = tuple(_BUILDERS)
 
 
 def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:
-    """The schedule of a plan; of an evaluation, forwards only, for as many micro-batches as it has."""
+    """The schedule of a plan's training step; unless ``backward``, of an evaluation with forwards only."""
     num_ranks = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
     if not backward:
         return forwards(num_ranks, plan.microbatches, plan.chunks)

@@ -1,4 +1,4 @@
-"""What crosses between two stages: which boxes of a tensor each rank of one submesh sends to each rank of the next."""
+"""Transfers between two stages: the boxes of a tensor that each rank of one submesh sends to each rank of the next."""
 
 import itertools
 import math
@@ -12,14 +12,14 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) on every dim of a local tensor."""
 
 _Runs = tuple[tuple[int, int], ...]
-"""(start, stop) in the whole dim, rising: what a rank holds of the dim, one run after another in its local tensor."""
+"""The (start, stop) runs of the whole dim that a rank holds, rising; its local tensor joins them."""
 
 _Region = tuple[_Runs, ...]
-"""What a rank holds of a tensor: every combination of the runs of its dims."""
+"""The part of a tensor that a rank holds: runs by dim, and every combination of them."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One box that crosses: ``source_box`` of rank ``source`` of the source mesh becomes ``target_box`` of rank
+    """One box of a transfer: ``source_box`` of rank ``source`` of the source mesh becomes ``target_box`` of rank
     ``target`` of the target mesh. Both boxes have the same shape."""
 
     source: int
@@ -29,10 +29,10 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Gather(msgspec.Struct, frozen=True):
-    """How target ranks that hold the same part complete it when their pieces have arrived.
+    """A gather by which target ranks with the same part complete it after their pieces have arrived.
 
-    ``boxes`` holds, for each of ``ranks``, the box of the part that came to it, or None where nothing came: equal
-    chunks of a dim, in the order of the ranks; or the whole part for the first rank, where no dim divides.
+    ``boxes`` holds, for each of ``ranks``, the box of the part that the rank received, or None. The boxes are equal
+    chunks of a dim, in the order of the ranks. If no dim divides, the first rank has received the whole part.
     """
 
     ranks: tuple[int, ...]
@@ -40,10 +40,10 @@ class Gather(msgspec.Struct, frozen=True):
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
-    """All that crosses for one tensor, and what the target ranks then do among themselves.
+    """All pieces of one tensor's transfer, and the gathers that the target ranks then run.
 
-    Pieces are ordered by target, source and place in the target's part, so that both ends of a pair of ranks find
-    their messages in the same order.
+    Pieces are ordered by target, source and place in the target's part. So both ranks of a pair have their messages in
+    the same order.
     """
 
     pieces: tuple[Piece, ...]
@@ -57,16 +57,16 @@ def transfer(
     target: Placements,
     target_sizes: dict[str, int],
 ) -> TransferPlan:
-    """How a tensor of global ``shape`` gets from one submesh, placed as ``source``, to another, placed as ``target``.
+    """The transfer of a tensor of global ``shape`` from one submesh, placed as ``source``, to another, as ``target``.
 
-    The sizes are those of the submeshes' axes, outermost first, and number their ranks: the last axis joins
-    neighbouring ranks. A placement on an axis that has size 1, or no size, says nothing.
+    The sizes are those of the submeshes' axes, outermost first, and number the ranks: the last axis joins neighbouring
+    ranks. A placement on an axis of size 1, or without a size, is ignored.
 
-    Target ranks that hold the same part receive a chunk of it each and complete it by a Gather, so no element crosses
-    twice. Where several source ranks hold a part, the one that has the least to send yet is taken, then the lowest.
+    Target ranks with the same part each receive a chunk of it and complete it by a Gather, so no element is sent twice.
+    If several source ranks hold a part, the rank with the fewest elements to send so far sends it, or the lowest rank.
 
     Raises:
-        PlanError: a placement is a Partial, names a dim that the tensor does not have, or does not cut evenly.
+        PlanError: a placement is Partial, names a dim that the tensor does not have, or does not cut evenly.
     """
     source = _cutting(shape, source, source_sizes, "source")
     target = _cutting(shape, target, target_sizes, "target")
@@ -124,7 +124,7 @@ def _cutting(shape: tuple[int, ...], placements: Placements, sizes: dict[str, in
 
 
 def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, int], side: str) -> list[_Region]:
-    """What each rank holds, by rank."""
+    """The region that each rank holds, by rank."""
     result = []
     for coordinates in itertools.product(*(range(size) for size in sizes.values())):
         at = dict(zip(sizes, coordinates, strict=True))
@@ -138,7 +138,7 @@ def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, in
                 local, blocks = sum(stop - start for start, stop in runs), placement.outer
                 even = True
                 for other, parts in done:
-                    # An outer axis that cuts around the blocks has left this rank with fewer of them.
+                    # An earlier axis that cuts larger blocks has left this rank fewer of this axis' blocks.
                     if other.outer < placement.outer:
                         even = even and blocks % parts == 0
                         blocks //= parts
@@ -156,7 +156,7 @@ def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, in
 
 
 def _holders(regions: list[_Region]) -> list[tuple[_Region, list[int]]]:
-    """The different parts, each with the ranks that hold it, by their first rank."""
+    """The distinct regions, each with the ranks that hold it, ordered by first rank."""
     found: dict[_Region, list[int]] = {}
     for rank, region in enumerate(regions):
         found.setdefault(region, []).append(rank)
@@ -164,7 +164,7 @@ def _holders(regions: list[_Region]) -> list[tuple[_Region, list[int]]]:
 
 
 def _gather(ranks: list[int], shape: tuple[int, ...]) -> Gather:
-    """A part of this shape in chunks, one to each of these ranks: of the first dim that they divide."""
+    """The Gather of a part of ``shape``: one chunk for each rank, of the first dim that the number of ranks divides."""
     whole = tuple((0, size) for size in shape)
     for dim, size in enumerate(shape):
         if size % len(ranks) == 0:
@@ -175,7 +175,7 @@ def _gather(ranks: list[int], shape: tuple[int, ...]) -> Gather:
 
 
 def _cut(runs: _Runs, block: int, part: int, index: int) -> _Runs:
-    """Of every ``block`` local positions, the part number ``index``."""
+    """The runs of part number ``index``, of ``part`` positions, in every ``block`` local positions."""
     result: list[tuple[int, int]] = []
     at = 0
     for first, last in runs:
@@ -189,7 +189,7 @@ def _cut(runs: _Runs, block: int, part: int, index: int) -> _Runs:
 
 
 def _common(source: _Region, target: _Region, box: Box) -> list[tuple[Box, Box]]:
-    """What a source part and this box of a target part have in common, as few pairs of boxes, in row-major order."""
+    """The overlap of a source part and a box of a target part: as few pairs of boxes as needed, in row-major order."""
     dims = [_overlaps(*dim) for dim in zip(source, target, box, strict=True)]
     return [
         (
@@ -201,9 +201,9 @@ def _common(source: _Region, target: _Region, box: Box) -> list[tuple[Box, Box]]
 
 
 def _overlaps(source: _Runs, target: _Runs, window: tuple[int, int]) -> list[tuple[int, int, int]]:
-    """(source position, target position, length) of what both hold of a dim, in this window of target positions."""
+    """(source position, target position, length) of each run of a dim in both, in a window of target positions."""
     result: list[tuple[int, int, int]] = []
-    mine = theirs = here = there = 0  # the runs' numbers, and the local positions where they start
+    mine = theirs = here = there = 0  # indices of the current runs, and the local positions where they start
     while mine < len(source) and theirs < len(target):
         (first, last), (begin, end) = source[mine], target[theirs]
         low = max(first, begin, begin + window[0] - there)

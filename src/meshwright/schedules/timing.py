@@ -1,4 +1,4 @@
-"""When every action runs: ranks work through their lists in order, and wait for nothing but each other."""
+"""The time at which every action runs: ranks run their lists in order and wait only for each other."""
 
 import math
 from collections import deque
@@ -10,7 +10,7 @@ from meshwright.errors import ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 
 Times = tuple[tuple[float, float], ...]
-"""Start and end of a rank's actions, in the order of its list."""
+"""(start, end) of each of a rank's actions, in the order of its list."""
 
 PARTNER = {
     ActionKind.SEND_F: (1, ActionKind.RECV_F),
@@ -18,14 +18,14 @@ PARTNER = {
     ActionKind.SEND_B: (-1, ActionKind.RECV_B),
     ActionKind.RECV_B: (1, ActionKind.SEND_B),
 }
-"""By kind of transfer: how many stages further its partner is, and the partner's kind."""
+"""By kind of transfer: the distance to its partner's stage, in stages, and the partner's kind."""
 _COSTS = {
     ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "backward_input", ActionKind.W: "backward_weight",
 }  # fmt: skip
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How long a rank computes for one micro-batch, all its chunks together, in any unit; communication takes no time.
+    """A rank's computing times for one micro-batch, over all its chunks, in any unit; communication takes no time.
 
     Raises:
         ScheduleError: a cost is not a positive number.
@@ -50,14 +50,14 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def communicates(schedule: Schedule) -> bool:
-    """Whether sends and receives are written down. Where none is, computing waits for the other rank's computing."""
+    """Whether the schedule has sends or receives. Without them, computing waits for the other rank's computing."""
     return any(action.kind.transfers for actions in schedule.ranks for action in actions)
 
 
 def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Action, ...]:
-    """The actions on another rank of which one must have ended before ``action`` can; nothing for most.
+    """The actions, possibly on other ranks, of which one must end before ``action`` can run; empty for most actions.
 
-    ``explicit``: the schedule communicates, so that only receives wait.
+    ``explicit``: the schedule communicates, so only receives wait.
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if explicit:
@@ -72,10 +72,10 @@ def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Acti
 
 
 def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[Times, ...]:
-    """The times of the actions of every rank, as far as it comes: a rank with fewer times than actions waits for ever.
+    """The times of every rank's actions. A rank with fewer times than actions waits for ever after its last time.
 
-    Receives block; sends do not. With v chunks every action takes 1/v of its cost; a function gives the cost of each
-    action as it is.
+    Receives block; sends do not. With v chunks every action takes 1/v of its ``Costs``. A function returns the time of
+    each action, which is not divided.
     """
     cost = (lambda action: costs.of(action.kind)) if isinstance(costs, Costs) else costs
     chunks = schedule.num_chunks if isinstance(costs, Costs) else 1
@@ -94,7 +94,7 @@ def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[T
                     waiting.setdefault(one, []).append(rank)
                 break
             start = max(times[rank][-1][1] if times[rank] else 0.0, *there, 0.0)
-            # Whole costs are added, and divided by the number of chunks once: so whole numbers stay exact.
+            # Add undivided costs and divide by the number of chunks once at the end: whole numbers stay exact.
             ends[action] = start + cost(action)
             times[rank].append((start, ends[action]))
             ready.extend(waiting.pop(action, ()))

@@ -1,1 +1,1 @@
-"""The simulator: plays a step's schedule with its costs, without running anything."""
+"""The simulator: plays a step's schedule with its predicted costs, without running the model."""

@@ -1,4 +1,4 @@
-"""What the steps of a collective take: on links of their own, or on the shared links of a cluster's levels."""
+"""The time of a collective's steps: on links of their own, or on the shared links of a cluster's levels."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from meshwright.schedules.collectives.steps import Move, Steps, programs
 from meshwright.simulate.network import Fabric, Links
 
 Link = Callable[[int, int], tuple[str, float, float]]
-"""What joins two ranks: the name of the ports that it takes, α in seconds, β in seconds per byte."""
+"""The link between two ranks: the name of the ports that it uses, α in seconds, β in seconds per byte."""
 
 
 def links_of(cluster: Cluster) -> Link:
-    """The innermost level that joins two ranks; a rank has a port of its own into every level."""
+    """A Link by the innermost level that joins two ranks; each rank has its own port into every level."""
 
     @cache
     def link(source: int, target: int) -> tuple[str, float, float]:
@@ -26,10 +26,10 @@ def links_of(cluster: Cluster) -> Link:
 
 
 def alone_s(steps: Steps, link: Link, gamma_s_per_byte: float, item_bytes: int = 1) -> float:
-    """Seconds until the last rank is done, where a rank sends one message and takes one message at a time, and nobody
-    else is in the way: what closed forms say (``cost/alpha_beta.py``).
+    """Seconds until the last rank is done, if each rank sends one message and takes one message at a time, without
+    other traffic. The closed forms assume the same (``cost/alpha_beta.py``).
 
-    A message of n bytes takes α + nβ, and its target nγ more to add it; messages of a round go in their order.
+    A message of n bytes takes α + nβ, and its target nγ more to add it. Messages of a round go in their order.
     """
     ready = [0.0] * steps.num_ranks
     sends: dict[tuple[str, int], float] = {}
@@ -52,10 +52,10 @@ def alone_s(steps: Steps, link: Link, gamma_s_per_byte: float, item_bytes: int =
 
 
 def shared_s(steps: Steps, cluster: Cluster, item_bytes: int = 1) -> float:
-    """Seconds until the last rank is done, where all messages under way share the links of the cluster's levels.
+    """Seconds until the last rank is done, if all messages under way share the links of the cluster's levels.
 
-    A rank starts all messages of a round at once, adds what has come in the order of its program, and goes on when its
-    own have left and those to it have come.
+    A rank starts all messages of a round at once and adds received messages in the order of its program. It goes on
+    when its own messages have left and all messages to it have arrived.
 
     Raises:
         ClusterError: the cluster has unlike units, or fewer devices than the steps have ranks.
@@ -82,7 +82,7 @@ class _Play:
         return max(self._now)
 
     def _go_on(self, rank: int, time_s: float) -> None:
-        """Do what can be done by then."""
+        """Run the rank's moves at ``time_s`` until it must wait."""
         while True:
             todo = self._todo[rank]
             while todo:

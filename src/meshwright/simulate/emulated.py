@@ -1,4 +1,4 @@
-"""Work as an emulated device does it: durations in place of FLOPs and bytes."""
+"""Work as an emulated device does it: durations instead of FLOPs and bytes."""
 
 from meshwright.cost.work import Communicate, Compute, Piece, Wait, Work
 from meshwright.errors import ScheduleError
@@ -9,11 +9,11 @@ from meshwright.simulate.network import Fabric
 
 
 def emulated_stages(work: Work, mesh: Mesh, cluster: Cluster) -> tuple[EmulatedStage, ...]:
-    """What one rank of every stage does (stage s on pipeline rank s % pp). Its peers on the other axes are taken to
-    come when it comes: their collectives are waited for by their closed forms, as in the simulator without stragglers.
+    """The durations of one rank of every stage (stage s is on pipeline rank s % pp). Its peers on the other axes are
+    assumed to arrive when it does: their collectives take closed-form times, as in the simulator without stragglers.
 
     Raises:
-        ScheduleError: a collective along ``pp`` does not block; only such are emulated.
+        ScheduleError: a collective along ``pp`` does not block; only blocking collectives are emulated there.
     """
     fabric = Fabric(cluster, mesh)
     count = fabric.size("pp")

@@ -1,4 +1,4 @@
-"""The engine: every rank plays its program on a stream for compute and one for communication; the result is a Trace."""
+"""The engine: every rank plays its program on a compute and a communication stream; the result is a Trace."""
 
 import math
 from collections import deque
@@ -18,7 +18,7 @@ from meshwright.simulate.network import Fabric, Links
 from meshwright.simulate.program import Entry, Meet, Post, Program, Until, programs
 
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
-"""Streams: computing, what is under way between ranks, and how long computing stood still for that."""
+"""Streams of a trace: computing, communication between ranks, and time that computing waits for communication."""
 
 
 def play(
@@ -32,25 +32,25 @@ def play(
     faults: Faults | None = None,
     fold: bool = True,
 ) -> "Played":
-    """Play one step. A rank works through its actions in order. As in the executor, sends do not wait; a receive is
-    posted, and the forward or backward that needs it waits; a collective starts when all of its group have come, and
-    blocks, or goes on beside the computing until it is waited for.
+    """Play one step. A rank runs its actions in order, as in the executor. Sends do not wait. A receive is posted, and
+    the forward or backward that needs its value waits. A collective starts when all ranks of its group have come; it
+    blocks, or runs while the rank computes, until the rank waits for it.
 
-    Collectives and messages take what ``cost.collective`` says, which is for all groups of an axis at once. Those of
-    one group go one after the other, in the order in which they were started; others do not slow each other. With
-    ``contention`` they share the links of the cluster's levels (``network.Links``).
+    Collectives and messages take the times of ``cost.collective``, in which all groups of an axis communicate at once.
+    Collectives of one group run one after the other, in the order in which they start; other transfers do not slow
+    each other. With ``contention`` transfers share the links of the cluster's levels (``network.Links``).
 
-    Without ``overlap`` no hardware communicates beside a rank, as on CPUs whose ranks copy and add themselves: a send
-    keeps the rank as long as the message takes, and a collective takes its time when it is waited for.
+    Without ``overlap`` a rank cannot compute and communicate at once, as on CPUs that copy and add themselves: a send
+    blocks the rank for the time of the message, and a collective takes its time when a rank waits for it.
 
-    Ranks that nothing tells apart (replicas on dp and tp, where none is slow) are played once (``fold.classes``, which
-    says why that is exact); not with ``contention``, where each is played.
+    Ranks that nothing tells apart (replicas on dp and tp without stragglers) are played once; ``fold.classes`` says why
+    that is exact. With ``contention``, every rank is played.
 
     Raises:
-        ScheduleError: the ranks come to a halt (a deadlock, collectives that do not match, a wait for what was never
-            started), or schedule and work do not belong together.
-        LayoutError: mesh, schedule and faults do not belong together; ``contention`` without ``overlap``.
-        ClusterError: the cluster is too small, or has unlike units and ``contention`` is asked for.
+        ScheduleError: the ranks halt (a deadlock, collectives that do not match, a wait for a collective that was never
+            started), or schedule and work do not match.
+        LayoutError: mesh, schedule and faults do not match; or ``contention`` is set without ``overlap``.
+        ClusterError: the cluster is too small, or has unlike units and ``contention`` is set.
     """
     faults = faults or Faults()
     faults.check(mesh.world_size)
@@ -72,7 +72,7 @@ def play(
 
 
 class Timeline:
-    """What a rank does: spans as (stream, what, start, end, bytes, flops), and the bytes that it holds from when on."""
+    """One rank's step: spans (stream, what, start, end, bytes, flops) and memory (time, bytes held from then on)."""
 
     def __init__(self, held_bytes: int) -> None:
         self.spans: list[tuple[str, str | Action, float, float, int, float]] = []
@@ -82,28 +82,28 @@ class Timeline:
 
 
 class Played:
-    """A step that was played. ``classes.of`` says which timeline is a rank's."""
+    """A step that was played. ``classes.of`` holds, by rank, the index of its timeline."""
 
     def __init__(self, mesh: Mesh, folded: Classes, timelines: tuple[Timeline, ...]) -> None:
         self.mesh, self.classes, self.timelines = mesh, folded, timelines
 
     @property
     def step_s(self) -> float:
-        """From the start to the end of the last rank."""
+        """Seconds from the start to the end of the last rank."""
         return max(one.end_s for one in self.timelines)
 
     @property
     def halted(self) -> dict[int, str]:
-        """Ranks that wait for ever because another has died, and what for."""
+        """The ranks that wait for ever because another rank has died, each with the name of the awaited action."""
         waits = {rank: self.timelines[one].waits_for for rank, one in enumerate(self.classes.of)}
         return {rank: waits_for for rank, waits_for in waits.items() if waits_for}
 
     def peak_bytes(self, rank: int) -> int:
-        """The most that the rank holds at a time."""
+        """The largest number of bytes that the rank holds at a time."""
         return max(size for _, size in self.timelines[self.classes.of[rank]].memory)
 
     def trace(self, ranks: Iterable[int] | None = None) -> Trace:
-        """The spans and samples of these ranks (default: all); a LayoutError if there is no such rank."""
+        """The trace of these ranks (default: all); a LayoutError if a rank is outside the mesh."""
         spans: list[Span] = []
         memory: list[MemorySample] = []
         known: dict[int, list[tuple[str, str, float, float, int, float]]] = {}
@@ -121,7 +121,7 @@ class Played:
 
 
 class _Meeting:
-    """A collective of one group: who has come, and when it starts and ends (without overlap: may start)."""
+    """A collective of one group: the ranks that have come, and its start and end (without overlap: earliest start)."""
 
     __slots__ = ("end_s", "names", "piece", "seconds", "start_s")
 
@@ -136,7 +136,7 @@ _GroupKey = tuple[str, tuple[int, ...]]
 
 
 class _Rank:
-    """Where a class of ranks stands in its program."""
+    """The progress of a class of ranks in its program."""
 
     __slots__ = (
         "bytes", "counts", "death_s", "noise", "op", "open", "place", "program", "steady", "time_s", "timeline",
@@ -158,9 +158,9 @@ _MessageKey = tuple[int, Action]
 
 
 class _Engine:
-    """Ranks run ahead on clocks of their own until they need what another has not done yet. Without ``links`` the end
-    of a transfer is known when it starts. With them it is known when ``links`` comes to it; by then no rank can start
-    anything earlier, because all wait for ends that are later still."""
+    """Ranks run ahead on their own clocks until they need a result that another rank has not made. Without ``links``
+    the end of a transfer is known at its start. With ``links`` it is known when ``links`` reaches it. Then no rank
+    can start anything earlier, because all ranks wait for later ends."""
 
     def __init__(
         self, mesh: Mesh, folded: Classes, played: tuple[Program, ...], faults: Faults, links: Links | None,
@@ -188,7 +188,7 @@ class _Engine:
         return tuple(rank.timeline for rank in self._ranks)
 
     def _play(self, one: int, rank: _Rank) -> None:
-        """Until the program ends, or the rank must wait."""
+        """Play a rank until its program ends or it must wait."""
         entries, timeline = rank.program.entries, rank.timeline
         now, place, op = rank.time_s, rank.place, rank.op
         spans, memory, steady = timeline.spans, timeline.memory, rank.steady
@@ -250,7 +250,7 @@ class _Engine:
     def _stop(
         self, one: int, rank: _Rank, now: float, place: int, op: int, awaited: object, known_s: float | None
     ) -> None:
-        """Wait for something; or, where its time is known, or it is nothing, die before it comes."""
+        """Wait for ``awaited``; or, if its time is known or nothing is awaited, let the rank die first."""
         rank.time_s, rank.place, rank.op = now, place, op
         if awaited is not None and known_s is None:
             self._waiting.setdefault(awaited, []).append(one)
@@ -260,7 +260,7 @@ class _Engine:
             rank.timeline.spans.append((WAIT, label, now, rank.death_s, 0, 0.0))
         rank.timeline.end_s = rank.death_s
 
-    # --- what ranks do together --------------------------------------------------------------------------------------
+    # --- messages and collectives ------------------------------------------------------------------------------------
 
     def _post(self, one: int, piece: Post, label: str | Action, now: float) -> None:
         key = (self._folded.groups["pp"][one][piece.target], piece.received)
@@ -306,7 +306,7 @@ class _Engine:
             self._begin(key)
 
     def _begin(self, key: _MeetingKey) -> None:
-        """The next collective of a group, which is free now."""
+        """Begin the next collective of a group; the group is free now."""
         meeting = self._meetings[key]
         meeting.start_s = max(meeting.start_s, self._free_s.get(key[:2], 0.0))
         if self._links is None:
@@ -340,7 +340,7 @@ class _Engine:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _check_finished(self) -> None:
-        """All have come to their end; or some have died, and others wait for them for ever."""
+        """Check that all ranks reached their end, or that the waiting ranks wait because others died."""
         stuck = {one: awaited for awaited, waiting in self._waiting.items() for one in waiting}
         if not stuck:
             return

@@ -1,4 +1,4 @@
-"""What goes wrong: slow ranks, jitter, ranks that die; and what failures cost a run that restarts from checkpoints."""
+"""Faults: slow ranks, jitter and dying ranks, and the time that failures cost a run that restarts from checkpoints."""
 
 import math
 import random
@@ -9,15 +9,15 @@ import msgspec
 from meshwright.errors import LayoutError
 
 MOST_S, MOST_JITTER = 1e9, 100.0
-"""More is a mistake: of a factor or of seconds (32 years); of a relative deviation."""
+"""Upper limits that catch mistakes: of a factor or of seconds (32 years); of a relative deviation."""
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Of one step: how many times as long a rank computes (``slow``, by rank); the relative standard deviation of every
-    piece of computing (``jitter``, log-normal, mean 1, drawn from ``seed``); when a rank dies (``deaths_s``, by rank).
+    """The faults of one step. ``slow``: by rank, the factor on its computing time. ``deaths_s``: by rank, when it dies.
+    ``jitter``: the relative standard deviation of every piece of computing (log-normal, mean 1, drawn from ``seed``).
 
     Raises:
-        LayoutError: a number is impossible.
+        LayoutError: a number is out of range.
     """
 
     slow: dict[int, float] = {}
@@ -37,7 +37,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise LayoutError(f"jitter is {self.jitter}", where="faults: jitter", remedy=remedy)
 
     def check(self, world_size: int) -> None:
-        """A LayoutError where a rank is named that is not there."""
+        """Raise a LayoutError if a fault names a rank outside the world."""
         for rank in (*self.slow, *self.deaths_s):
             if rank >= world_size:
                 raise LayoutError(
@@ -45,23 +45,23 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 )
 
     def colors(self, world_size: int) -> list[tuple[float, ...]]:
-        """What tells ranks apart: nothing for most."""
+        """By rank, the properties that tell ranks apart; equal for most ranks."""
         return [
             (self.slow.get(rank, 1.0), self.deaths_s.get(rank, math.inf), rank if self.jitter else -1)
             for rank in range(world_size)
         ]
 
     def noise(self, rank: int) -> Callable[[], float]:
-        """How many times as long each piece of the rank's computing takes, one after the other. The same seed gives the
-        same factors, whatever other ranks do."""
+        """A function whose calls return the time factors of the rank's pieces of computing, in order. Equal seeds give
+        equal factors, whatever other ranks do."""
         slow, draws = self.slow.get(rank, 1.0), random.Random(f"{self.seed}/{rank}")
         sigma = math.sqrt(math.log1p(self.jitter**2))
         return lambda: slow * draws.lognormvariate(-(sigma**2) / 2, sigma) if sigma else slow
 
 
 class Checkpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A run saves after every ``every_steps`` steps, for ``save_s``; after a failure it takes ``restart_s`` until it
-    goes on from what was saved last (or from the beginning)."""
+    """When a run saves. A save follows every ``every_steps`` steps and takes ``save_s``. After a failure the run takes
+    ``restart_s``, then goes on from the last save, or from the beginning if nothing was saved."""
 
     every_steps: int
     save_s: float = 0.0
@@ -69,7 +69,7 @@ class Checkpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class RunTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the time of a run went: steps that counted, steps (and saves) that were lost, saves, restarts."""
+    """The parts of a run's time: useful steps, lost steps (and saves), saves, restarts; and the number of failures."""
 
     useful_s: float
     lost_s: float
@@ -79,14 +79,14 @@ class RunTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def duration_s(self) -> float:
-        """From start to end."""
+        """Seconds from start to end."""
         return self.useful_s + self.lost_s + self.saving_s + self.restarting_s
 
 
 def run_time(step_s: float, num_steps: int, checkpoints: Checkpoints, failures_s: Sequence[float] = ()) -> RunTime:
-    """The time of ``num_steps`` steps when some rank dies at each of ``failures_s`` (seconds since the start, rising).
+    """The time of ``num_steps`` steps if some rank dies at each of ``failures_s`` (seconds since the start, rising).
 
-    Nothing is saved after the last step, which ends the run. A failure while the ranks restart makes them start again.
+    The run ends with its last step, without a save. A failure while the ranks restart makes them restart again.
     """
     coming = iter([*failures_s, math.inf])
     failure, now = next(coming), 0.0
@@ -109,7 +109,7 @@ def run_time(step_s: float, num_steps: int, checkpoints: Checkpoints, failures_s
 
 
 def draw_failures(num_ranks: int, mean_s: float, until_s: float, seed: int) -> tuple[float, ...]:
-    """When some rank dies, where each fails after ``mean_s`` on average, at any time alike (a Poisson process)."""
+    """The seconds, up to ``until_s``, at which some rank dies: a Poisson process with mean ``mean_s`` for each rank."""
     source, times, now = random.Random(seed), list[float](), 0.0
     while (now := now + source.expovariate(num_ranks / mean_s)) < until_s:
         times.append(now)
@@ -117,5 +117,5 @@ def draw_failures(num_ranks: int, mean_s: float, until_s: float, seed: int) -> t
 
 
 def best_interval_s(save_s: float, mean_s: float) -> float:
-    """About how much to compute between saves where some rank dies every ``mean_s`` (Young 1974): sqrt(2 save mean)."""
+    """About the best time between saves if some rank dies every ``mean_s``: sqrt(2 save mean) (Young 1974)."""
     return math.sqrt(2 * save_s * mean_s)

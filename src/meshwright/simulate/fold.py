@@ -1,4 +1,4 @@
-"""Which ranks behave alike: one of them is played, and its timeline copied."""
+"""Finds ranks that behave alike: the engine plays one rank of each class, and copies its timeline."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from meshwright.ir.mesh import Mesh
 
 
 class Classes(NamedTuple):
-    """Ranks in classes. ``of`` is by rank, ``first`` the lowest rank of each class; ``groups`` are by axis and class:
-    the classes that a group of one of its ranks consists of (along ``pp``, by coordinate)."""
+    """Ranks in classes. ``of``: the class of each rank. ``first``: the lowest rank of each class. ``groups``: by axis
+    and class, the classes of the ranks in a group that holds a rank of the class (along ``pp``, by coordinate)."""
 
     of: tuple[int, ...]
     first: tuple[int, ...]
@@ -16,14 +16,13 @@ class Classes(NamedTuple):
 
 
 def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Classes:
-    """The coarsest classes in which ranks of one class have the same color (what tells ranks apart from the start), the
-    same coordinate on ``pp``, and along every axis groups that consist of the same classes.
+    """The coarsest classes in which all ranks of a class have the same color, the same coordinate on ``pp``, and along
+    every axis a group of the same classes. ``colors``, by rank, tell ranks apart from the start.
 
     This is the equitable partition of color refinement (Weisfeiler and Leman 1968; McKay 1981). Two ranks of a class
-    play the same program, meet ranks of the same classes in every collective, and send to and receive from ranks of the
-    same classes; so, by induction over the events, everything happens to both at the same time: one timeline is exact
-    for all. Without stragglers there is a class for every stage; one straggler among dp x tp replicas makes at most
-    four of each.
+    play the same program, meet ranks of the same classes in every collective, and exchange messages with ranks of the
+    same classes. So, by induction over the events, everything happens to both at the same time: one timeline is exact
+    for all. Without stragglers each stage is one class; one straggler among dp x tp replicas makes at most four each.
     """
     named = [axis for axis in dict.fromkeys(("pp", *axes)) if mesh.has(axis)]
     groups = {axis: mesh.groups(axis) for axis in named}
@@ -40,7 +39,7 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
 
 
 def _around(axis: str, groups: Sequence[tuple[int, ...]], of: list[int]) -> dict[int, tuple[int, ...]]:
-    """By rank, the classes of ranks that its group on an axis has."""
+    """By rank, the classes of the ranks in its group on an axis."""
     found = dict[int, tuple[int, ...]]()
     for group in groups:
         members = [of[rank] for rank in group]
@@ -49,6 +48,6 @@ def _around(axis: str, groups: Sequence[tuple[int, ...]], of: list[int]) -> dict
 
 
 def _numbered(colors: Sequence[Hashable]) -> list[int]:
-    """Colors as numbers from 0, by first appearance."""
+    """The colors replaced by numbers from 0, in order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(color, len(numbers)) for color in colors]

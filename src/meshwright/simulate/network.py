@@ -1,4 +1,4 @@
-"""Communication in the simulator: durations by closed form, or flows that share the links of the cluster's levels."""
+"""Communication in the simulator: durations by closed form, or flows that share links of the cluster's levels."""
 
 import heapq
 import itertools
@@ -16,15 +16,15 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import CollectiveKind
 
 Resource = tuple[str, int, int]
-"""``out`` or ``in`` (a unit's links into a level) or ``core`` (what joins the units): the level and the unit."""
+"""(kind, level, unit). ``out``, ``in``: the unit's links into the level; ``core``: the links between units in it."""
 
 
 Finish = Callable[[float], None]
-"""Is told when a transfer ended."""
+"""Called with the end time of a transfer."""
 
 
 class Fabric:
-    """The cluster under a mesh: what collectives along its axes and messages between its ranks take.
+    """The cluster under a mesh: times of collectives along its axes and of messages between its ranks.
 
     Raises:
         ClusterError: the mesh has more ranks than the cluster has devices.
@@ -42,27 +42,27 @@ class Fabric:
         self._known: dict[tuple[CollectiveKind, str, int, tuple[int, ...]], float] = {}
 
     def size(self, axis: str) -> int:
-        """The ranks along an axis; 1 where the mesh has no such axis."""
+        """The number of ranks along an axis; 1 if the mesh has no such axis."""
         return self.mesh.size(axis) if self.mesh.has(axis) else 1
 
     def collective_s(self, piece: Communicate) -> float:
-        """Seconds of a collective along an axis, while all groups of the axis have theirs."""
+        """Seconds of a collective along an axis while all groups of the axis run theirs."""
         key = (piece.collective, piece.axis, piece.bytes, piece.members)
         if key not in self._known:
             self._known[key] = collective_s(piece, self.mesh, self._network)
         return self._known[key]
 
     def send_s(self, num_bytes: int, source: int, target: int) -> float:
-        """Seconds of a message between pipeline ranks (coordinates on ``pp``), while all their replicas send theirs; 0
-        to oneself."""
+        """Seconds of a message between pipeline ranks (coordinates on ``pp``) while all their replicas send theirs; 0
+        from a rank to itself."""
         if source == target:
             return 0.0
         return self._network.send_s(num_bytes, abs(target - source) * self._stage_stride)
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """``bytes`` that move, after ``latency_s``, at one rate through all of ``uses``: by resource, the links that one
-    byte/s takes there. At most ``limit_bytes_per_s``; where flows share, each gets its part by ``weight``."""
+    """``bytes`` that move, after ``latency_s``, at one rate through all resources in ``uses``. ``uses``: by resource,
+    links taken per byte/s. The rate is at most ``limit_bytes_per_s``; flows share a resource by ``weight``."""
 
     latency_s: float
     bytes: float
@@ -72,12 +72,11 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class Links:
-    """Transfers under way, and the rates that they reach: a fluid that shares links fairly (max-min, by weight).
+    """Transfers under way and the rates that they reach: fluid flow that shares links fairly (max-min, by weight).
 
-    A unit's links into a level carry ``links`` times what one link does, each way; between the units fits what all of
-    them can send, over ``contention``. So where all groups of an axis, or all replicas of a stage, communicate at once,
-    a transfer takes what the closed forms say; where fewer do it is faster, and where other transfers are under way on
-    the same links it is slower.
+    A unit's links into a level carry ``links`` times one link's rate, each way. Between units, the level carries the
+    sum of their rates divided by ``contention``. So if all groups of an axis, or all replicas of a stage, communicate
+    at once, a transfer takes the closed forms' time; faster if fewer do, slower if other transfers share the links.
 
     Raises:
         ClusterError: the cluster has unlike units.
@@ -103,12 +102,11 @@ class Links:
         self._now_s = 0.0
 
     def start(self, finish: Finish, time_s: float, flows: tuple[Flow, ...]) -> None:
-        """Begin a transfer (its flows one after the other), at a time not before the last end that was told."""
+        """Begin a transfer, whose flows run one after the other, at a time not before the last reported end."""
         heapq.heappush(self._pending, (time_s + flows[0].latency_s, next(self._numbers), finish, flows))
 
     def advance(self) -> bool:
-        """Go on to the next end of transfers and call those that wait for it. Returns false where no transfer is
-        left."""
+        """Advance to the next end of transfers and call their ``finish``. Returns False if no transfer is left."""
         while self._pending or self._active:
             ending = {number: left / self._rates[number] for number, left in self._left.items()}
             next_end = self._now_s + min(ending.values(), default=math.inf)
@@ -144,7 +142,7 @@ class Links:
         self._now_s = time_s
 
     def _share(self) -> None:
-        """Raise all rates together (Bertsekas and Gallager 1992, section 6.5.2); a flow stops at its own limit, or when
+        """Raise all rates together (Bertsekas and Gallager 1992, section 6.5.2). A flow stops at its own limit, or when
         a resource that it uses is full."""
         flows = {number: flows[0] for number, (_, flows) in self._active.items()}
         free = {resource: self._capacity[resource] for flow in flows.values() for resource in flow.uses}
@@ -172,10 +170,10 @@ class Links:
                 if self._rates[number] < flow.limit_bytes_per_s * (1 - 1e-12) and not full & flow.uses.keys()
             }
 
-    # --- what a transfer uses --------------------------------------------------------------------------------------
+    # --- the resources of a transfer -------------------------------------------------------------------------------
 
     def message(self, num_bytes: int, source: int, target: int) -> tuple[Flow, ...]:
-        """One rank sends to another."""
+        """The flow of a message between two ranks."""
         for index, level in enumerate(self._levels):
             here, there = self._unit(index, source), self._unit(index, target)
             if here // level.fan_out == there // level.fan_out and here != there:
@@ -184,7 +182,7 @@ class Links:
         raise AssertionError("a rank sends to itself")
 
     def collective(self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> tuple[Flow, ...]:
-        """A collective of these ranks, which are equally far apart."""
+        """The flows of a collective of these ranks, which are equally spaced."""
         size, (latency_s, slower) = len(ranks), self._measured(collective, num_bytes, ranks)
         num_bytes *= slower
         if collective == "all_to_all":
@@ -195,7 +193,7 @@ class Links:
         uses: dict[Resource, float] = {}
         limit, weight = math.inf, 1.0
         for index, units, inside in self._crossed(ranks):
-            # A ring enters and leaves a unit once, over what its members there have of the links.
+            # A ring enters and leaves a unit once, over its members' share of the links there.
             level, members = self._levels[index], size / len(units)
             slow = 1 - SHORT_RING / inside**2 if self._below[index] == 1 else 1.0
             uses |= self._uses(index, units, units, _beta(level) / slow)
@@ -203,7 +201,7 @@ class Links:
         return (Flow(latency_s, wire, uses, limit, weight),)
 
     def _measured(self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> tuple[float, float]:
-        """The latency of a collective, and by which factor it was measured to be slower than its levels' β say."""
+        """The latency of a collective, and the measured factor by which it is slower than its levels' β predict."""
         group = Group(len(ranks), ranks[1] - ranks[0])
         (latency_s, whole_s), (least_s, most_s) = (
             [network.collective_s(collective, size, group) for size in (0, num_bytes)]
@@ -222,7 +220,8 @@ class Links:
         return tuple(flows)
 
     def _crossed(self, ranks: Sequence[int]) -> list[tuple[int, set[int], int]]:
-        """By level over which the ranks meet: the units below it that hold them, and how many are in one above it."""
+        """(index, units, inside) of each level that joins the ranks: the units below it that hold ranks, and the
+        number of ranks in each unit above it."""
         found = []
         for index, level in enumerate(self._levels):
             units = {self._unit(index, rank) for rank in ranks}
@@ -253,4 +252,4 @@ class Links:
 
 
 def _beta(level: Level) -> float:
-    return max(level.beta_s_per_byte, 1e-30)  # a link may be called infinitely fast, a rate cannot
+    return max(level.beta_s_per_byte, 1e-30)  # a link may be infinitely fast, a rate may not

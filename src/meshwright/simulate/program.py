@@ -1,4 +1,4 @@
-"""What each pipeline rank plays: its schedule's actions with the pieces of work that they consist of."""
+"""The program that each pipeline rank plays: the actions of its schedule, each with its pieces of work."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from meshwright.simulate.network import Fabric
 
 
 class Meet(NamedTuple):
-    """Coming to a collective along an axis, which takes ``seconds`` when all of the group are there."""
+    """Arrival at a collective along an axis, which takes ``seconds`` after all ranks of the group have arrived."""
 
     name: str
     key: tuple[int, str]
@@ -23,13 +23,13 @@ class Meet(NamedTuple):
 
 
 class Until(NamedTuple):
-    """Waiting for the end of the stage's collective of this name."""
+    """Wait for the end of the stage's collective of this name."""
 
     key: tuple[int, str]
 
 
 class Post(NamedTuple):
-    """Sending a message to another pipeline rank, which takes it by the action ``received``."""
+    """Send of a message to another pipeline rank, which takes it by the action ``received``."""
 
     received: Action
     target: int
@@ -41,8 +41,8 @@ Op = Compute | Meet | Until | Post
 
 
 class Entry(NamedTuple):
-    """An action: what must have arrived, what is done then, and how many bytes live more from its start on (with
-    ``workspace`` while it lasts) and fewer after its end."""
+    """An action: the receive that it waits for, then its operations. It adds ``born`` bytes from its start on and
+    ``workspace`` bytes while it runs, and frees ``dying`` bytes at its end."""
 
     label: str | Action
     receives: Action | None
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a pipeline rank plays in a step, and the bytes that it holds all the time."""
+    """The entries that a pipeline rank plays in a step, and the bytes that it holds all the time."""
 
     entries: tuple[Entry, ...]
     held_bytes: int
@@ -66,8 +66,8 @@ def programs(schedule: Schedule, work: Work, fabric: Fabric) -> tuple[Program, .
     """The program of every pipeline rank. Sends and receives are added where the schedule has none.
 
     Raises:
-        LayoutError: the mesh's ``pp`` is not the number of ranks of the schedule.
-        ScheduleError: the work is of another number of stages, or has no pieces for an action of the schedule.
+        LayoutError: the mesh's ``pp`` differs from the number of ranks of the schedule.
+        ScheduleError: the work has another number of stages, or no pieces for an action of the schedule.
     """
     if fabric.size("pp") != len(schedule.ranks):
         raise LayoutError(
@@ -91,8 +91,8 @@ class _Builder:
     def __init__(self, schedule: Schedule, work: Work, fabric: Fabric, homes: dict[int, int], rank: int) -> None:
         self.schedule, self.work, self.fabric, self.homes, self.rank = schedule, work, fabric, homes, rank
         self.stages = sorted(stage for stage, home in homes.items() if home == rank)
-        self.alone: set[tuple[int, str]] = set()  # collectives of groups of one rank
-        self.plain: dict[tuple[int, ActionKind], tuple[Op, ...]] = {}  # of actions that communicate nothing
+        self.alone: set[tuple[int, str]] = set()  # collectives of groups with one rank
+        self.plain: dict[tuple[int, ActionKind], tuple[Op, ...]] = {}  # ops of actions that only compute
 
     def program(self) -> Program:
         entries = [Entry("before", None, self._ops(self.work.stages[stage].before, stage)) for stage in self.stages]
@@ -149,7 +149,7 @@ class _Builder:
         return Entry(action, None, (Post(received, target, num_bytes, seconds),))
 
     def _ops(self, pieces: Sequence[Piece], stage: int, label: str = "") -> tuple[Op, ...]:
-        """Computing that nothing interrupts is one op, called as the action; around the schedule, each by its name."""
+        """The ops of pieces. With an action's ``label``, successive Computes join into one op; else each stays one."""
         ops: list[Op] = []
         for piece in pieces:
             match piece:

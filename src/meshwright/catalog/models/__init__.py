@@ -15,7 +15,7 @@ __all__ = ["family_names", "load_model", "load_network", "make_model", "model_na
 
 
 class ModelsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``models.toml``."""
+    """``models.toml``: the fields that the models of each family share, and each model's family and own fields."""
 
     families: dict[str, dict[str, Any]]
     models: dict[str, dict[str, Any]]
@@ -27,7 +27,7 @@ def model_names() -> list[str]:
 
 
 def family_names() -> list[str]:
-    """The names of the families, which say what their models share (norms, gates, positions, dropout)."""
+    """The names of the families; a family's models share norms, gates, positions and dropout."""
     return sorted(_read().families)
 
 
@@ -35,8 +35,8 @@ def load_model(name_or_path: str, *, sequence: int = 0) -> Transformer:
     """A model by name, or by the path of a Hugging Face ``config.json``; with another ``sequence`` length if given.
 
     Raises:
-        LayoutError: there is none of that name; the message says which are near.
-        FileFormatError: the file cannot be read, or is of an architecture that is no known transformer.
+        LayoutError: no model has that name; the message suggests similar names.
+        FileFormatError: the file cannot be read, or its architecture is not a known transformer.
     """
     if is_config(name_or_path):
         model = from_config(load_config(name_or_path), where=name_or_path)
@@ -54,7 +54,7 @@ def load_model(name_or_path: str, *, sequence: int = 0) -> Transformer:
 
 
 def make_model(family: str, **sizes: Any) -> Transformer:
-    """A model of a family; an MLP whose width is not given is four times as wide as the model.
+    """A model of a family; the width of the MLP defaults to four times the model's.
 
     Raises:
         LayoutError: the family is unknown, or the sizes are impossible.

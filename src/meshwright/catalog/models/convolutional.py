@@ -1,4 +1,4 @@
-"""Convolutional networks by name: residual networks, wide ones too, AlexNet, VGG and LeNet, layer by layer."""
+"""Convolutional networks by name, layer by layer: residual and wide residual networks, AlexNet, VGG and LeNet."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from meshwright.ir.convnet import ConvNet, NetLayer
 
 
 class _Chain:
-    """Layers being put one behind the other; ``channels`` and ``size`` are those of the last output."""
+    """A chain of layers under construction; ``channels`` and ``size`` are those of the last output."""
 
     def __init__(self, channels: int, size: int) -> None:
         self.image = (channels, size)
@@ -20,8 +20,8 @@ class _Chain:
         self, name: str, outputs: int, kernel: int, *, stride: int = 1, padding: int | None = None, groups: int = 1,
         norm: bool = False, inputs: int = 0,
     ) -> None:  # fmt: skip
-        """``padding=None`` keeps the size (divided by the stride). With ``inputs`` it is a branch beside the chain, on
-        the side of the chain's output."""
+        """Append a convolution. ``padding=None`` keeps the size (divided by the stride). With ``inputs`` it is a
+        parallel branch with that number of input channels, whose output has the size of the chain's."""
         pad = (kernel - 1) // 2 if padding is None else padding
         size = self.size if inputs else (self.size + 2 * pad - kernel) // stride + 1
         before = self.size * stride if inputs else self.size
@@ -37,7 +37,7 @@ class _Chain:
         self.size = (self.size + 2 * padding - kernel) // stride + 1
 
     def residual(self, name: str, *convolutions: tuple[str, int, int, int]) -> None:
-        """Convolutions (name, outputs, kernel, stride) with norms, beside a shortcut: itself one where sizes change."""
+        """Append convolutions (name, outputs, kernel, stride) with norms; the shortcut gets one if sizes change."""
         before, stride = self.channels, max(stride for *_, stride in convolutions)
         for what, outputs, kernel, own_stride in convolutions:
             self.convolve(f"{name}.{what}", outputs, kernel, stride=own_stride, norm=True)
@@ -45,7 +45,7 @@ class _Chain:
             self.convolve(f"{name}.shortcut", self.channels, 1, stride=stride, norm=True, inputs=before)
 
     def dense(self, name: str, outputs: int, *, average: bool = False) -> None:
-        """``average``: over all positions before it."""
+        """Append a dense layer. ``average``: its input is averaged over all positions first."""
         inputs = self.channels if average else self.channels * self.size**2
         self.layers.append(NetLayer(name=name, kind="dense", inputs=inputs, outputs=outputs))
         self.channels, self.size = outputs, 1
@@ -60,9 +60,9 @@ def bottleneck_resnet(
 ) -> ConvNet:  # fmt: skip
     """A residual network of bottleneck blocks for images of 224 x 224 (He et al. 2015, table 1).
 
-    ``base`` channels leave the stem. A block of group i has ``base * 2**i`` channels inside, ``reduced`` times as many
-    after its first convolution and ``widened`` times as many after its second, and four times as many outside. The
-    stride is in the 3 x 3 convolution.
+    The stem has ``base`` output channels. Group i has a width of ``base * 2**i``: its blocks have ``reduced`` times
+    this width after the first convolution, ``widened`` times after the second, and 4 times at their output. The 3 x 3
+    convolution has the stride.
     """
     chain = _Chain(3, 224)
     chain.convolve("stem", base, 7, stride=2, norm=True)
@@ -82,7 +82,7 @@ def bottleneck_resnet(
 def small_resnet(
     depth: int = 8, width: int = 16, image_channels: int = 3, size: int = 32, classes: int = 10
 ) -> ConvNet:
-    """Three groups of basic blocks for small images (He et al. 2015, section 4.2)."""
+    """A residual network of three groups of basic blocks for small images (He et al. 2015, section 4.2)."""
     chain = _Chain(image_channels, size)
     chain.convolve("stem", width, 3, norm=True)
     for group in range(3):
@@ -107,7 +107,7 @@ def lenet(
 
 
 def alexnet(name: str, source: str, *, one_tower: bool) -> ConvNet:
-    """AlexNet: the two towers of the paper, or the one tower that torchvision has."""
+    """AlexNet: with the two towers of the paper, or with torchvision's single tower."""
     chain = _Chain(3, 224)
     widths, groups = ((64, 192, 384, 256, 256), 1) if one_tower else ((96, 256, 384, 384, 256), 2)
     chain.convolve("convolution1", widths[0], 11, stride=4, padding=2)
@@ -124,7 +124,7 @@ def alexnet(name: str, source: str, *, one_tower: bool) -> ConvNet:
 
 
 def vgg(name: str, source: str, convolutions: Sequence[int]) -> ConvNet:
-    """VGG: so many 3 x 3 convolutions in each of five groups, then three dense layers."""
+    """VGG: five groups with these numbers of 3 x 3 convolutions, then three dense layers."""
     chain = _Chain(3, 224)
     for group, (count, outputs) in enumerate(zip(convolutions, (64, 128, 256, 512, 512), strict=True)):
         for index in range(count):
@@ -171,7 +171,7 @@ def load_network(name: str) -> ConvNet:
     """A convolutional network by name.
 
     Raises:
-        LayoutError: there is none of that name; the message says which are near.
+        LayoutError: no network has that name; the message suggests similar names.
     """
     if name not in _BUILDERS:
         remedy = files.did_you_mean(name, _BUILDERS, f"networks: {', '.join(network_names())}")

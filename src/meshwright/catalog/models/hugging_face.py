@@ -19,7 +19,8 @@ _COMMON = {
 _LLAMA = {"gated": True, "bias": False, "dropout": False, "rotary": True}
 _EXPERTS = {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
 
-# model_type -> (our key: its key, what the architecture always has, whether it ties its head by default)
+# By model_type: keys of the config by field of Transformer, fields with a fixed value, whether the head is tied by
+# default.
 ARCHITECTURES: dict[str, tuple[dict[str, str], dict[str, Any], bool]] = {
     "gpt2": (_GPT, {}, True),
     "gpt_bigcode": (_GPT, {"kv_heads": 1}, True),
@@ -47,7 +48,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, str], dict[str, Any], bool]] = {
 
 
 def is_config(name: str) -> bool:
-    """Whether the text is a path of a config rather than a name."""
+    """Whether a text is the path of a config rather than a model's name."""
     return name.endswith(".json") or "/" in name
 
 
@@ -55,7 +56,7 @@ def load_config(path: str) -> dict[str, Any]:
     """The JSON object of a file.
 
     Raises:
-        FileFormatError: it cannot be read or is none.
+        FileFormatError: the file cannot be read or is not a JSON object.
     """
     try:
         found = msgspec.json.decode(files.read_bytes(path))
@@ -70,7 +71,7 @@ def from_config(config: dict[str, Any], *, where: str = "config.json") -> Transf
     """The transformer that a Hugging Face config describes.
 
     Raises:
-        FileFormatError: ``model_type`` is none that is known, or a size is missing or no number.
+        FileFormatError: ``model_type`` is unknown, or a size is missing or not a number.
         LayoutError: the sizes do not divide.
     """
     kind = config.get("model_type")

@@ -1,1 +1,1 @@
-"""The integer program over factors: for every operator one factor, or none, for each axis of the mesh."""
+"""The integer program over factors: for every operator and mesh axis, it chooses one factor to split, or none."""

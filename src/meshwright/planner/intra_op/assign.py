@@ -1,4 +1,4 @@
-"""The strategy of every operator and the storage of every parameter, as the program chooses them."""
+"""Choose the strategy of every operator and the storage of every parameter by the integer program."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.solve import Solution, solve
 
 Pins = Mapping[str, Strategy]
-"""By operator and axis the factor that it must split; empty: none."""
+"""By operator and axis, the factor that the operator must split; empty: none."""
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """What was chosen, for which problem, and the solution of that."""
+    """The chosen strategies and storage, the problem they answer, and its solution."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
@@ -47,19 +47,19 @@ def assign(
     memory_bytes: float | None = None,
     whole: Collection[str] = (),
 ) -> Assigned:
-    """The cheapest strategies of all operators over the axes of ``mesh`` (but ``pp``).
+    """The cheapest strategies of all operators over the axes of ``mesh`` (except ``pp``).
 
-    The axes ``dp`` and ``dp_shard`` take the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, those
-    of space what pins say, and axes of other names anything. Pins come before these.
+    The axes ``dp`` and ``dp_shard`` split the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, the
+    spatial axes only what pins say, and axes of other names anything. Pins override these rules.
 
     Args:
-        lower: emits operators, so that they can be priced.
-        microbatches: in how many parts, one after the other, the batch is worked through.
-        own_statistics: whether batch norm takes them of each rank's samples.
-        uses_axes: whether it pays or not, operators divide their batch over ``dp``, products their weights over
-            ``tp`` and anything over mixed axes, where they can.
-        memory_bytes: what parameters, gradients, optimizer state and activations of a rank may hold together.
-        whole: parameters that are stored whole; operators may still take parts of them.
+        lower: makes the programs of operators, so that they can be priced.
+        microbatches: the number of parts of the batch that are worked through one after the other.
+        own_statistics: whether batch norm takes statistics of each rank's samples.
+        uses_axes: operators split their batch over ``dp``, and products their weights over ``tp`` and any factor over
+            mixed axes, wherever they can, even if that does not pay.
+        memory_bytes: the limit of a rank's parameters, gradients, optimizer state and activations together.
+        whole: parameters that are stored whole; operators may still use parts of them.
 
     Raises:
         LayoutError: pins contradict what an operator can do, or nothing fits in memory.
@@ -123,14 +123,14 @@ def _as_asked(asked: Strategy, strategy: Strategy) -> bool:
 
 
 def sequence_classes(graph: Graph) -> set[str]:
-    """The factors that are positions in a sequence: the dims of integer inputs behind the batch."""
+    """The factor classes that are positions in a sequence: the dims of integer inputs after the batch."""
     tokens = [graph.tensors[name] for name in graph.inputs if "int" in graph.tensors[name].dtype]
     found = {one for tensor in tokens for dim in tensor.dims[1:] for one in dim}
     return {one for one in found if graph.factor_classes[one].role != "batch"}
 
 
 def _weight_letters(graph: Graph) -> dict[str, set[str]]:
-    """By forward product, the letters of those of its factors that a weight is made of."""
+    """By forward product, the letters (except the batch) of the factors that its weights have."""
     behind = set(graph.parameters)
     found: dict[str, set[str]] = {}
     for one in graph.operators:
@@ -153,7 +153,7 @@ def _weight_letters(graph: Graph) -> dict[str, set[str]]:
 def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
     dict[str, Strategy], dict[str, dict[str, Placement]]
 ]:  # fmt: skip
-    """Every operator's strategy, those of followers as their readers want them; and every parameter's storage."""
+    """Every operator's strategy, and every parameter's storage. A follower's strategy is the one its reader wants."""
     graph, decisions = formulated.graph, formulated.decisions
     strategies: dict[str, Strategy] = {one.name: {} for one in graph.operators}
     for index, decision in enumerate(decisions.found):
@@ -180,8 +180,8 @@ def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
 def _pass_gradients(
     graph: Graph, followers: set[str], strategies: dict[str, Strategy], sizes: Mapping[str, int]
 ) -> None:
-    """Views between a product and a parameter's gradient let its sums through: what is reduced last can be reduced
-    together with other gradients."""
+    """Let Partials pass through the views between a product and a parameter's gradient. The gradient is then reduced
+    last, together with other gradients."""
     ends = {entry.gradient for entry in graph.gradients}
     chain: list[Operator] = []
     for one in reversed(graph.operators):

@@ -1,4 +1,4 @@
-"""What is decided together: a forward operator with its backward ones, in all repetitions of a block at once."""
+"""Decisions: a forward operator and its backward operators choose together, in all repetitions of a block at once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,26 +11,27 @@ from meshwright.ir.plan import starred
 
 @dataclass(eq=False)
 class Decision:
-    """``members`` get their strategies together. They stand for ``times`` equal groups, one a repetition; operators of
-    the others are found by ``twins``: for each member, the names of the operators that it stands for, itself first."""
+    """``members`` get their strategies together. They stand for ``times`` equal groups of operators, one for each
+    repetition of a block. ``twins`` has, for each member, the names of the operators it stands for, itself first."""
 
     members: tuple[Operator, ...]
     twins: tuple[list[str], ...] = ()
 
     @property
     def times(self) -> int:
+        """The number of equal groups that the decision stands for."""
         return len(self.twins[0])
 
     @property
     def leads(self) -> list[Operator]:
-        """The forward operators, from which the choices come (all members where there are none)."""
+        """The forward operators, which determine the choices; all members if none is a forward operator."""
         return [one for one in self.members if not one.backward] or list(self.members)
 
 
 @dataclass
 class Decisions:
-    """All decisions of a graph. ``place`` is by operator the decision and the member that decides for it; a
-    ``follower`` is a view that one operator reads: it is split as that one wants it."""
+    """All decisions of a graph. ``place`` has, by operator, the decision and the member that decide for it. A follower
+    is a view with one reader; it is split as this reader wants."""
 
     found: list[Decision] = field(default_factory=list)
     place: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -38,13 +39,13 @@ class Decisions:
 
 
 def decisions_of(graph: Graph, marks: Mapping[str, object]) -> Decisions:
-    """The decisions of a graph. Operators with different ``marks`` (what is pinned there) are never equal."""
+    """The decisions of a graph. Operators with different ``marks`` (their pins) are never equal."""
     followers = _followers(graph, marks)
     result = Decisions(followers=followers)
     blocks = _repeated_blocks(graph)
     known: dict[object, int] = {}
     for group in _groups(graph, followers):
-        key = _signature(graph, group, blocks, marks) or object()  # none is like another outside of blocks
+        key = _signature(graph, group, blocks, marks) or object()  # outside of blocks, every group is unique
         index = known.setdefault(key, len(result.found))
         if index == len(result.found):
             result.found.append(Decision(tuple(group), tuple([] for _ in group)))
@@ -55,8 +56,8 @@ def decisions_of(graph: Graph, marks: Mapping[str, object]) -> Decisions:
 
 
 def _followers(graph: Graph, marks: Mapping[str, object]) -> set[str]:
-    """Views that one operator reads, and nothing else: where their input is brought to another placement, before or
-    after them, costs the same."""
+    """The views that one operator reads, and nothing else. It costs the same to change placements before such a view or
+    after it."""
     outside = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
     reads = Counter(name for operator in graph.operators for name in operator.inputs)
     reads.update(entry.gradient for entry in graph.gradients if entry.gradient is not None)
@@ -69,7 +70,7 @@ def _followers(graph: Graph, marks: Mapping[str, object]) -> set[str]:
 
 
 def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
-    """A forward operator with those of its sequence number that it is joined with, and the backward ones of that."""
+    """Groups: forward operators of one sequence number that feed the last of them, with their backward operators."""
     by_sequence: dict[tuple[str, int], list[Operator]] = defaultdict(list)
     for one in graph.operators:
         if one.name not in followers and one.sequence >= 0 and not one.prologue:
@@ -95,7 +96,7 @@ def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
 
 
 def block_of(operator: Operator) -> str:
-    """The outermost repeated block that holds an operator (``h.3`` of ``h.3.mlp``), or nothing."""
+    """The outermost repeated block that contains an operator (``h.3`` of ``h.3.mlp``), or an empty string."""
     if not operator.repeat:
         return ""
     depth = operator.repeat.split(".").index("*") + 1
@@ -103,8 +104,8 @@ def block_of(operator: Operator) -> str:
 
 
 def _repeated_blocks(graph: Graph) -> set[str]:
-    """The names (with ``*``) of repeated blocks that may be split alike: those with two products or more. A chain of
-    single products is split by turns, by columns and by rows."""
+    """The names (with ``*``) of repeated blocks that may be split alike: those with two or more products. A chain of
+    blocks of one product each is split in turn by columns and by rows."""
     products = Counter(
         block_of(one)
         for one in graph.operators
@@ -114,7 +115,7 @@ def _repeated_blocks(graph: Graph) -> set[str]:
 
 
 def _signature(graph: Graph, group: Iterable[Operator], blocks: set[str], marks: Mapping[str, object]) -> object | None:
-    """Equal for groups of operators that are alike in everything that a choice depends on; None outside of blocks."""
+    """A key that is equal for groups of operators with equal choices and costs; None outside of ``blocks``."""
     classes: dict[str, tuple[int, str]] = {}
     said: list[object] = []
     for one in group:

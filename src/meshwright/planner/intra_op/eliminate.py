@@ -1,9 +1,9 @@
-"""Exact simplification: a decision that few others touch is replaced by its best answer to each of their choices.
+"""Exact simplification: replace a decision with few neighbours by its best answer to each of their choices.
 
     a -- x -- b      becomes      a -- b      cost(a, b) = min over x of cost(a, x) + cost(x) + cost(x, b)
 
-This is elimination of nodes with one and two neighbours as in OptCNN (Jia et al. 2018, section 5.3), and of any number
-as long as the table of answers stays small (variable elimination, Dechter 1999). Parallel edges are added up.
+Nodes with one and two neighbours are eliminated as in OptCNN (Jia et al. 2018, section 5.3), and nodes with more as
+long as the table of answers stays small (variable elimination, Dechter 1999). Parallel edges are added up.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from meshwright.planner.intra_op.problem import Costs, Problem, Tensor, table_of, table_size
 
 LARGEST_TABLE = 20_000_000
-"""Entries; a decision whose table of answers would be larger is left to the integer program."""
+"""Most entries of a table of answers; a decision that needs a larger table is left to the integer program."""
 AT_ONCE = 1_000_000
-"""Entries of a sum that is held whole; larger ones are compared choice by choice."""
+"""Most entries of a sum of tables that is held whole; larger sums are computed choice by choice."""
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Seconds by the choices of ``scope`` (nodes, rising)."""
+    """Seconds by the choices of the nodes in ``scope`` (in rising order)."""
 
     scope: tuple[int, ...]
     costs: Costs
@@ -29,7 +29,7 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The best choice of an eliminated node by the choices of ``scope``."""
+    """The best choice of an eliminated node by the choices of the nodes in ``scope``."""
 
     node: int
     scope: tuple[int, ...]
@@ -38,8 +38,8 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """What is left of a problem: nodes, tables between them, and tensors that are no tables. ``answers`` are in the
-    order of elimination; ``seconds`` is what is certain."""
+    """The rest of a problem: nodes, tables between them, and tensors that did not become tables. ``answers`` are in the
+    order of elimination; ``seconds`` is the cost that no longer depends on a choice."""
 
     problem: Problem
     nodes: tuple[int, ...]
@@ -49,7 +49,7 @@ class Core:
     seconds: float
 
     def complete(self, chosen: dict[int, int]) -> list[int]:
-        """The choices of all nodes, from those of the nodes that are left."""
+        """The choices of all nodes, given the choices of the nodes that are left."""
         found = dict(chosen)
         for answer in reversed(self.answers):
             found[answer.node] = int(answer.best[tuple(found[node] for node in answer.scope)])
@@ -59,13 +59,13 @@ class Core:
 def simplify(
     problem: Problem, limited: bool = False, largest: int = LARGEST_TABLE, widest: int = 64, keep: int | None = None
 ) -> Core:
-    """Eliminate the nodes that can be, cheapest first.
+    """Eliminate nodes, those with the smallest tables first, as long as tables stay small.
 
     Args:
-        limited: keep what the limits of memory are about: nodes that hold more or less by their choices, and tensors.
-        largest: entries of the largest table that may be made.
-        widest: neighbours that a node may have to be eliminated (2: only tables between two nodes come of it).
-        keep: a node that stays. Where nothing else does, its table has the best seconds for each of its choices.
+        limited: keep all nodes and tensors whose memory depends on choices, so that limits of memory can hold.
+        largest: most entries of a table that may be made.
+        widest: most neighbours of a node that may be eliminated (2: all new tables join two nodes).
+        keep: a node that stays. If no other stays, its table has the least seconds for each of its choices.
     """
     tables: dict[tuple[int, ...], Costs] = {}
     left: list[Tensor] = []
@@ -127,7 +127,7 @@ def simplify(
 
 
 def _least(parts: list[Costs], shape: tuple[int, ...]) -> tuple[Costs, NDArray[np.integer]]:
-    """The least of the sum of tables over their last axis, and where it is. ``parts`` come small ones first."""
+    """The minimum of the sum of tables over the last axis, and its index. ``parts`` are sorted, smallest first."""
     if np.prod(shape) <= AT_ONCE:
         total = np.zeros(shape)
         for one in parts:
@@ -146,13 +146,13 @@ def _least(parts: list[Costs], shape: tuple[int, ...]) -> tuple[Costs, NDArray[n
 
 
 def _around(problem: Problem, touching: dict[int, set[tuple[int, ...]]], node: int) -> tuple[int, tuple[int, ...]]:
-    """The entries of the table that its elimination would make, and over which nodes."""
+    """The number of entries of the table that eliminating a node would make, and the nodes of that table."""
     around = tuple(sorted({other for scope in touching[node] for other in scope} - {node}))
     return table_size(problem, around), around
 
 
 def _spread(scope: tuple[int, ...], costs: Costs, whole: tuple[int, ...]) -> Costs:
-    """A table with its axes where ``whole`` has them, and ones elsewhere."""
+    """A table with its axes in the places that they have in ``whole``, and axes of size 1 elsewhere."""
     order = sorted(range(len(scope)), key=lambda axis: whole.index(scope[axis]))
     shape = {scope[axis]: costs.shape[axis] for axis in range(len(scope))}
     return costs.transpose(order).reshape([shape.get(node, 1) for node in whole])

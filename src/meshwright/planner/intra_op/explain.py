@@ -1,4 +1,4 @@
-"""Why a module is split as it is: what the other ways would cost, with what is next to it at its best."""
+"""Why a module is split as it is: what its other strategies would cost, with their neighbours at their best."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ from meshwright.planner.notes import merged
 from meshwright.planner.words import word_of
 
 SHOWN = 3
-"""Other ways that are told of, the cheapest."""
+"""How many other strategies a note lists: the cheapest."""
 LARGEST = 300_000
-"""Entries of a table that is worth a word of explanation."""
+"""Most entries of a table that is made for an explanation."""
 PROVEN = 1e-4
-"""A gap that is not worth a word."""
+"""Largest gap of a solution (``Solution.gap``) that gets no note."""
 
 
 def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -> tuple[Note, ...]:
-    """A line for every module with weights or attention, repeated ones once if all agree."""
+    """A note for every module with weights or attention; repeated modules share one note if all agree."""
     parameters = set(graph.parameters)
     main: dict[str, int] = {}
     around: dict[str, list[int]] = defaultdict(list)
@@ -55,7 +55,7 @@ def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -
 
 
 def _weight(assigned: Assigned, index: int) -> float:
-    """How much a decision says of its module: the seconds of its cheapest choice, products before all."""
+    """How much a decision matters in its module: the seconds of its cheapest choice; products come before all else."""
     product = kind_of(assigned.formulated.decisions.found[index].leads[0]) in COMPUTE
     return float(assigned.formulated.problem.nodes[index].costs.min()) + (1e9 if product else 0.0)
 
@@ -82,7 +82,7 @@ def _line(
 
 
 def _way(graph: Graph, operator: Operator, strategy: Strategy, sizes: Mapping[str, int]) -> str:
-    """``batch@dp h@tp``."""
+    """A strategy as text, such as ``batch@dp h@tp``."""
     said = []
     for axis in sizes:
         choice = strategy.get(axis, "")
@@ -95,8 +95,8 @@ def _way(graph: Graph, operator: Operator, strategy: Strategy, sizes: Mapping[st
 
 
 def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
-    """Seconds of the step by choice of a decision, but for what they have in common: the rest of its module and what is
-    next to it are at their best, all else is as it is."""
+    """The seconds of the step for each choice of a decision, without the seconds that all choices share. The rest of
+    its module and its neighbours take their best choices; everything else stays as chosen."""
     problem, stored = assigned.formulated.problem, assigned.formulated.stored
     beside = {node for one in problem.tensors if index in one.nodes and len(one.readers) == 1 for node in one.nodes}
     for free in (module | beside, beside, {index}):
@@ -108,8 +108,8 @@ def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
 
 
 def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -> Core:
-    """The problem of the nodes ``free``, with those next to them as they are chosen; all but ``index`` are eliminated
-    where tables stay small."""
+    """The problem of the nodes ``free``, with their neighbours fixed to their ``chosen`` choices. All nodes but
+    ``index`` are eliminated where tables stay small."""
     near = [one for one in problem.tensors if free & set(one.nodes)]
     scope = sorted({node for one in near for node in one.nodes} | free)
     place = {node: number for number, node in enumerate(scope)}

@@ -1,4 +1,4 @@
-"""From a graph, a mesh and a cluster to a problem: its decisions with their choices, and the tensors between them."""
+"""Formulate the problem of a graph, mesh and cluster: decisions with their choices, and tensors between decisions."""
 
 import itertools
 from collections import defaultdict
@@ -22,23 +22,23 @@ from meshwright.planner.intra_op.problem import Costs, Node, Places, Problem, Te
 
 P = TypeVar("P", bound=Placements | None)
 Path = tuple[Operator, ...]
-"""The views between a tensor and its reader, from the tensor on."""
+"""The views between a tensor and its reader, in order, starting at the tensor."""
 
 
 class Formulation:
-    """The ``problem`` of a graph. Its nodes stand for decisions with their ``choices``, then for parameters with their
-    placements (``stored``, by node), then for what is given or must come out whole.
+    """The ``problem`` of a graph. Its nodes are decisions with their ``choices``, then parameters with their possible
+    placements (``stored``, by node), then tensors that are given or must come out whole.
 
     Args:
-        keeps: which strategies an operator may have at all.
-        merit: how many wishes a strategy meets; only those that meet most are regarded.
-        marks: by operator what is asked of it in particular (see ``decisions_of``).
-        moments: at which memory is limited; None: nowhere.
+        keeps: whether an operator may have a strategy at all.
+        merit: the number of wishes that a strategy meets; only the choices that meet most are kept.
+        marks: by operator, what is asked of it in particular (see ``decisions_of``).
+        moments: the moments at which memory is limited; None: it is not limited.
         uncut: parameters that are stored whole.
-        own_statistics: batch norm takes them of each rank's samples.
+        own_statistics: whether batch norm takes statistics of each rank's samples.
 
     Raises:
-        LayoutError: an operator may have no strategy.
+        LayoutError: an operator has no allowed strategy.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Formulation:
                 self.gradient_of[entry.gradient].append(entry.parameter)
         self.whole = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
         self.reads: dict[str, list[tuple[Operator, int, Path]]] = defaultdict(list)
-        """By tensor that is no result of a follower: its readers, through followers, and the views on the way."""
+        """By tensor that no follower makes: its readers, directly or through followers, and the views on the way."""
         self.ends: dict[str, list[tuple[str, Path]]] = defaultdict(list)
-        """By tensor that is no result of a follower: it and its views by followers, as they may leave the graph."""
+        """By tensor that no follower makes: the tensor and its views by followers; any of them may leave the graph."""
         for name in graph.tensors:
             maker = self.producers.get(name)
             if maker is None or maker.name not in self.decisions.followers:
@@ -89,13 +89,13 @@ class Formulation:
         return len(self.nodes) - 1
 
     def _decided(self) -> None:
-        """A node for every decision."""
+        """Add a node for every decision."""
         for decision, choices in zip(self.decisions.found, self.choices, strict=True):
             costs = [sum(map(self.prices.operator_s, decision.members, one)) for one in choices]
             self._node(decision.members[0].name, decision.times * np.array(costs), self._held(decision, choices))
 
     def _held(self, decision: Decision, choices: list[Choice]) -> Costs | None:
-        """The bytes of a decision's results at each moment, in all repetitions."""
+        """The bytes of a decision's results, [moments, choices], summed over all repetitions."""
         if self.moments is None:
             return None
         held = np.zeros((len(self.limits), len(choices)))
@@ -118,7 +118,7 @@ class Formulation:
                 self.reads[root].append((operator, position, path))
 
     def _pulled(self, wanted: Placements, path: Path) -> Placements | None:
-        """How a tensor must lie so that the views behind it give what is wanted."""
+        """The placement that a tensor needs so that the views of ``path`` give what is ``wanted``; None: impossible."""
         found: Placements = {axis: one for axis, one in wanted.items() if axis in self.sizes}
         for view in reversed(path):
             followed = follow(view, found, self.sizes)
@@ -128,12 +128,12 @@ class Formulation:
         return found
 
     def _place(self, operator: Operator) -> tuple[int, int, Operator]:
-        """The operator's decision, its number among the members there, and the member that stands for it."""
+        """The operator's decision, its member number there, and the member that stands for it."""
         index, member = self.decisions.place[operator.name]
         return index, member, self.decisions.found[index].members[member]
 
     def _wants(self, operator: Operator, position: int, path: Path) -> list[Placements | None]:
-        """By choice of the operator's decision."""
+        """For each choice of the operator's decision, the placement that it needs of the tensor before ``path``."""
         index, member, first = self._place(operator)
         if first.rule is None:
             return [self._pulled({}, path)] * len(self.choices[index])
@@ -151,8 +151,8 @@ class Formulation:
     # --- parameters --------------------------------------------------------------------------------------------------
 
     def _parameters(self) -> None:
-        """A node for every parameter (one for those that are alike in repeated blocks): it may be stored in any
-        placement that somebody wants it in, if it may be cut."""
+        """Add a node for every parameter (one node for equal parameters of repeated blocks). Its choices are to store
+        the parameter whole or, unless it is ``uncut``, in any split that a reader wants."""
         trained = {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}
         known: dict[object, int] = {}
         for name in self.graph.parameters:
@@ -204,7 +204,7 @@ class Formulation:
         return (*self.decisions.place[maker.name], maker.outputs.index(name))
 
     def _tensor(self, names: list[str]) -> None:
-        """A tensor and those that are alike in repeated blocks."""
+        """Add a tensor that stands for ``names``: equal tensors of repeated blocks."""
         name = names[0]
         tensor, maker = self.graph.tensors[name], self.producers.get(name)
         node, haves = self._made(name)
@@ -244,7 +244,7 @@ class Formulation:
         self._halos(node, names)
 
     def _halos(self, node: int, names: list[str]) -> None:
-        """The halos of a tensor (and of those that are alike), each paid once, however many operators read it."""
+        """Add the halos of ``names`` (equal tensors). Each halo is paid once, even if several operators read it."""
         priced: dict[object, float] = {None: 0.0}
         readers: list[tuple[int, Places]] = []
         for operator, position, path in self.reads[names[0]]:
@@ -264,8 +264,8 @@ class Formulation:
             self.tensors.append(Tensor(node, have, tuple(readers), len(names) * np.array([list(priced.values())])))
 
     def _made(self, name: str) -> tuple[int, list[Placements]]:
-        """The node that decides how a tensor is placed, and its placement by choice. Inputs of the step are cut over dp
-        (and dp_shard) along their batch; buffers and constants are whole."""
+        """The node that decides a tensor's placement, and the placement for each choice. Inputs of the step are split
+        over dp (and dp_shard) along their batch; buffers and constants are whole."""
         maker = self.producers.get(name)
         if maker is not None:
             index, member, first = self._place(maker)
@@ -287,7 +287,7 @@ def _patterns(path: Path) -> tuple[str, ...]:
 
 
 def _numbered(places: list[P], known: dict[str, P]) -> Places:
-    """The number of each placement among those that are known; new ones are added."""
+    """The number of each placement in ``known``; new placements are added there."""
     keys = ["none" if one is None else repr(sorted(one.items())) for one in places]
     for key, one in zip(keys, places, strict=True):
         known.setdefault(key, one)

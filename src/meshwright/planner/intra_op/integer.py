@@ -4,12 +4,12 @@
     such that   one choice for each decision i:               sum over c of x[i, c] = 1
                 for each reader r of tensor t, z = (h, w):     sum over w of z[h, w] = (its maker leaves it in h)
                                                                sum over h of z[h, w] = (r wants it in w)
-                what any reader wants is made, once for all:   y[t, h, w] >= z[h, w]
+                a placement that readers want is made once:    y[t, h, w] >= z[h, w]
                 memory at each moment:                         sum of bytes <= limit
 
-This is the program of Alpa (Zheng et al. 2022, section 4.2), whose edges have one reader each, with tensors that many
-readers share, and memory at moments. Written with the marginals of z, its relaxation is the local polytope, which is
-exact on trees.
+This is the program of Alpa (Zheng et al. 2022, section 4.2), whose edges have one reader each, extended by tensors that
+many readers share and by memory at several moments. Written with the marginals of z, its relaxation is the local
+polytope, which is exact on trees.
 """
 
 from collections.abc import Iterable
@@ -27,8 +27,8 @@ TIME_LIMIT_S, GAP = 60.0, 1e-6
 
 @dataclass(frozen=True)
 class Found:
-    """Choices of the core's nodes (None: there are none, or none were found in time), and the seconds that nothing can
-    be below."""
+    """The choices of the core's nodes (None: none exist, or none were found in time), and the lower bound, in seconds,
+    on the cost of any choices. ``proven``: the solver finished in time."""
 
     chosen: dict[int, int] | None
     bound: float
@@ -57,7 +57,7 @@ class _Program:
         self.problem = core.problem
         limits = core.problem.limits if limited else core.problem.limits[:0]
         for node, one in enumerate(core.problem.nodes):
-            if node not in core.nodes and limited:  # whatever it chose, it holds the same
+            if node not in core.nodes and limited:  # its memory is the same for every choice
                 limits = limits - one.memory[:, 0]
         self.costs: list[float] = []
         self.upper: list[float] = []
@@ -79,7 +79,7 @@ class _Program:
             self.rows.add([(column, size / unit) for column, size in terms], -np.inf, float(limit) / unit)
 
     def _columns(self, costs: Costs) -> NDArray[np.int64]:
-        """The numbers of new columns, one for each of the costs; those of infinite cost are fixed at 0."""
+        """Add a column for each cost and return the column numbers; columns of infinite cost are fixed at 0."""
         first = len(self.costs)
         finite = np.isfinite(costs)
         self.costs += np.where(finite, costs, 0.0).ravel().tolist()
@@ -134,7 +134,7 @@ class _Program:
 def solve_core(core: Core, limited: bool = False) -> Found:
     """The best choices of the nodes that elimination left, within ``GAP`` (relative) or the time limit.
 
-    With ``limited`` the limits of memory hold; nodes that hold more or less by their choices must be among those left.
+    With ``limited`` the memory limits hold; the core must then still have all nodes whose memory depends on the choice.
     """
     if not core.nodes:
         return Found({} if np.isfinite(core.seconds) else None, core.seconds, True)

@@ -1,4 +1,4 @@
-"""Memory of a rank at the moments at which most is held: what lives together is counted together."""
+"""Memory of a rank at the moments at which it holds most, counted over all tensors that live at that moment."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -20,9 +20,9 @@ class _Life(NamedTuple):
 
 
 class Moments:
-    """Positions in the order of operators at which memory is limited: where forward ends, and where the whole tensors
-    that live together are largest. A tensor lives from its making to the last read of it or of a view; a gradient until
-    the end, where gradients are no sums over micro-batches.
+    """The positions in the order of operators at which memory is limited: the end of forward, and the positions where
+    the live tensors, before any split, are largest together. A tensor lives from its making to the last read of it or
+    of a view. A gradient lives to the end, unless gradients are summed over micro-batches.
 
     ``alive`` micro-batches are under way at once, and a rank holds one of ``stages`` equal stages.
     """
@@ -65,11 +65,11 @@ class Moments:
         return sorted({turn, *largest})
 
     def owned(self, names: Iterable[str]) -> Costs:
-        """How many of these tensors own memory that is there, at each moment."""
+        """How many of these tensors own live memory, at each moment."""
         return self._count(self._lives[name] for name in names if name in self._lives)
 
     def read(self, names: Iterable[str]) -> Costs:
-        """How many of these tensors are between their first and their last reader."""
+        """How many of these tensors are between their first and their last reader, at each moment."""
         return self._count(self._reads[name] for name in names if name in self._reads)
 
     def size(self, name: str, placements: Placements) -> float:
@@ -80,7 +80,7 @@ class Moments:
         return self.alive * part_bytes(tensor, placements, self.prices.sizes) / parts
 
     def parameter(self, name: str, placements: Placements, states: int, trained: bool) -> Costs:
-        """Bytes of a parameter with its optimizer's state, and its gradient where that is summed up."""
+        """The bytes of a parameter, its optimizer state and, if it is accumulated, its gradient, at each moment."""
         size = part_bytes(self.graph.tensors[name], placements, self.prices.sizes)
         numbers = 1 + (states + (0 if self.whole else 1) if trained else 0)
         return np.full(len(self.positions), float(size * numbers))
@@ -93,5 +93,5 @@ class Moments:
 
 
 def copies(have: Placements, want: Placements) -> bool:
-    """Whether another placement is other memory: parts that are cut out of what is there are views."""
+    """Whether the tensor in placement ``want`` is a copy; parts that are cut out of the present tensor are views."""
     return any(want.get(axis) != one for axis, one in have.items())

@@ -1,4 +1,4 @@
-"""The choices of a decision: for each axis of the mesh one factor, or none, and whether sums pass through unreduced."""
+"""The choices of a decision: for each mesh axis one factor or none, and whether Partials pass through unreduced."""
 
 import itertools
 from collections import Counter
@@ -24,15 +24,15 @@ Choice = tuple[Strategy, ...]
 """A strategy for each member of a decision."""
 
 Allows = Callable[[Operator, str, str], bool]
-"""Whether an operator may split its factor (a letter) over an axis: what the axis is for, and what is pinned."""
+"""Whether an operator may split its factor (a letter) over an axis, given the axis's purpose and the pins."""
 
 JOINED = "+"
-"""Between the classes of a factor that joins several."""
+"""The separator between the classes of a joint factor."""
 _NONE = ("", 0)
 
 
 class Options:
-    """Makes choices. ``partial[axis]`` are the tensors that could be sums still to be added over the axis."""
+    """Makes the choices of decisions. ``partial[axis]`` are the tensors that could be Partial over the axis."""
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int], allows: Allows) -> None:
         self.graph, self.sizes, self.allows = graph, dict(sizes), allows
@@ -41,7 +41,7 @@ class Options:
         self.partial = {axis: self._maybe_partial(axis) for axis in sizes}
 
     def choices(self, decision: Decision) -> list[Choice]:
-        """All that the members' rules, the sizes of their factors and the axes allow."""
+        """All choices of a decision that its members' rules, the sizes of their factors and the axes allow."""
         per_axis = [
             [
                 (axis, factor, passes)
@@ -58,7 +58,8 @@ class Options:
         return list(found.values())
 
     def _factors(self, decision: Decision, axis: str) -> list[tuple[str, int]]:
-        """By class and number (the queries of self-attention are the first letter of the sequence, keys the second)."""
+        """The factors that the axis can split, as class and number among the letters of this class (in self-attention,
+        queries are the first letter of the sequence, keys the second)."""
         found = {_NONE: None}
         for one in decision.leads:
             for factor, letter in self._letters[one.name].items():
@@ -76,8 +77,8 @@ class Options:
         )
 
     def _passes(self, decision: Decision, axis: str, factor: tuple[str, int]) -> list[tuple[bool, bool]]:
-        """Whether sums that come from outside may pass through (forward, backward): members that do not split the
-        factor, as the addition of what two operators give to the gradient of a parameter that they share."""
+        """Whether Partials from outside may pass through, as all possible pairs (forward, backward). They pass members
+        that do not split the factor, such as the addition of two operators' terms of a shared parameter's gradient."""
         inside = {name for one in decision.members for name in one.outputs}
         open_here = [one for one in decision.members if factor not in self._letters[one.name]]
         forward, backward = (
@@ -89,7 +90,7 @@ class Options:
         return list(itertools.product(forward, backward))
 
     def _arriving(self, operator: Operator, axis: str, inside: set[str]) -> int:
-        """The group of operands in which the operator is linear and that could all be sums; 0: none."""
+        """The group of linear operands, not all from ``inside``, that could all be Partial; 0: none."""
         for group, names in self._linear[operator.name].items():
             if not inside.issuperset(names) and all(name in self.partial[axis] or name in inside for name in names):
                 return group
@@ -130,7 +131,7 @@ class Options:
     def _passed(
         self, operator: Operator, axis: str, inside: set[str], made: Mapping[str, Placements], passes: bool
     ) -> int:
-        """The group of operands that are sums and stay so: those from inside are, those from outside if ``passes``."""
+        """The group of operands that are Partial and stay so; operands from outside count only if ``passes``."""
         wanted = self._arriving(operator, axis, inside) if passes else 0
         for group, names in self._linear[operator.name].items():
             if all(
@@ -157,7 +158,7 @@ class Options:
 
 
 def _linear_inputs(operator: Operator) -> dict[int, list[str]]:
-    """By group, the inputs in which an operator is linear together."""
+    """By group, the inputs in which an operator is jointly linear."""
     groups: dict[int, list[str]] = {}
     operands = operator.rule.parsed.inputs if operator.rule is not None else ()
     for operand, name in zip(operands, operator.inputs, strict=False):
@@ -167,8 +168,8 @@ def _linear_inputs(operator: Operator) -> dict[int, list[str]]:
 
 
 def _meant(letters: Mapping[tuple[str, int], str], factor: tuple[str, int]) -> str | None:
-    """The letter of a factor. In place of one that joins two classes, an operator may have one that joins either of
-    them to another (rows of a gradient that nothing compares with the output), or either of them alone."""
+    """An operator's letter for a factor. If the factor joins two classes, a factor that joins either of them with
+    another (rows of a gradient that nothing compares with the output), or either class alone, may take its place."""
     names = factor[0].split(JOINED)
     if factor in letters or len(names) == 1:
         return letters.get(factor)
@@ -177,8 +178,8 @@ def _meant(letters: Mapping[tuple[str, int], str], factor: tuple[str, int]) -> s
 
 
 def numbered(operator: Operator) -> dict[tuple[str, int], str]:
-    """The letters of an operator by their class and their number among the letters of that class; and the factors that
-    join rows that are read and rows that are made (``yy``), by both classes."""
+    """An operator's letters by their class and their number among the letters of that class, and its factors that join
+    input rows with output rows (``yy``) by both classes."""
     counts: Counter[str] = Counter()
     found = {}
     rule = operator.rule
@@ -191,14 +192,14 @@ def numbered(operator: Operator) -> dict[tuple[str, int], str]:
 
 
 def classes_of(operator: Operator, factor: str) -> list[str]:
-    """The classes that a factor of an operator splits: one, or those that it joins."""
+    """The classes that a factor of an operator splits: one, or several for a joint factor."""
     members = operator.rule.members(factor) if operator.rule is not None else (factor,)
     return [operator.classes[letter] for letter in members]
 
 
 def follow(operator: Operator, wanted: Placements, sizes: Mapping[str, int]) -> tuple[Strategy, Placements] | None:
-    """The strategy of a view whose output is ``wanted`` so, and how it then wants its input. What it cannot cut is cut
-    behind it. None: a sum is wanted that it does not let through."""
+    """The strategy of a view whose output should have the placement ``wanted``, and the placement that it then wants of
+    its input. A split that the view cannot make is made after it. None: it does not let a wanted Partial through."""
     rule = operator.rule
     assert rule is not None
     strategy: Strategy = {}

@@ -1,4 +1,4 @@
-"""Seconds of operators under a strategy, and of bringing tensors from one placement to another, over a whole step."""
+"""Prices in seconds per step: operators under a strategy, and tensors brought from one placement to another."""
 
 from collections.abc import Mapping
 from math import inf, prod
@@ -20,9 +20,9 @@ from meshwright.planner.buckets import BUCKET_BYTES, part_bytes
 
 
 class Prices:
-    """The seconds of single operators, as ``lower`` emits them, and of tensors that are brought to other placements. A
-    step of ``microbatches`` pays each of them so often, for a part of the batch; gradients are brought to their
-    parameters once."""
+    """The seconds of single operators, as ``lower`` emits them, and of bringing tensors to other placements. A step
+    pays each of them once per micro-batch, for that part of the batch, but brings gradients to their parameters'
+    placements once."""
 
     def __init__(
         self, graph: Graph, mesh: Mesh, sizes: Mapping[str, int], cluster: Cluster, lower: Lower, microbatches: int
@@ -40,7 +40,7 @@ class Prices:
         self._batch = {name for name, one in graph.factor_classes.items() if one.role == "batch"}
 
     def operator_s(self, operator: Operator, strategy: Strategy) -> float:
-        """Its kernels, and what they communicate but for what they fetch (``fetched``)."""
+        """The seconds of an operator's kernels and collectives, without the halos that it fetches (see ``fetched``)."""
         program = self.program(operator, strategy)
         if program not in self._known:
             nodes = [node for node in program.nodes if node.name not in program.fetches]
@@ -48,8 +48,8 @@ class Prices:
         return self.times(operator) * self._known[program]
 
     def fetched(self, operator: Operator, strategy: Strategy, position: int) -> dict[object, float]:
-        """The halos that an operator reads of an input, with their seconds. Who reads an equal one of the same tensor
-        has it for nothing."""
+        """The halos that an operator reads of an input, with their seconds. Equal keys are equal halos: another reader
+        of the same tensor gets such a halo for nothing."""
         program = self.program(operator, strategy)
         found: dict[object, float] = {}
         for node in program.nodes if program.fetches else ():
@@ -61,23 +61,23 @@ class Prices:
         return found
 
     def program(self, operator: Operator, strategy: Strategy, interior_first: bool = False) -> OperatorProgram:
-        """The operator in one micro-batch."""
+        """The operator's program for one micro-batch."""
         sizes, letter = self.sizes, self._time_letter(operator, strategy) if self.times(operator) > 1 else ""
         if letter:
             sizes, strategy = {**sizes, TIME: self.microbatches}, {**strategy, TIME: letter}
         return self.lower.operator(operator, strategy, sizes, interior_first)
 
     def node_exchanges_s(self, node: Node) -> float:
-        """The collectives that a node starts, or that are inside of its kernel."""
+        """The seconds of the collectives that a node starts, and of those inside its kernel."""
         every = (*([node.starts] if node.starts is not None else ()), *node.inside)
         return sum(self.network.collective_s(one.kind, one.bytes, self.groups[one.axis]) for one in every)
 
     def times(self, operator: Operator) -> int:
-        """How often a step runs it."""
+        """How often a step runs the operator."""
         return 1 if operator.prologue else self.microbatches
 
     def _time_letter(self, operator: Operator, strategy: Strategy) -> str:
-        """The batch factor that micro-batches divide."""
+        """The batch factor that micro-batches divide; empty if none."""
         rule = operator.rule
         for letter, name in operator.classes.items() if rule is not None else ():
             if name in self._batch and rule is not None and rule.splittable(letter):
@@ -89,9 +89,9 @@ class Prices:
     def reshard_s(
         self, tensor: Tensor, have: Placements, want: Placements, owned: bool, times: int = 1, gradient: bool = False
     ) -> float:
-        """Bringing a tensor from one placement to another, ``times`` a step if it is made by micro-batches; infinite
-        where a sum is wanted of what is none. ``owned``: nobody else reads it, so it may be overwritten. Gradients that
-        only lack one sum go in buckets."""
+        """The seconds to bring a tensor from one placement to another, ``times`` per step; infinite if ``want`` has a
+        Partial that ``have`` lacks. ``owned``: nothing else reads the tensor, so it may be overwritten. A ``gradient``
+        that only lacks one sum is priced as part of a bucket."""
         for axis, placement in want.items():
             if isinstance(placement, Partial) and have.get(axis) != placement:
                 return inf
@@ -123,15 +123,15 @@ class Prices:
             if move.kind == "all_reduce" and not owned:
                 seconds += self.rates.stream("copy", 2 * before).seconds
             inner = isinstance(move.placement, Shard) and (move.placement.dim > 0 or move.placement.outer > 1)
-            if move.kind != "all_reduce" and inner:  # parts are put in order
+            if move.kind != "all_reduce" and inner:  # a copy puts the parts in order
                 seconds += self.rates.stream("copy", 2 * largest).seconds
-            if move.target is not None:  # and taken apart
+            if move.target is not None:  # a copy takes the parts apart
                 seconds += self.rates.stream("copy", 2 * before).seconds
             owned = True
         return seconds
 
     def update_s(self, tensor: Tensor, placements: Placements, optimizer: OptimizerCost) -> float:
-        """The optimizer's step of a parameter."""
+        """The seconds of the optimizer's update of a parameter."""
         size = part_bytes(tensor, placements, self.sizes)
         each = self.rates.stream("update", optimizer.moved / optimizer.kernels * size).seconds
         return optimizer.kernels * each

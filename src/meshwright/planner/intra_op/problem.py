@@ -1,4 +1,4 @@
-"""The choice of one strategy for every decision, as numbers: what each costs alone, and tensors between them."""
+"""The problem in numbers: decisions with the cost of each choice, and the tensors that connect decisions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One decision with ``len(costs)`` choices: the seconds of each, and the bytes that it holds at each of the moments
-    at which memory is counted, [moments, choices]."""
+    """One decision with ``len(costs)`` choices: the seconds of each choice, and the bytes that it holds at each of the
+    moments at which memory is limited, [moments, choices]."""
 
     name: str
     costs: Costs
@@ -22,15 +22,16 @@ class Node:
 
     @property
     def num_choices(self) -> int:
+        """The number of choices of the decision."""
         return len(self.costs)
 
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A value between decisions: ``have[c]`` is the placement in which choice c of the node ``maker`` leaves it, and
-    every reader (a node, and by its choices the placement that it wants) gets it for ``prices[have, want]`` seconds
-    (infinite: impossible). Readers that want the same share what is made: each pair is paid once, however many readers
-    there are. ``memory[moment, have, want]`` are the bytes of what was made for them."""
+    """A value between decisions. ``have[c]`` is the placement (its number) in which choice c of the node ``maker``
+    leaves the value. A reader is a node with the placement that each of its choices wants. To bring the value there
+    takes ``prices[have, want]`` seconds (infinite: impossible). Readers that want the same placement share one copy
+    and pay once; ``memory[moment, have, want]`` is the bytes of the copy."""
 
     maker: int
     have: Places
@@ -40,7 +41,7 @@ class Tensor:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The nodes that it lies between, each once, rising."""
+        """The nodes that the tensor connects, each once, in rising order."""
         return tuple(sorted({self.maker, *(node for node, _ in self.readers)}))
 
 
@@ -53,7 +54,7 @@ class Problem:
     limits: Costs = field(default_factory=lambda: np.zeros(0))
 
     def seconds(self, choices: Sequence[int]) -> float:
-        """What these choices cost together; infinite where a tensor cannot be brought where it is wanted."""
+        """The seconds of these choices together; infinite if a tensor cannot be brought to a wanted placement."""
         total = sum(float(node.costs[choice]) for node, choice in zip(self.nodes, choices, strict=True))
         for one in self.tensors:
             have = one.have[choices[one.maker]]
@@ -61,7 +62,7 @@ class Problem:
         return total
 
     def memory(self, choices: Sequence[int]) -> Costs:
-        """The bytes at each moment."""
+        """The bytes that these choices hold at each moment."""
         total = np.zeros(len(self.limits))
         for node, choice in zip(self.nodes, choices, strict=True):
             total += node.memory[:, choice]
@@ -73,7 +74,7 @@ class Problem:
         return total
 
     def fits(self, choices: Sequence[int]) -> bool:
-        """Whether no limit is passed."""
+        """Whether these choices stay within the memory limit of every moment."""
         return bool(np.all(self.memory(choices) <= self.limits * (1 + 1e-9)))
 
 
@@ -82,12 +83,12 @@ def _wanted(one: Tensor, choices: Sequence[int]) -> set[int]:
 
 
 def table_size(problem: Problem, nodes: Sequence[int]) -> int:
-    """The entries of a table over the choices of these nodes."""
+    """The number of entries of a table over the choices of ``nodes``."""
     return prod(problem.nodes[node].num_choices for node in nodes)
 
 
 def table_of(problem: Problem, one: Tensor) -> Costs:
-    """What a tensor costs for all choices of its nodes, an axis a node in the order of ``one.nodes``."""
+    """The seconds of a tensor for all choices of its nodes, with one axis per node in the order of ``one.nodes``."""
     scope = one.nodes
     shape = tuple(problem.nodes[node].num_choices for node in scope)
 

@@ -1,4 +1,4 @@
-"""The best choices of a problem: exact simplification, then, for what is left, the integer program."""
+"""Solve a problem: simplify it exactly, then give what is left to the integer program."""
 
 import itertools
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from meshwright.planner.intra_op.integer import TIME_LIMIT_S, solve_core
 from meshwright.planner.intra_op.problem import Problem
 
 WIDEST = 2
-"""Neighbours of what is eliminated where the integer program needs small tables: all are between two nodes then."""
+"""Most neighbours of an eliminated node if the integer program needs small tables: all tables then join two nodes."""
 LARGEST_IN_PROGRAM = 100_000
-"""Entries of a table that elimination left, each a column of the program."""
+"""Most entries of a table that elimination leaves; each entry is a column of the integer program."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """``choices`` by node, what they cost, and the least that any choices could cost. ``left`` is how many nodes were
-    left to the integer program."""
+    """``choices`` by node, their cost in seconds, and a lower ``bound`` on the cost of any choices. ``left`` is the
+    number of nodes that were left to the integer program."""
 
     choices: tuple[int, ...]
     seconds: float
@@ -27,14 +27,14 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """By which part of its cost the solution may be worse than the best; 0 where it is proven the best."""
+        """The part of its cost by which the solution may exceed the best; 0 if it is proven to be the best."""
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds > 0 else 0.0
 
 
 def solve(problem: Problem) -> Solution | None:
-    """The choices of least cost that no memory limit forbids; None where there are none.
+    """The choices of least cost within all memory limits; None if none exist.
 
-    Without regard to memory first, which costs little; where that does not fit, with all limits in the program.
+    First solve without memory limits, which is cheap. If the result does not fit, solve with all limits.
 
     Raises:
         TimeoutError: choices that fit may exist, but none were found in time.
@@ -55,14 +55,14 @@ def _from(core: Core, limited: bool) -> Solution | None:
             return None
         raise TimeoutError(f"no choices that fit were found in {TIME_LIMIT_S:g} s")
     choices = core.complete(found.chosen)
-    if limited and not core.problem.fits(choices):  # nothing was left to choose from
+    if limited and not core.problem.fits(choices):  # no remaining choice changes the memory
         return None
     seconds = core.problem.seconds(choices)
     return Solution(tuple(choices), seconds, seconds if found.proven else min(seconds, found.bound), len(core.nodes))
 
 
 def solve_by_trying(problem: Problem) -> Solution | None:
-    """All combinations, one after the other: what ``solve`` is tested against."""
+    """Try all combinations in turn: the simple version that ``solve`` is tested against."""
     best: Solution | None = None
     for choices in itertools.product(*(range(node.num_choices) for node in problem.nodes)):
         seconds = problem.seconds(choices)

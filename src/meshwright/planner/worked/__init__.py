@@ -47,7 +47,7 @@ def recompute(name: str) -> Worked:
     """One example, computed now.
 
     Raises:
-        LayoutError: there is none of that name; the message says which are near.
+        LayoutError: no example has this name; the message suggests similar names.
     """
     if name not in _EXAMPLES:
         remedy = files.did_you_mean(name, _EXAMPLES, f"examples: {', '.join(_EXAMPLES)}")

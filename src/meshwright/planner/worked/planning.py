@@ -1,4 +1,4 @@
-"""Worked numbers that take a plan: AlexNet's two halves, weak scaling, large runs, and what Alpa's planner found."""
+"""Worked numbers that need a planner: AlexNet's two halves, weak scaling, large runs, and the results of Alpa."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +16,7 @@ from meshwright.planner.validate import executed_flops
 from meshwright.planner.worked.line import Line, compared, held, predicted
 
 POINTS = 5.0
+"""Percentage points by which a prediction may differ from a measurement and still agree."""
 
 
 def alexnet() -> Iterator[Line]:
@@ -69,13 +70,13 @@ def megatron_scaling() -> Iterator[Line]:
 
 
 PUBLISHED: tuple[ScheduleName, ...] = ("1f1b", "interleaved")
-"""Schedules that these systems had: zero-bubble ones came later."""
+"""Schedules that these systems had; zero-bubble schedules came later."""
 
 AXONN = (
     ("AxoNN 40 B, 4,096 A100: 49 %", 49.0, (38, 9216, 72), "a100-40gb-box4-ss200x4", 4096),
     ("AxoNN 160 B, 16,384 GCDs: 26 %", 26.0, (84, 12288, 96), "mi250x-box8-ss200x4", 16384),
 )
-"""Claim, percent of peak, (layers, hidden, heads), cluster and devices; 2,048 tokens, 8,192 sequences a step."""
+"""Claim, percent of peak, (layers, hidden, heads), cluster, devices; sequences of 2,048 tokens, 8,192 per step."""
 
 
 def large_runs() -> Iterator[Line]:
@@ -96,9 +97,10 @@ def large_runs() -> Iterator[Line]:
 
 
 ALPA = ((2.6, 32, 2560, 32, 8), (6.7, 32, 4096, 32, 16), (15, 48, 5120, 40, 32), (39, 48, 8192, 64, 64))
-"""Billions of parameters, layers, hidden and heads of Alpa's GPTs, and on how many V100."""
+"""Alpa's GPTs: billions of parameters, layers, hidden, heads, and the number of V100."""
 
 EXPERTS = (("gshard-moe-10b", 16), ("gshard-moe-70b", 64))
+"""Alpa's mixtures of experts: catalog names, and the number of V100."""
 
 
 def alpa() -> Iterator[Line]:

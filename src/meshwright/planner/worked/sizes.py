@@ -84,8 +84,7 @@ FOOTPRINTS = (
     ("turing-nlg-17b", 17.2, 275, 54),
     ("gpt3-175b", 175, 2800, 547),
 )
-"""Our name; 1e9 parameters, gigabytes and relative computation as printed (of GPT-2: 1.9 B, with the bytes of 1.5 B).
-"""
+"""Catalog name; 1e9 parameters, GB and relative computation as printed (GPT-2: 1.9 B with the bytes of 1.5 B)."""
 
 DEVICES = ("v100-16gb", "v100", "a100-40gb", "a100-80gb")
 
@@ -110,7 +109,7 @@ def footprint() -> Iterator[Line]:
 
 
 def _states_bytes(model: Transformer) -> float:
-    """Weights, gradients and optimizer of the whole model on one device, gradients in 16 bit (``zero=1``)."""
+    """The bytes of the whole model's weights, 16-bit gradients (``zero=1``) and optimizer state on one device."""
     memory = stage_memory(Setup(model=model, zero=1), 0, load_cluster("a100-80gb-box1"))
     return memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes
 

@@ -45,7 +45,7 @@ def tensor_or_pipeline() -> Iterator[Line]:
     """Bytes over a link, forward."""
     for ranks in (2, 8):
         tensor = count(build("reduce_scatter", "ring", ranks, ranks)).moved / ranks / ranks
-        pipeline_bytes = 1 / ranks  # each of the ranks of a stage hands on its part
+        pipeline_bytes = 1 / ranks  # every rank of a stage sends its part
         yield compared(
             f"tensor parallelism over P = {ranks} moves P - 1 = {ranks - 1} times a pipeline's bytes",
             ranks - 1,
@@ -62,7 +62,7 @@ def data_or_tensor() -> Iterator[Line]:
     network, group = _bandwidth_only("a100-80gb-dgx-hdr200x8"), Group(ranks)
     data_s = network.collective_s("all_reduce", width * width, group)
 
-    def tensor_s(rows: int) -> float:  # outputs put together forward, terms of the inputs' gradient added up backward
+    def tensor_s(rows: int) -> float:  # forward gathers outputs; backward adds up terms of the inputs' gradient
         gathered_s = network.collective_s("all_gather", rows * width, group)
         return gathered_s + network.collective_s("all_reduce", rows * width, group)
 
@@ -152,8 +152,8 @@ def _report(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Report
 
 
 def _bandwidth_only(name: str) -> Network:
-    """A cluster's collectives without latency, and without what short rings lose."""
+    """A cluster's network without latency, and without the losses of short rings."""
     cluster = load_cluster(name)
     levels = tuple(msgspec.structs.replace(level, alpha_s=0.0) for level in cluster.levels)
-    device = msgspec.structs.replace(cluster.device, kind="cpu")  # whose collectives need no launch
+    device = msgspec.structs.replace(cluster.device, kind="cpu")  # CPU collectives need no kernel launch
     return Network(Cluster(name="without latency", num_devices=cluster.num_devices, device=device, levels=levels))

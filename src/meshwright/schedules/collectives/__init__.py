@@ -1,1 +1,1 @@
-"""Collectives as pure data: steps of every algorithm, their cost by counting, and a check by symbols."""
+"""Collectives as pure data: the steps of every algorithm, their counted cost, and a symbolic check."""

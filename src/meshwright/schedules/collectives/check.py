@@ -1,4 +1,4 @@
-"""Whether steps do what they say: run by symbols, so that every term is seen, for vectors of any length."""
+"""Checks steps by running them on symbols, so that every term is seen, for vectors of any length."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ from meshwright.errors import ScheduleError
 from meshwright.schedules.collectives.steps import Move, Part, Program, Span, Steps, programs
 
 _Key = tuple[int, int]
-"""A term: the rank that brought it, and how much further on it began there."""
+"""A term: the rank that contributed it, and by how many elements its place on that rank lies further on than here."""
 
 
 def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
-    """Run the steps (or, ``given``, what each rank does instead) as ranks would: each for itself, with messages in the
-    order in which they were sent.
+    """Run the steps (or the ranks' programs in ``given``) as ranks would: each rank on its own, with messages in the
+    order in which they are sent.
 
     Returns:
-        Whether all ranks that end with a sum have added its terms in the same order, so that in floating point too they
-        end with the same bits.
+        Whether all ranks that end with the same sum add its terms in the same order. If so, their floating-point
+        results are equal bit by bit.
 
     Raises:
-        ScheduleError: a rank waits for ever, takes another length than was sent, or is sent what it does not take; it
-            reads what nobody brought; it ends with another sum than it should, with a term missing or twice; after a
-            barrier it has not heard of somebody.
+        ScheduleError: a rank waits for ever, takes another length than was sent, or does not take a message; it reads
+            elements that hold nothing; it ends with a wrong sum, such as a term missing or twice; or it leaves a
+            barrier without news of some rank.
     """
     run = _Run(steps, given if given is not None else programs(steps))
     run.all()
@@ -51,7 +51,7 @@ def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
 
 
 class _Sums:
-    """Sums, each known by a number: equal numbers were added in the same order (a + b is b + a, also when rounded)."""
+    """Sums, each with a number. Equal numbers mean equal order of additions; a + b is b + a, also when rounded."""
 
     def __init__(self) -> None:
         self.terms: list[Counter[_Key]] = [Counter()]
@@ -68,7 +68,7 @@ class _Sums:
         return self._number(key, self.terms[one] + self.terms[other], key)
 
     def moved(self, value: int, further: int) -> int:
-        """The same sum, lying so much further on."""
+        """The same sum with its position shifted by ``further`` elements."""
         if not further or not value:
             return value
         terms = self.terms[value]
@@ -87,7 +87,7 @@ class _Sums:
 
 
 class _Memory:
-    """What lies where: spans in order, with the number of the sum in each; 0 is nothing."""
+    """A rank's memory: spans in order, each with the number of the sum that it holds; 0 is nothing."""
 
     def __init__(self, space: int) -> None:
         self.spans: list[tuple[Span, int]] = [((0, space), 0)] if space else []
@@ -102,7 +102,7 @@ class _Memory:
         ]
 
     def write(self, parts: Sequence[tuple[Span, int]]) -> None:
-        """Neighbouring spans, in order."""
+        """Write neighbouring spans, given in order."""
         if not parts:
             return
         begin, end = parts[0][0][0], parts[-1][0][1]
@@ -151,7 +151,7 @@ class _Run:
                 )
 
     def _go_on(self, rank: int) -> bool:
-        """Do what can be done; whether anything could."""
+        """Run moves until one must wait. Returns whether any move ran."""
         todo, moved = self._todo[rank], False
         while todo and self._done(rank, todo[0]):
             todo.popleft()
@@ -181,7 +181,7 @@ class _Run:
         return True
 
     def _read(self, rank: int, begin: int, length: int) -> list[tuple[Span, int]]:
-        """What lies there, counted from its first element."""
+        """The sums that lie there, with spans counted from ``begin``."""
         found = self.memories[rank].read((begin, begin + length))
         for span, value in found:
             if not value:
@@ -206,7 +206,7 @@ class _Run:
 
 
 def _sum(terms: Counter[_Key]) -> str:
-    """``x0 + 2 x1 + x2[+4]``: what rank 0, 1, 2 brought; the last from 4 elements further on."""
+    """``x0 + 2 x1 + x2[+4]``: terms of ranks 0, 1 and 2; the last from 4 elements further on."""
     words = []
     for (rank, offset), times in sorted(terms.items()):
         words.append(f"{f'{times} ' if times > 1 else ''}x{rank}{f'[{offset:+d}]' if offset else ''}")

@@ -1,8 +1,8 @@
-"""Which algorithm a collective takes, as a text in a plan: one name for all, or names by operation and size.
+"""The algorithms of collectives as a text in a plan: one name for all, or names by operation and size.
 
 native                                                        torch.distributed's own: gloo, or NCCL between GPUs
-mpi                                                           MPI's own, where the ranks were started by it
-exchange                                                      two ranks swap what they have, in one round
+mpi                                                           MPI's own, if MPI started the ranks
+exchange                                                      two ranks swap their vectors, in one round
 star+ring@2x4                                                 along the levels of a cluster (``hierarchy.py``)
 all_reduce butterfly, 262144 rabenseifner; all_gather star    from 0 and from 262,144 bytes on; the rest native
 """
@@ -16,27 +16,27 @@ from meshwright.schedules.collectives import hierarchy
 from meshwright.schedules.collectives.operations import ALGORITHMS, is_there
 
 NATIVE, MPI = "native", "mpi"
-"""torch.distributed's own collectives, and those of the MPI under which the ranks were started."""
+"""torch.distributed's own collectives, and those of the MPI that started the ranks."""
 CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-"""Operations of which there are several algorithms, MPI's among them: a plan chooses, a calibration measures all."""
+"""Operations with several algorithms, MPI's among them: a plan chooses one, a calibration measures all."""
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star", "all_to_all": "partitioned"}
-"""Algorithms of one round, where a group has two ranks."""
+"""By operation: the algorithm that takes one round in a group of two ranks."""
 
 PIECES = 8
-"""In how many pieces long vectors go along levels, where that is faster."""
+"""Pieces of a long vector in algorithms along levels that work in pieces."""
 LONG_BYTES = 2**20
-"""From this size on, algorithms in pieces are measured."""
+"""Smallest vector for which algorithms in pieces are measured."""
 
 Ranges = Sequence[tuple[int, str]]
-"""(bytes from which on, algorithm), rising."""
+"""(smallest number of bytes, algorithm), rising."""
 
 
 @lru_cache(maxsize=4096)
 def chosen(text: str, operation: str, num_bytes: int) -> str:
-    """The algorithm of an operation over a vector of so many bytes.
+    """The algorithm that ``text`` gives for an operation over a vector of ``num_bytes``.
 
     Raises:
-        PlanError: the text names what there is not.
+        PlanError: the text is malformed, or names an unknown operation or algorithm.
     """
     if " " in text:
         steps = parsed(text).get(operation, ())
@@ -47,27 +47,27 @@ def chosen(text: str, operation: str, num_bytes: int) -> str:
 
 
 def runs(operation: str, name: str) -> bool:
-    """Whether an operation can be run by an algorithm of that name."""
+    """Whether an algorithm of this name can run the operation."""
     if name == MPI:
         return operation in CHOSEN
     return name == NATIVE or is_there(operation, name) or (name == "exchange" and operation in EXCHANGE)
 
 
 def candidates(operation: str, num_ranks: int, boxes: str = "") -> tuple[str, ...]:
-    """The algorithms that are measured: torch.distributed's own, and ours but for those that cannot be the fastest.
+    """The algorithms to measure: torch.distributed's own, and ours except those that cannot be the fastest.
 
-    ``boxes``: how the ranks lie in boxes, as in names of algorithms along levels; nothing where they are all in one, or
-    each is in its own.
+    ``boxes``: the ranks by box, as in names of algorithms along levels; empty if all ranks are in one box, or each is
+    in its own.
     """
     whole = operation == "all_reduce"
-    if num_ranks == 2:  # where the others are one of these
+    if num_ranks == 2:  # with two ranks, the other algorithms equal one of these
         return (NATIVE, "butterfly", "ring") if whole else (NATIVE, "star")
     flat = ("butterfly", "shares", "ring", "rabenseifner") if whole else ("star", "ring", "halving")
     return (NATIVE, *flat, *(_along(operation, boxes) if boxes else ()))
 
 
 def in_pieces(name: str) -> bool:
-    """Whether an algorithm cuts the vector in pieces, which only pays where that is long."""
+    """Whether an algorithm cuts the vector in pieces, which pays only for long vectors."""
     found = hierarchy.read(name)
     return found is not None and found.pieces > 1
 
@@ -75,7 +75,7 @@ def in_pieces(name: str) -> bool:
 def _along(operation: str, boxes: str) -> Iterator[str]:
     found = hierarchy.read(hierarchy.written("star", "ring", boxes))
     assert found is not None
-    same = ("rabenseifner", "halving", "star") if len(found.boxes) == 2 else ()  # as a ring, then
+    same = ("rabenseifner", "halving", "star") if len(found.boxes) == 2 else ()  # with two boxes these equal a ring
     for across in hierarchy.ACROSS_BY_OPERATION.get(operation, ()):
         if across != "tree" and across not in same:  # a butterfly takes half as long as a tree
             for pieces in (1, PIECES) if operation == "all_reduce" else (1,):
@@ -87,7 +87,7 @@ def parsed(text: str) -> Mapping[str, Ranges]:
     """The ranges by operation.
 
     Raises:
-        PlanError: the text is not written so, or names what there is not.
+        PlanError: the text is malformed, or names an unknown operation or algorithm.
     """
     result: dict[str, list[tuple[int, str]]] = {}
     for part in text.split(";"):
@@ -112,7 +112,7 @@ def names(text: str) -> frozenset[str]:
 
 
 def written(ranges: Mapping[str, Ranges]) -> str:
-    """The text of ranges, which begin at 0 each; ``native`` where all are."""
+    """The text of ranges; the ranges of each operation begin at 0. ``native`` if every algorithm is native."""
     if all(name == NATIVE for each in ranges.values() for _, name in each):
         return NATIVE
     parts = []

@@ -1,7 +1,7 @@
-"""What collectives are made of: rounds among some ranks, on some elements, in place. Each rank owns part of them.
+"""Building blocks of collectives: rounds in place among some ranks, on some elements. Each rank owns a part of them.
 
-``ranks`` may be any; ``owned[i]`` is what ``ranks[i]`` owns: where its sum shall lie after a reduce-scatter, where its
-part lies before an all-gather. Reduce-scatters add, all-gathers copy; each all-gather is its reduce-scatter backwards.
+``ranks`` may be any ranks. ``owned[i]`` holds the spans of ``ranks[i]``: its sum after a reduce-scatter, its part
+before an all-gather. Reduce-scatters add, all-gathers copy; each all-gather is its reduce-scatter backwards.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,35 +9,38 @@ from collections.abc import Callable, Iterable, Sequence
 from meshwright.schedules.collectives.steps import Move, Rounds, Span, cut, message
 
 Owned = Sequence[Sequence[Span]]
+"""By rank of the group, the spans that it owns."""
 Half = Callable[[Sequence[int], Owned], Rounds]
+"""A reduce-scatter or an all-gather: half of an all-reduce."""
 Whole = Callable[[Sequence[int], Span], Rounds]
+"""A collective over a whole span, such as an all-reduce or a reduce to the first rank."""
 
 
 def backwards(rounds: Rounds) -> Rounds:
-    """The same rounds in reverse, from the targets to the sources, that copy instead of adding."""
+    """The reversed rounds: every move goes from its target to its source, and copies instead of adding."""
     return [[Move(one.target, one.source, one.into, one.begin, one.length) for one in sent] for sent in rounds[::-1]]
 
 
 def owns(span: Span, parts: int) -> list[list[Span]]:
-    """Equal pieces, one for each."""
+    """``parts`` nearly equal pieces of a span, one list for each rank."""
     return [[piece] for piece in cut(span, parts)]
 
 
 def distances(size: int) -> list[int]:
-    """1, 2, 4, ... below ``size``."""
+    """The powers of two below ``size``: 1, 2, 4, ..."""
     return [1 << power for power in range((size - 1).bit_length())]
 
 
 def _round(messages: Iterable[tuple[int, int, Iterable[Span]]], *, adds: bool = False) -> list[Move]:
-    """Messages that are sent at the same time, by source, target and elements."""
+    """The moves of one round, from messages given by source, target and spans."""
     return [one for source, target, spans in messages for one in message(source, target, spans, adds=adds)]
 
 
-# --- everyone adds up, or collects -----------------------------------------------------------------------------------
+# --- reduce-scatters and all-gathers ---------------------------------------------------------------------------------
 
 
 def scatter_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Sums go around: what rank i sends in turn t is what the rank t + 1 before it owns."""
+    """Sums go around a ring: in turn t, rank i sends the part that the rank t + 1 places before it owns."""
     size = len(ranks)
     return [
         _round(((ranks[i], ranks[(i + 1) % size], owned[(i - 1 - turn) % size]) for i in range(size)), adds=True)
@@ -46,7 +49,7 @@ def scatter_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def gather_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Parts go around."""
+    """Parts go around a ring."""
     size = len(ranks)
     return [
         _round((ranks[i], ranks[(i + 1) % size], owned[(i - turn) % size]) for i in range(size))
@@ -55,17 +58,17 @@ def gather_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def scatter_star(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Everyone sends to each owner at once: as many stars as ranks, each with its own centre."""
+    """All ranks send to every owner in one round: a star for each rank, with that rank as its centre."""
     return [[one for sent in scatter_partitioned(ranks, owned) for one in sent]]
 
 
 def gather_star(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Everyone sends what it owns to all at once."""
+    """Each rank sends its own part to all ranks in one round."""
     return backwards(scatter_star(ranks, owned))
 
 
 def scatter_partitioned(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """In turn t everyone sends to the rank t further on what that rank owns: nobody takes two messages at once."""
+    """In turn t each rank sends to the rank t places on that rank's part: no rank takes two messages at once."""
     size = len(ranks)
     return [
         _round(((ranks[i], ranks[(i + turn) % size], owned[(i + turn) % size]) for i in range(size)), adds=True)
@@ -74,15 +77,15 @@ def scatter_partitioned(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def gather_partitioned(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """In turn t everyone sends what it owns to the rank t further on."""
+    """In turn t each rank sends its own part to the rank t places before it."""
     return backwards(scatter_partitioned(ranks, owned))[::-1]
 
 
 def scatter_halving(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Recursive halving: with the rank across, each gives away the half that it does not own.
+    """Recursive halving: each rank sends its partner of the round the half that it does not own.
 
-    Of a number of ranks that is no power of two, those beyond first give all they have to the rank that stands for
-    them, and get their part from it in the end (Rabenseifner 2004).
+    If the number of ranks is not a power of two, the ranks beyond the largest power first send their vectors to a rank
+    that acts for them, and receive their part from it in the end (Rabenseifner 2004).
     """
     size, core = len(ranks), _power(len(ranks))
     mine = [[*owned[i], *(owned[i + core] if i + core < size else ())] for i in range(core)]
@@ -99,20 +102,20 @@ def scatter_halving(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def gather_doubling(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Recursive doubling: with the rank across, each exchanges what it has by then."""
+    """Recursive doubling: each rank exchanges all the parts that it has so far with its partner of the round."""
     return backwards(scatter_halving(ranks, owned))
 
 
-# --- to and from one of them -----------------------------------------------------------------------------------------
+# --- to and from one rank --------------------------------------------------------------------------------------------
 
 
 def reduce_star(ranks: Sequence[int], span: Span) -> Rounds:
-    """All send to the first, which adds up."""
+    """All ranks send to the first rank, which adds up."""
     return [_round(((rank, ranks[0], [span]) for rank in ranks[1:]), adds=True)]
 
 
 def reduce_tree(ranks: Sequence[int], span: Span) -> Rounds:
-    """Up a binomial tree to the first: in each round, half of those who are left send their sums and are done."""
+    """Up a binomial tree to the first rank: in each round, half of the remaining ranks send their sums and are done."""
     size = len(ranks)
     return [
         _round(((ranks[i], ranks[i - distance], [span]) for i in range(distance, size, 2 * distance)), adds=True)
@@ -121,13 +124,13 @@ def reduce_tree(ranks: Sequence[int], span: Span) -> Rounds:
 
 
 def reduce_binary_tree(ranks: Sequence[int], span: Span) -> Rounds:
-    """Up a binary tree: rank 0 is the root, and 2i + 1 and 2i + 2 are below rank i."""
+    """Up a binary tree: rank 0 is the root, and the children of rank i are ranks 2i + 1 and 2i + 2."""
     levels = [range(distance - 1, min(2 * distance - 1, len(ranks))) for distance in distances(len(ranks) + 1)[1:]]
     return [_round(((ranks[i], ranks[(i - 1) // 2], [span]) for i in level), adds=True) for level in reversed(levels)]
 
 
 def gather_tree(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Up a binomial tree to the first, each with what it has from below; the scatter is this backwards."""
+    """Up a binomial tree to the first rank: each rank sends all parts of its subtree. Backwards it is a scatter."""
     return [
         _round(
             (ranks[i], ranks[i - distance], [span for spans in owned[i : i + distance] for span in spans])
@@ -138,7 +141,7 @@ def gather_tree(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def gather_to_first(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """All send what they own to the first at once."""
+    """All ranks send their parts to the first rank in one round."""
     return [_round((rank, ranks[0], spans) for rank, spans in zip(ranks[1:], owned[1:], strict=True))]
 
 
@@ -146,7 +149,7 @@ def gather_to_first(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def up_and_down(reduce: Whole) -> Whole:
-    """An all-reduce of a reduce to the first rank and the broadcast that is the same backwards."""
+    """An all-reduce: a reduce to the first rank, then its reverse, a broadcast."""
 
     def all_reduce(ranks: Sequence[int], span: Span) -> Rounds:
         up = reduce(ranks, span)
@@ -156,15 +159,15 @@ def up_and_down(reduce: Whole) -> Whole:
 
 
 def all_reduce_naive(ranks: Sequence[int], span: Span) -> Rounds:
-    """Everyone sends all it has to everyone at once."""
+    """Each rank sends its whole vector to every other rank in one round."""
     return [_round(((i, j, [span]) for i in ranks for j in ranks if i != j), adds=True)]
 
 
 def all_reduce_butterfly(ranks: Sequence[int], span: Span) -> Rounds:
-    """Recursive doubling: in each round everyone exchanges its sum with the rank across.
+    """Recursive doubling: in each round each rank exchanges its sum with its partner.
 
-    Of a number of ranks that is no power of two, those beyond first give what they have to the rank that stands for
-    them, and get the sum from it in the end.
+    If the number of ranks is not a power of two, the ranks beyond the largest power first send their vectors to a rank
+    that acts for them, and receive the sum from it in the end.
     """
     core, fold = _power(len(ranks)), _folded(ranks, [span])
     rounds = [
@@ -175,7 +178,7 @@ def all_reduce_butterfly(ranks: Sequence[int], span: Span) -> Rounds:
 
 
 def in_halves(scatter: Half, gather: Half) -> Whole:
-    """An all-reduce of a reduce-scatter and an all-gather."""
+    """An all-reduce: a reduce-scatter, then an all-gather."""
 
     def all_reduce(ranks: Sequence[int], span: Span) -> Rounds:
         owned = owns(span, len(ranks))
@@ -192,10 +195,10 @@ def all_reduce_rabenseifner(ranks: Sequence[int], span: Span) -> Rounds:
 
 
 def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) -> Rounds:
-    """Half of the elements up and down one binary tree, half another, whose inner ranks are the first one's leaves.
+    """Half of the elements go up and down one binary tree, half another, whose inner ranks are leaves of the first.
 
-    Each half goes in ``pieces``, one behind the other, so that a rank passes one on while the next comes (Sanders,
-    Speck, Träff 2009). With an odd number of ranks the second tree is the first shifted by one.
+    Each half is cut in ``pieces``, so that a rank passes one piece on while it receives the next (Sanders, Speck,
+    Träff 2009). With an odd number of ranks the second tree is the first tree shifted by one.
     """
     size = len(ranks)
     mirror = [size - 1 - i for i in range(size)] if size % 2 == 0 else [(i + 1) % size for i in range(size)]
@@ -204,10 +207,10 @@ def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) ->
     order = _leaves_first(parent)
     found: dict[int, list[Move]] = {}
     for tree, half in zip(trees, cut(span, 2), strict=True):
-        sent_up: dict[int, int] = {}  # by rank of the tree: the round in which it sent its last piece
+        sent_up: dict[int, int] = {}  # by rank of the tree: the round in which it can send up again
         got_down: dict[int, int] = {}
         for piece in cut(half, pieces):
-            there: dict[int, int] = {}  # the round after which it has the sum of what is below it
+            there: dict[int, int] = {}  # the first round in which it has the sum of its subtree
             for i in order:
                 turn = max(there.get(i, 0), sent_up.get(i, 0))
                 found.setdefault(turn, []).extend(message(tree[i], tree[parent[i]], [piece], adds=True))
@@ -221,14 +224,14 @@ def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) ->
 
 
 def _parent(i: int, size: int) -> int:
-    """In a binary tree over 0, 1, ... whose odd members are leaves and whose root is 0."""
+    """The parent of i in a binary tree over 0, 1, ... whose odd members are leaves and whose root is 0."""
     bit = i & -i
     above = (i ^ bit) | (bit << 1)
     return above if above < size else i ^ bit
 
 
 def _leaves_first(parent: dict[int, int]) -> list[int]:
-    """All ranks but the root."""
+    """All ranks but the root, deepest first."""
 
     def depth(i: int) -> int:
         return 1 + depth(parent[i]) if i else 0
@@ -237,11 +240,11 @@ def _leaves_first(parent: dict[int, int]) -> list[int]:
 
 
 def _power(size: int) -> int:
-    """The largest power of two that is not above ``size``."""
+    """The largest power of two that is at most ``size``."""
     return 1 << (size.bit_length() - 1)
 
 
 def _folded(ranks: Sequence[int], spans: Iterable[Span]) -> Rounds:
-    """Ranks beyond the largest power of two send to those that stand for them."""
+    """The round in which ranks beyond the largest power of two send to the ranks that act for them."""
     core = _power(len(ranks))
     return [_round(((ranks[i], ranks[i - core], spans) for i in range(core, len(ranks))), adds=True)]

@@ -1,18 +1,18 @@
-"""Collectives along a cluster's levels: add up inside every box, then across boxes, then collect inside.
+"""Collectives along a cluster's levels: add up inside every box, then across boxes, then gather inside.
 
     2 boxes of 2, one vector "ab":     in the box         across           in the box
         box 0   rank 0                 a of both  ──▶  a of all four  ──▶  a b
                 rank 1                 b of both  ──▶  b of all four  ──▶  a b
         box 1   ...
 
-Every rank of a box drives its share over the slow links. Boxes may be unequal: then shares are cut so finely that each
-has one owner in every box. In pieces, one goes across while the next is added up in the boxes.
+Every rank of a box sends its share over the slow links. Boxes may be unequal: then shares are cut so finely that each
+has one owner in every box. With several pieces, a piece goes across while the next is added up in the boxes.
 
-An algorithm is called INSIDE+ACROSS@BOXES, and /PIECES where there are several:
+An algorithm's name is INSIDE+ACROSS@BOXES, followed by /PIECES if it has several pieces:
 
     star+ring@2x4          boxes of 2 neighbouring ranks, 4 of them
     star+ring@2x4/8        the same, in 8 pieces
-    star+ring@0.2|1.3      two boxes, of the ranks 0 and 2, 1 and 3; || would part units of boxes
+    star+ring@0.2|1.3      two boxes: ranks 0 and 2, ranks 1 and 3; || separates groups of boxes
 """
 
 import re
@@ -28,7 +28,7 @@ from meshwright.schedules.collectives.group import Half, Owned, Whole
 from meshwright.schedules.collectives.steps import Rounds, Span, beside, cut
 
 Boxes: TypeAlias = tuple["Boxes | int", ...]
-"""How ranks nest: a rank, or the units of a level. ``((0, 1), (2, 3))`` is two boxes of two."""
+"""How ranks nest: each entry is a rank, or a tuple for a unit of a level. ``((0, 1), (2, 3))``: two boxes of two."""
 
 INSIDE: Mapping[str, Half] = {"star": group.scatter_star, "ring": group.scatter_ring}
 ACROSS: Mapping[str, Whole] = {
@@ -43,17 +43,17 @@ ACROSS_BY_OPERATION = {
     "reduce_scatter": tuple(HALVES_ACROSS),
     "all_gather": tuple(HALVES_ACROSS),
 }
-"""What may stand behind the + of an operation; others have no algorithms along levels."""
+"""By operation: the names that may follow the +. Other operations have no algorithms along levels."""
 
 _NAME = re.compile(r"(?P<inside>[a-z-]+)\+(?P<across>[a-z-]+)@(?P<boxes>[0-9x.|]+)(?:/(?P<pieces>[1-9][0-9]*))?")
 _EQUAL, _NAMED = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)+"), re.compile(r"[0-9]+((\.|\|+)[0-9]+)*")
 
 _Owners = list[tuple[Span, int]]
-"""Neighbouring spans of the vector, and who owns each."""
+"""Neighbouring spans of the vector, each with the rank that owns it."""
 
 
 def nested(fan_outs: Sequence[int]) -> Boxes:
-    """Equal boxes: of levels with these fan-outs, innermost first."""
+    """Equal boxes for levels with these fan-outs, innermost first."""
     units: list[Boxes | int] = list(range(prod(fan_outs)))
     for size in fan_outs[:-1]:
         units = [tuple(units[first : first + size]) for first in range(0, len(units), size)]
@@ -61,12 +61,12 @@ def nested(fan_outs: Sequence[int]) -> Boxes:
 
 
 def leaves(boxes: Boxes | int) -> list[int]:
-    """The ranks in order."""
+    """The ranks of the boxes, in order."""
     return [boxes] if isinstance(boxes, int) else [rank for box in boxes for rank in leaves(box)]
 
 
 class Leveled(NamedTuple):
-    """An algorithm's name, read: one of INSIDE, one of ACROSS_BY_OPERATION, how the ranks nest, in how many pieces."""
+    """A parsed name of an algorithm: a name in INSIDE, one in ACROSS_BY_OPERATION, the boxes, the number of pieces."""
 
     inside: str
     across: str
@@ -76,7 +76,7 @@ class Leveled(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def read(name: str) -> Leveled | None:
-    """The algorithm of that name; None where it is not one along levels."""
+    """The algorithm with this name; None if it is not an algorithm along levels."""
     found = _NAME.fullmatch(name)
     if found is None or found["inside"] not in INSIDE:
         return None
@@ -85,17 +85,17 @@ def read(name: str) -> Leveled | None:
 
 
 def written(inside: str, across: str, boxes: str, pieces: int = 1) -> str:
-    """The name of an algorithm; ``boxes`` as ``equal_boxes`` and ``named_boxes`` write them."""
+    """The name of an algorithm; ``boxes`` as returned by ``equal_boxes`` or ``named_boxes``."""
     return f"{inside}+{across}@{boxes}" + (f"/{pieces}" if pieces > 1 else "")
 
 
 def equal_boxes(fan_outs: Sequence[int]) -> str:
-    """``2x4``: levels with these fan-outs, innermost first."""
+    """The text of equal boxes, such as ``2x4``, for levels with these fan-outs, innermost first."""
     return "x".join(map(str, fan_outs))
 
 
 def named_boxes(boxes: Boxes) -> str:
-    """``0.2|1.3``, of the ranks in each; as ``equal_boxes`` where it is the same."""
+    """The text of any boxes, such as ``0.2|1.3``; that of ``equal_boxes`` if it means the same boxes."""
     sizes: list[int] = []
     unit: Boxes | int = boxes
     while not isinstance(unit, int):
@@ -106,7 +106,7 @@ def named_boxes(boxes: Boxes) -> str:
 
 
 def _named(boxes: Boxes) -> tuple[str, int]:
-    """The text, and how many levels of boxes it has."""
+    """The text of the boxes, and its number of levels of boxes."""
     if all(isinstance(one, int) for one in boxes):
         return ".".join(map(str, boxes)), 0
     inner = [_named(one) if not isinstance(one, int) else (str(one), 0) for one in boxes]
@@ -129,8 +129,9 @@ def _read_named(text: str, depth: int) -> Boxes:
 
 
 def all_reduce_in_levels(found: Leveled, length: int) -> Rounds:
-    """Rounds: inside every level but the outermost, and across that. A piece begins when the one before it has gone
-    across:
+    """The rounds of an all-reduce: inside the boxes, across the outermost level, inside again.
+
+    A piece starts ``len(across)`` rounds after the piece before it:
 
     piece 0   in  across  in
     piece 1       in      across  in
@@ -149,8 +150,8 @@ def all_reduce_in_levels(found: Leveled, length: int) -> Rounds:
 
 
 def reduce_scatter_in_levels(found: Leveled, owned: Owned) -> Rounds:
-    """Each rank's part is added up in its box at the rank that has its place there, then across boxes; the all-gather
-    is this backwards.
+    """The rounds of a reduce-scatter. In each box, the rank at the same place as a part's owner adds up the part; then
+    the parts are added up across boxes. The all-gather is these rounds backwards.
 
     Raises:
         ScheduleError: the boxes are not equal.
@@ -179,7 +180,7 @@ def _scattered(boxes: Boxes, owned: Mapping[int, Sequence[Span]], found: Leveled
 
 
 def _reduced(box: Boxes | int, whole: Span, inside: str) -> tuple[Rounds, _Owners]:
-    """The rounds after which each element's sum over the box lies at one of its ranks, and at which."""
+    """The rounds that add up each element at one rank of the box, and the rank that then owns each span."""
     if isinstance(box, int):
         return [], [(whole, box)]
     units = [_reduced(one, whole, inside) for one in box]
@@ -192,7 +193,7 @@ def _reduced(box: Boxes | int, whole: Span, inside: str) -> tuple[Rounds, _Owner
 
 
 def _shared(units: Sequence[_Owners]) -> list[tuple[Span, list[int]]]:
-    """The pieces of which each unit has one owner, and these owners."""
+    """The pieces that have one owner in each unit, each with these owners."""
     borders = sorted({border for owners in units for span, _ in owners for border in span})
     found = []
     for begin, end in pairwise(borders):

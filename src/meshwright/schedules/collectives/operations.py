@@ -1,9 +1,9 @@
-"""Collectives by operation and name, for any number of ranks and elements."""
+"""The steps of collectives by operation and algorithm, for any number of ranks and elements."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from meshwright.errors import ScheduleError
+from meshwright.errors import Problem, ScheduleError, refuse
 from meshwright.schedules.collectives import group
 from meshwright.schedules.collectives.group import Half, Owned, Whole
 from meshwright.schedules.collectives.hierarchy import (
@@ -27,7 +27,7 @@ ALL_REDUCE: Mapping[str, Whole] = {
     "butterfly": group.all_reduce_butterfly,
     "rabenseifner": group.all_reduce_rabenseifner,
 }
-"""All-reduces in place. ``shares``: a star for each rank's share, at once."""
+"""All-reduces in place. ``shares``: one star for each rank's share, all at once."""
 
 HALVES: Mapping[str, tuple[Half, Half]] = {
     "star": (group.scatter_star, group.gather_star),
@@ -35,7 +35,7 @@ HALVES: Mapping[str, tuple[Half, Half]] = {
     "ring": (group.scatter_ring, group.gather_ring),
     "halving": (group.scatter_halving, group.gather_doubling),
 }
-"""Reduce-scatters, and the all-gathers that are the same backwards."""
+"""Reduce-scatters, each with the all-gather that is its reverse."""
 
 TO_ONE: Mapping[str, Whole] = {
     "star": group.reduce_star,
@@ -45,19 +45,19 @@ TO_ONE: Mapping[str, Whole] = {
         + group.gather_tree(ranks, group.owns(span, len(ranks)))
     ),
 }
-"""Reduces to the first rank; backwards they are broadcasts."""
+"""Reduces to the first rank; run backwards they are broadcasts."""
 
 GATHERS: Mapping[str, Callable[[Sequence[int], Owned], Rounds]] = {
     "star": group.gather_to_first,
     "tree": group.gather_tree,
 }
-"""Gathers at the first rank; backwards they are scatters."""
+"""Gathers at the first rank; run backwards they are scatters."""
 
 IN_TURN = ("one-by-one", "contention-free")
-"""All-reduces that keep what they send while they add up what comes: they need a memory of two vectors."""
+"""All-reduces that send the original vector while they add up received ones: they need a memory of two vectors."""
 
 Counts = Sequence[Sequence[int]]
-"""How many elements each rank sends to each."""
+"""``counts[i][j]``: the elements that rank i sends to rank j."""
 
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "all_reduce": (*ALL_REDUCE, *IN_TURN),
@@ -73,13 +73,13 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
 
 
 def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = False) -> Steps:
-    """Every rank ends with the sum of all vectors of ``length`` elements.
+    """The steps after which every rank holds the sum of all vectors of ``length`` elements.
 
-    ``algorithm`` is a name of ``ALGORITHMS``, or one along levels (``ring+rabenseifner@2x4``, see ``hierarchy.py``).
-    ``server``: the star's centre is one more rank, which brings nothing.
+    ``algorithm`` is a name in ``ALGORITHMS``, or one along levels (``ring+rabenseifner@2x4``, see ``hierarchy.py``).
+    ``server``: the star's centre is an extra rank, which contributes nothing.
 
     Raises:
-        ScheduleError: there is no such algorithm, it is for another number of ranks, or a number is negative.
+        ScheduleError: the algorithm is unknown or made for another number of ranks, or a number is too small.
     """
     _check("all_reduce", algorithm, num_ranks, length)
     ranks, whole, served = range(num_ranks), (0, length), server and algorithm == "star"
@@ -94,7 +94,7 @@ def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = Fa
 
 
 def _in_turn(algorithm: str, size: int, length: int) -> Steps:
-    """Everyone sends to everyone, a message at a time: of all of them, or of each."""
+    """Every rank sends to every rank: one message at a time among all ranks, or one from each rank at a time."""
     whole, out = (0, length), (length, 2 * length)
     start = [Move(rank, rank, 0, length, length) for rank in range(size) if length]
     turns = range(1, size) if length else ()
@@ -108,7 +108,7 @@ def _in_turn(algorithm: str, size: int, length: int) -> Steps:
 
 
 def reduce_scatter(algorithm: str, counts: Sequence[int]) -> Steps:
-    """Rank i ends with elements i of the sum: ``counts[i]`` of them, at their place in the vector."""
+    """The steps after which rank i holds part i of the sum: ``counts[i]`` elements, at their place in the vector."""
     spans = _parts("reduce_scatter", algorithm, counts)
     size, length = len(counts), sum(counts)
     after = ((_sum_of(size, span),) for span in spans)
@@ -123,7 +123,7 @@ def _scatter(algorithm: str, spans: Sequence[Span]) -> Rounds:
 
 
 def all_gather(algorithm: str, counts: Sequence[int]) -> Steps:
-    """Every rank ends with all parts; rank i brings ``counts[i]`` elements, at their place in the vector."""
+    """The steps after which every rank holds all parts; rank i contributes ``counts[i]`` elements, at their place."""
     spans = _parts("all_gather", algorithm, counts)
     if read(algorithm) is not None:
         rounds = group.backwards(_scatter(algorithm, spans))
@@ -134,7 +134,7 @@ def all_gather(algorithm: str, counts: Sequence[int]) -> Steps:
 
 
 def reduce(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
-    """``root`` ends with the sum of all vectors; what the others end with is not defined."""
+    """The steps after which ``root`` holds the sum of all vectors; the other ranks' values are undefined."""
     ranks = _from(root, "reduce", algorithm, num_ranks, length)
     whole = (0, length)
     after = ((_sum_of(num_ranks, whole),) if rank == root else () for rank in range(num_ranks))
@@ -142,10 +142,10 @@ def reduce(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
 
 
 def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Steps:
-    """All end with what ``root`` has."""
+    """The steps after which all ranks hold ``root``'s vector."""
     ranks = _from(root, "broadcast", algorithm, num_ranks, length)
     whole = (0, length)
-    if algorithm == "halving":  # van de Geijn: scatter down a tree, then collect
+    if algorithm == "halving":  # van de Geijn: scatter down a tree, then all-gather
         owned = group.owns(whole, num_ranks)
         rounds = group.backwards(group.gather_tree(ranks, owned)) + group.gather_doubling(ranks, owned)
     else:
@@ -155,7 +155,7 @@ def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Ste
 
 
 def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
-    """``root`` ends with all parts; rank i brings ``counts[i]`` elements, at their place in the vector."""
+    """The steps after which ``root`` holds all parts; rank i contributes ``counts[i]`` elements, at their place."""
     spans = _parts("gather", algorithm, counts)
     ranks = _from(root, "gather", algorithm, len(counts), sum(counts))
     rounds = GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks])
@@ -164,7 +164,7 @@ def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
 
 
 def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
-    """Rank i ends with its ``counts[i]`` elements of what ``root`` has, at their place in the vector."""
+    """The steps after which rank i holds its ``counts[i]`` elements of ``root``'s vector, at their place in it."""
     spans = _parts("scatter", algorithm, counts)
     ranks = _from(root, "scatter", algorithm, len(counts), sum(counts))
     rounds = group.backwards(GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks]))
@@ -174,9 +174,10 @@ def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
 
 
 def all_to_all(algorithm: str, counts: Counts) -> Steps:
-    """Rank i sends ``counts[i][j]`` elements to rank j; each ends with what came to it, by sender.
+    """The steps in which rank i sends ``counts[i][j]`` elements to rank j.
 
-    What a rank sends lies at the start of its memory, by receiver; what came lies behind the longest of these.
+    A rank's sent elements lie at the start of its memory, by receiver. Its received elements lie by sender; they begin
+    behind the longest list of sent elements of any rank.
     """
     size = len(counts)
     _check("all_to_all", algorithm, size, min((value for row in counts for value in row), default=0))
@@ -201,12 +202,12 @@ def all_to_all(algorithm: str, counts: Counts) -> Steps:
 
 
 def barrier(algorithm: str, num_ranks: int) -> Steps:
-    """Nobody ends before everybody has begun. Messages are empty."""
+    """The steps that no rank ends before every rank has begun them. Messages are empty."""
     _check("barrier", algorithm, num_ranks, 0)
     if algorithm == "central":
         others = range(1, num_ranks)
         rounds = [[Move(rank, 0, 0, 0, 0) for rank in others], [Move(0, rank, 0, 0, 0) for rank in others]]
-    else:  # after round k everyone has heard of the 2^(k+1) - 1 before it (Hensgen, Finkel, Manber 1988)
+    else:  # after round k every rank has news of the 2^(k+1) - 1 ranks before it (Hensgen, Finkel, Manber 1988)
         rounds = [
             [Move(rank, (rank + distance) % num_ranks, 0, 0, 0) for rank in range(num_ranks)]
             for distance in group.distances(num_ranks)
@@ -217,8 +218,8 @@ def barrier(algorithm: str, num_ranks: int) -> Steps:
 def build(
     operation: str, algorithm: str, num_ranks: int, length: int, root: int = 0, counts: Counts | None = None
 ) -> Steps:
-    """Any of them, of equal parts, over a vector of ``length`` elements. For an all-to-all that is what each rank
-    sends, unless ``counts`` (as :func:`all_to_all`) say how much goes where."""
+    """The steps of any operation, with equal parts, over a vector of ``length`` elements. In an all-to-all each rank
+    sends ``length`` elements, unless ``counts`` is given, as for :func:`all_to_all`."""
     _check(operation, algorithm, num_ranks, length)
     parts = [end - begin for begin, end in cut((0, length), num_ranks)]
     makers: dict[str, Callable[[], Steps]] = {
@@ -236,7 +237,7 @@ def build(
 
 
 def is_there(operation: str, algorithm: str) -> bool:
-    """Whether an operation has an algorithm of that name, for some number of ranks."""
+    """Whether an operation has an algorithm of this name, for some number of ranks."""
     found = read(algorithm)
     if found is None:
         return algorithm in ALGORITHMS.get(operation, ())
@@ -244,12 +245,12 @@ def is_there(operation: str, algorithm: str) -> bool:
 
 
 def _sum_of(num_ranks: int, span: Span) -> Part:
-    """The sum of all ranks' elements there."""
+    """The part with the sum of all ranks' elements at ``span``."""
     return Part(span, tuple((rank, span[0]) for rank in range(num_ranks)))
 
 
 def _each_own(spans: Sequence[Span]) -> tuple[Part, ...]:
-    """Every rank's own part, at its place."""
+    """The parts of all ranks, each at its place."""
     return tuple(Part(span, ((rank, span[0]),)) for rank, span in enumerate(spans))
 
 
@@ -259,7 +260,7 @@ def _parts(operation: str, algorithm: str, counts: Sequence[int]) -> tuple[Span,
 
 
 def _from(root: int, operation: str, algorithm: str, num_ranks: int, length: int) -> list[int]:
-    """The ranks, from the root on."""
+    """The ranks in order, starting with the root."""
     _check(operation, algorithm, num_ranks, length)
     if not 0 <= root < num_ranks:
         raise ScheduleError(f"there is no rank {root}", where="root", remedy=f"the ranks are 0 to {num_ranks - 1}")
@@ -267,25 +268,21 @@ def _from(root: int, operation: str, algorithm: str, num_ranks: int, length: int
 
 
 def _check(operation: str, algorithm: str, num_ranks: int, length: int) -> None:
+    refuse(ScheduleError, _problems(operation, algorithm, num_ranks, length))
+
+
+def _problems(operation: str, algorithm: str, num_ranks: int, length: int) -> Iterator[Problem]:
     if operation not in ALGORITHMS:
-        raise ScheduleError(
-            f"there is no collective {operation!r}", where="operation", remedy=f"one of {', '.join(ALGORITHMS)}"
-        )
+        yield "operation", f"there is no collective {operation!r}", f"one of {', '.join(ALGORITHMS)}"
     if not is_there(operation, algorithm):
-        raise ScheduleError(
-            f"there is no algorithm {algorithm!r}",
-            where=operation,
-            remedy=f"one of {', '.join(ALGORITHMS[operation])}"
-            + (", or one along levels: star+ring@2x4" if operation in ACROSS_BY_OPERATION else ""),
-        )
+        along = ", or one along levels: star+ring@2x4" if operation in ACROSS_BY_OPERATION else ""
+        yield operation, f"there is no algorithm {algorithm!r}", f"one of {', '.join(ALGORITHMS[operation])}{along}"
     if (leveled := read(algorithm)) is not None:
         held = leaves(leveled.boxes)
         if len(held) != num_ranks:
-            problem = f"{num_ranks} ranks, of which the boxes hold {len(held)}"
-            raise ScheduleError(problem, where=algorithm, remedy="name every rank once")
+            yield algorithm, f"{num_ranks} ranks, of which the boxes hold {len(held)}", "name every rank once"
         if sorted(held) != list(range(num_ranks)):
-            problem = f"the boxes hold the ranks {', '.join(map(str, held))}"
-            raise ScheduleError(problem, where="boxes", remedy="name 0, 1, ... once each")
+            yield "boxes", f"the boxes hold the ranks {', '.join(map(str, held))}", "name 0, 1, ... once each"
     for what, value, least in (("ranks", num_ranks, 1), ("elements", length, 0)):
         if value < least:
-            raise ScheduleError(f"{value} {what}", where=operation, remedy=f"give {least} or more")
+            yield operation, f"{value} {what}", f"give {least} or more"

@@ -1,4 +1,4 @@
-"""Steps of a collective as text: who sends what to whom, round by round."""
+"""Steps of a collective as text: the messages that each rank sends, round by round."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -6,14 +6,14 @@ from itertools import accumulate
 from meshwright.schedules.collectives.steps import Steps
 
 WIDTH = 120
-"""Columns of a picture; what is wider is not wrapped, but says how many ranks are left out."""
+"""Characters of a line. A wider picture is not wrapped: its last line says how many ranks are left out."""
 
 
 def rounds(steps: Steps) -> str:
-    """One row a round, one column a rank, with what the rank sends in that round.
+    """A row for each round and a column for each rank; a cell shows the messages that the rank sends in the round.
 
-    ``b>2+``: it sends piece b to rank 2, which adds it to its own; ``b>2``: which keeps it instead. The pieces are the
-    largest that no message cuts, named a, b, ... in the order of the vector.
+    ``b>2+``: the rank sends piece b to rank 2, which adds it to its own piece; ``b>2``: rank 2 replaces its piece. The
+    pieces are the largest that no message cuts, named a, b, ... in the order of the vector.
     """
     messages = [one for moves in steps.rounds for one in moves]
     borders = sorted({border for one in messages for border in (one.begin, one.begin + one.length)})

@@ -1,4 +1,4 @@
-"""Collectives as lists of steps: who sends which elements to whom in each round, and who adds them up. Pure data."""
+"""Collectives as lists of steps, in pure data: the elements that ranks send each other, and add up, in each round."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -7,13 +7,13 @@ from itertools import pairwise, zip_longest
 import msgspec
 
 Span = tuple[int, int]
-"""(begin, end) of elements."""
+"""(begin, end) of a run of elements; ``end`` is not included."""
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """``length`` elements at ``begin`` of ``source``'s memory go to ``into`` of ``target``'s.
+    """``length`` elements from ``begin`` in ``source``'s memory go to ``into`` in ``target``'s memory.
 
-    ``adds``: the target adds them to what it has there, else they replace it. A move to oneself is a copy.
+    ``adds``: the target adds them to its elements there, else they replace these. A move from a rank to itself copies.
     """
 
     source: int
@@ -25,12 +25,12 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 
 Rounds = list[list[Move]]
-"""What is sent at the same time, round by round: a rank sends what it had before the round, then takes what comes to
-it, in the order of the list. A round that copies within ranks sends nothing."""
+"""The moves of each round, which happen at the same time. A rank sends the elements that it had before the round, then
+takes its received elements in the order of the list. A round of copies within ranks sends nothing."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a rank shall have at ``span``: the sum over ``terms``: for each, the rank that had it and where."""
+    """The elements that a rank must hold at ``span``: the sum over ``terms``, each (rank, position of the elements)."""
 
     span: Span
     terms: tuple[tuple[int, int], ...]
@@ -39,8 +39,8 @@ class Part(msgspec.Struct, frozen=True):
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
     """A collective, step by step. Every rank has a memory of ``space`` elements.
 
-    ``before`` is what each rank brings, where it lies; ``after`` what each shall have. Both name all ranks that take
-    part, so also a server that brings nothing. ``length`` is the whole vector, in elements.
+    ``before``: the spans that each rank contributes. ``after``: the parts that each rank must hold at the end. Both
+    have an entry for each rank, also for a server that contributes nothing. ``length``: elements of the whole vector.
     """
 
     operation: str
@@ -53,13 +53,14 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks, servers included."""
         return len(self.before)
 
 
 class Count(msgspec.Struct, frozen=True):
-    """What steps cost, in elements: ``moved`` over all messages; ``busiest``, what goes into (or, if more, out of) the
-    busiest rank of each round, added up; ``peak``, the most that goes into or out of one rank in one round; ``fan_in``,
-    the most messages that one rank takes in one round; ``added``, the most additions that one rank makes."""
+    """The cost of steps. In elements: ``moved``, in all messages; ``peak``, the most into, or out of, one rank in one
+    round; ``busiest``, these maxima of every round, added up; ``added``, the most additions that one rank makes.
+    ``fan_in``: the most messages that one rank takes in one round."""
 
     rounds: int
     messages: int
@@ -71,7 +72,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 def count(steps: Steps) -> Count:
-    """What the steps cost, by counting."""
+    """The cost of the steps, by counting."""
     rounds = [sent for moves in steps.rounds if (sent := [one for one in moves if one.source != one.target])]
     peaks, fans, added = [0], [0], Counter[int]()
     for sent in rounds:
@@ -95,11 +96,11 @@ def count(steps: Steps) -> Count:
 
 
 Program = tuple[tuple[Move, ...], ...]
-"""What one rank does, round by round: all its sends, then what it takes and copies; rounds without it are left out."""
+"""One rank's moves, round by round: its sends, then its receives and copies. Rounds without the rank are left out."""
 
 
 def programs(steps: Steps) -> tuple[Program, ...]:
-    """The rounds, as each rank sees them."""
+    """The program of each rank, by rank."""
     found: list[list[tuple[Move, ...]]] = [[] for _ in range(steps.num_ranks)]
     for moves in steps.rounds:
         sends, takes = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
@@ -116,13 +117,13 @@ def programs(steps: Steps) -> tuple[Program, ...]:
 
 
 def cut(span: Span, parts: int) -> tuple[Span, ...]:
-    """``parts`` neighbouring pieces whose lengths differ by one at most; some are empty where there is too little."""
+    """``parts`` neighbouring pieces whose lengths differ by at most one; some are empty if elements are too few."""
     begin, length = span[0], span[1] - span[0]
     return tuple(pairwise(begin + length * index // parts for index in range(parts + 1)))
 
 
 def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = False) -> list[Move]:
-    """The moves of these elements to the same place at the target; none for what is empty."""
+    """The moves of these elements to the same place on the target; empty spans need no move."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if begin == end:
@@ -135,7 +136,7 @@ def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = Fal
 
 
 def beside(lists: Iterable[Rounds]) -> Rounds:
-    """Lists of rounds of which the first ones happen at the same time, and so on."""
+    """One list of rounds in which the lists run at the same time: round i joins round i of every list."""
     return [[one for moves in side for one in moves] for side in zip_longest(*lists, fillvalue=())]
 
 
@@ -148,7 +149,7 @@ def made(
     after: Iterable[tuple[Part, ...]],
     space: int | None = None,
 ) -> Steps:
-    """Steps of these rounds, without those in which nothing is left to do; ``space`` is ``length`` where not given."""
+    """The Steps of these rounds, without empty rounds; ``space`` defaults to ``length``."""
     return Steps(
         operation=operation, algorithm=algorithm, length=length, space=length if space is None else space,
         before=tuple(before), after=tuple(after), rounds=tuple(tuple(moves) for moves in rounds if moves),
