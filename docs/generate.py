@@ -6,6 +6,7 @@ import math
 import sys
 import textwrap
 import types
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -17,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' example calls
 from docs.operator_rules import operators_page
 from meshwright.bench.lint import RULES
 from meshwright.cli import app
-from meshwright.ir.result import BatchPoint, Finding, Machine, Peak, Point, Result, Series, Settings
+from meshwright.ir import files
+from meshwright.ir.result import BatchPoint, Comparison, Finding, Machine, Peak, Point, Result, Series, Settings
 from meshwright.ir.run import Run
 from meshwright.prediction import COLUMNS, OPTIONAL, Validation, family_names, recompute, validate, worked_names
 
@@ -310,35 +312,91 @@ def option_text(parameter: Any) -> str:
 
 
 RESULTS = (
-    "foundation", "pipelines", "zero", "large_batch", "collectives", "convolution", "convolution-parity", "planning",
-    "models", "models-parity", "prediction", "memory",
+    "foundation", "pipelines", "zero", "models", "models-parity", "convolution", "convolution-parity", "collectives",
+    "planning", "prediction", "memory", "large_batch",
 )  # fmt: skip
-"""The results that README shows."""
-LONGEST = 20
-"""Rows of a table in README; of longer ones it shows what is judged, or even what does not pass, and medians."""
+"""The results that docs/measured.md shows, and whose misses README lists."""
+HEADLINES = (
+    ("GPT, one rank", "foundation", "world size 1, GPT-S"),
+    ("GPT, data parallel", "foundation", "dp2, GPT-S"),
+    ("GPT, tensor parallel", "foundation", "tp2, GPT-S"),
+    ("GPT, ZeRO 3", "zero", "GPT-S, dp2, zero3"),
+    ("GPT, ZeRO 1", "zero", "GPT-S, dp2, zero1"),
+    ("GPT, 1F1B, 4 micro-batches", "pipelines", "1f1b, m = 4"),
+    ("GPT, 1F1B, 16 micro-batches", "pipelines", "1f1b, m = 16"),
+    ("Hugging Face's Llama, data parallel", "models", "Llama, dp2"),
+    ("Hugging Face's ViT, data parallel", "models", "ViT, dp2"),
+    ("3x3 convolutions cut over rows", "convolution", "stack of 3x3 on 2048 x 2048, 2 ranks by rows: at most 1.000"),
+    ("all-reduce of 1 MiB", "collectives", "2 ranks, 1 MiB: at most 0.3"),
+    ("all-reduce of 64 MiB", "collectives", "2 ranks, 64 MiB: at most 1 x Open MPI"),
+)
+"""The comparisons with others that README shows: its words, the file, and how the target begins. All on two ranks."""
+_FOLDER = HERE.parent / "benchmarks" / "results"
+
+
+def results() -> dict[str, Result]:
+    """All result files, by name."""
+    return {name: files.load(_FOLDER / f"{name}.json", Result) for name in RESULTS}
+
+
+def measured_page() -> str:
+    """Every row of every result file."""
+    lines = [
+        "# Measured",
+        "",
+        GENERATED.format(source="benchmarks/results"),
+        "",
+        "Every comparison runs both sides by turns in the same processes and gives the ratio of their medians with the",
+        "interval that holds 95 % of resampled rounds. A target passes or fails only where the whole interval does;",
+        "else it is undecided. A row that is only reported has no target. `meshwright bench lint` refuses files that",
+        "mislead, and files whose code has changed since.",
+    ]
+    for name, result in results().items():
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{made(result)} {counts(result)} [All times](../benchmarks/results/{name}.md).",
+        ]
+        lines += ["", "| target | verdict | measured |", "|---|---|---|"]
+        lines += [f"| {plain(one.target)} | {one.verdict} | {plain(one.measured)} |" for one in result.findings]
+    return "\n".join(lines) + "\n"
+
+
+def made(result: Result) -> str:
+    """How a file was made."""
+    at = f", on {result.date} at commit {result.commit}" if result.date else ""
+    machine = f"{result.machine.cores} cores ({result.machine.cpu})"
+    return f"Made by `{result.command}` on {machine}, torch {result.versions['torch']}{at}."
+
+
+def counts(result: Result) -> str:
+    """How many targets have which verdict."""
+    found = Counter(one.verdict for one in result.findings)
+    words = [f"{found[verdict]} {verdict}" for verdict in ("pass", "fail", "undecided", "reported") if found[verdict]]
+    return f"{len(result.findings)} rows: {', '.join(words)}."
 
 
 def readme() -> str:
-    """README with the table of targets of the last benchmark that was written."""
-    text = README.read_text()
-    before, start, rest = text.partition("<!-- measured: `python docs/generate.py` -->\n")
+    """README with its table of comparisons and its list of misses."""
+    before, start, rest = README.read_text().partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
-    tables = []
-    for name in RESULTS:
-        results = HERE.parent / "benchmarks" / "results" / f"{name}.md"
-        if results.exists():
-            found = results.read_text()
-            made = next(line for line in found.splitlines() if line.startswith("Made by"))
-            rows = found[found.index("| target") :].split("\n\n")[0].rstrip().splitlines()
-            link = f"[benchmarks/results/{name}.md](benchmarks/results/{name}.md)"
-            judged = [row for row in rows[2:] if "| reported |" not in row]
-            short = [row for row in judged if "| pass |" not in row or "median" in row]
-            shown = rows[2:] if len(rows) < LONGEST else judged if len(judged) < LONGEST else short
-            passed, open_ = (sum(f"| {verdict} |" in row for row in judged) for verdict in ("pass", "undecided"))
-            count = f"{passed} of {len(judged)} targets pass" + (f", {open_} are undecided." if open_ else ".")
-            tables.append("\n".join([f"{made} {count} All of it: {link}.", "", *rows[:2], *shown, ""]))
-    measured = "\n".join(tables) or "No result has been written yet.\n"
-    return f"{before}{start}\n{measured}\n{end}{after}"
+    found = results()
+    lines = ["", "| what | beside | time, ours over theirs (95 %) | limit | verdict |", "|---|---|---|---:|---|"]
+    for words, name, beginning in HEADLINES:
+        one = next(one for one in found[name].findings if one.target.startswith(beginning))
+        assert isinstance(one, Comparison)
+        assert one.interval is not None
+        low, high = one.interval
+        figure = f"{one.ratio:.3f} ({low:.3f} to {high:.3f})"
+        lines.append(f"| {words} | {one.baseline} | {figure} | {one.limit:g} | {one.verdict} |")
+    verdicts = Counter(one.verdict for result in found.values() for one in result.findings)
+    told = f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['undecided']} are undecided"
+    lines += ["", f"Of all {verdicts.total()} rows {told}: [docs/measured.md](docs/measured.md)."]
+    lines += ["", "## Where it loses", "", "| missed | measured |", "|---|---|"]
+    lost = [one for result in found.values() for one in result.findings if one.verdict == "fail"]
+    lines += [f"| {plain(one.target)} | {plain(one.measured)} |" for one in lost]
+    return f"{before}{start}" + "\n".join(lines) + f"\n\n{end}{after}"
 
 
 PAGES = {
@@ -350,6 +408,7 @@ PAGES = {
     HERE / "reference" / "validation.md": validation_page,
     HERE / "reference" / "validation.svg": validation_picture,
     HERE / "operators.md": lambda: operators_page(GENERATED.format(source="src/meshwright/ops")),
+    HERE / "measured.md": measured_page,
     README: readme,
 }
 

@@ -36,9 +36,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_ALONE = ["CONTRIBUTING.md", "docs/how-to/edit-a-plan.md"]
 """Pages whose Python is not a program of one process: a test with the pool of ranks, a plan for two ranks."""
-ON_TWO_RANKS = [
-    "README.md", "docs/quickstart.md", "docs/how-to/add-an-operator-rule.md", "docs/how-to/edit-a-plan.md",
+SHARING = [
+    "docs/quickstart.md", "docs/how-to/fine-tune-a-hugging-face-model.md", "docs/how-to/train-a-model-of-your-own.md",
+    "docs/how-to/resume-a-run.md",
 ]  # fmt: skip
+"""Pages whose ranks write checkpoints together."""
+ON_TWO_RANKS = ["README.md", "docs/how-to/add-an-operator-rule.md", "docs/how-to/edit-a-plan.md", *SHARING]
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 
@@ -109,7 +112,7 @@ def test_python_on_a_page_runs_and_prints_what_the_page_says(page: str, tmp_path
 
 
 def run_on_a_rank(page: str, directory: Path) -> None:
-    if page != "docs/quickstart.md":  # whose checkpoint all ranks write together
+    if page not in SHARING:
         directory = directory / f"rank{dist.get_rank()}"
         directory.mkdir()
     run_python(page, directory)
@@ -193,6 +196,22 @@ def test_run_files_on_a_page_are_valid(page: str) -> None:
     for block in blocks(ROOT / page):
         if block.language == "toml":
             config.make(config.tables(block.text.encode(), where=page), where=f"{page}:{block.line}")
+
+
+def test_names_of_the_glossary_exist() -> None:
+    """The last column: a class or a constant of the code, or a path below src/meshwright."""
+    text = (ROOT / "docs/glossary.md").read_text()
+    sources = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    names = [
+        name for row in re.findall(r"\| ([^|]*) \|$", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(names) > 30
+    for name in names:
+        if "/" in name:
+            assert (ROOT / "src/meshwright" / name).exists(), name
+        else:
+            last = name.rpartition(".")[2]
+            assert re.search(rf"^(class |    )?{last}\b", sources, re.MULTILINE), name
 
 
 def test_fused_projection_of_gpt2_is_refined_as_the_pictures_say() -> None:
