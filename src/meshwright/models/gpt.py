@@ -104,7 +104,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, sequence, width] to a tensor of the same shape: attention, then the MLP, each with a residual."""
+        """``x`` [batch, sequence, width] to the same shape: attention, then the MLP, each with a residual."""
         x = x + self.attention(self.attention_norm(x))
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 

@@ -40,7 +40,7 @@ class Residual(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, inputs, y, x] to [batch, outputs, y / stride, x / stride], with all strides' product."""
+        """``x`` [batch, inputs, y, x] to [batch, outputs, y / stride, x / stride]; strides are multiplied."""
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         if self.depth == 3:
             y = self.norm3(self.conv3(F.relu(y)))
