@@ -148,7 +148,10 @@ def test_sweeps_are_averaged_and_their_differences_are_the_drift(monkeypatch: py
     times = iter([1e-3, 1e-3, 2e-3, 2e-3])
     monkeypatch.setattr(calibrate, "repeated", lambda call, probe_s, clock: (next(times), 1.0, 1.0))
     probe = Probe("matmul", 3e6, lambda: None)
-    measured = calibrate._measure([("float32", probe)], 0.01, lambda kind: None)
+    sweeps = calibrate.Sweeps([("float32", probe)], 0.01)
+    for _ in range(4):
+        sweeps.add()
+    measured = sweeps.measured()
     assert measured.seconds == {"matmul": [(3e6, 1.5e-3)]}
     assert measured.peaks == {"float32": pytest.approx(2e9)}
     assert measured.drift == pytest.approx(statistics.stdev([1, 1, 2, 2]) / 1.5)

@@ -25,7 +25,7 @@ def calibrate(
     if_stale: bool = typer.Option(False, "--if-stale", help="Only where the last one no longer holds."),
     as_json: bool = display.JSON,
 ) -> None:
-    """Measure this machine's cores and what joins them: a few seconds, best while nothing else runs."""
+    """Measure this machine's cores and what joins them: within a minute, best while nothing else runs."""
     from meshwright import api
 
     with display.cursor_kept():

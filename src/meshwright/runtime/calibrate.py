@@ -6,10 +6,10 @@ Every rank runs ``measure``, on one core each:
     together  all ranks measure the same kernels at the same time: cores share caches, memory and power
     between   messages and collectives, by size (``runtime/between.py``)
 
-Each call is repeated for some milliseconds in each of several sweeps over all calls. What counts is the mean of the
-sweeps' medians, for a step meets the machine in all its moods; how far sweeps lie apart is the drift. With one thread
-the processor time is taken, which does not run while somebody else has the core; how much longer it took by the clock
-is the spread, which tells of a busy machine.
+Each call is repeated for some milliseconds in each of several sweeps, in which conditions take turns. What counts is
+the mean of the sweeps' medians, since a step meets the machine at all its speeds. How much sweeps differ is the drift.
+With one thread the processor time is taken, which does not run while another process has the core; how much longer the
+calls took by the clock is the spread, which tells of a busy machine.
 """
 
 import statistics
@@ -66,32 +66,35 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
     launch.start("cpu")
     torch.set_num_threads(1)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    cores = launch.num_cores()
     with torch.inference_mode():
         probes = list(_probes(effort))
-        alone = threaded = None
-        if rank == 0:
-            alone = _measure(probes, effort.probe_s, lambda kind: advance(f"one core: {kind}"))
-        meet()
-        cores = launch.num_cores()
-        if rank == 0 and cores > 1:
-            torch.set_num_threads(cores)
-            threaded = _measure(probes, effort.probe_s / 2, lambda kind: advance(f"{cores} threads: {kind}"))
-            torch.set_num_threads(1)
-        together = None
-        if ranks > 1:
+        alone, threaded, together = (Sweeps(probes, effort.probe_s / SWEEPS) for _ in range(3))
+        for sweep in range(SWEEPS):
+            turn = f"sweep {sweep + 1} of {SWEEPS}"
+            if rank == 0:
+                advance(f"one core, {turn}")
+                alone.add()
+                if cores > 1:
+                    advance(f"{cores} threads, {turn}")
+                    torch.set_num_threads(cores)
+                    threaded.add()
+                    torch.set_num_threads(1)
             meet()
-            together = _measure(
-                probes, effort.probe_s, lambda kind: advance(f"{ranks} cores at once: {kind}"), meets=True
-            )
-            together = _of_all(from_every_rank(together))
+            if ranks > 1:
+                advance(f"{ranks} cores at once, {turn}")
+                together.add(meets=True)
+                meet()
+        at_once = _of_all(from_every_rank(together.measured())) if ranks > 1 else None
         places = boxes_of_world()
         timings = between(effort.between, places, advance) if ranks > 1 else []
-    if alone is None:
+    if rank != 0:
         return None
     inside, across = places.each, places.num_boxes
     return made_cluster(
-        alone, threaded, together, timings, ranks=inside, cores=cores if across == 1 else inside, boxes=across
-    )
+        alone.measured(), threaded.measured() if cores > 1 else None, at_once, timings, ranks=inside,
+        cores=cores if across == 1 else inside, boxes=across,
+    )  # fmt: skip
 
 
 def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
@@ -105,31 +108,41 @@ def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
         yield "float32", probe
 
 
-def _measure(probes: list[tuple[str, Probe]], probe_s: float, show: Advance, *, meets: bool = False) -> Measured:
-    found = Measured()
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    sweeps: list[list[float]] = [[] for _ in probes]
-    for _ in range(SWEEPS):
-        for (_, probe), medians in zip(probes, sweeps, strict=True):
-            show(probe.kind)
+class Sweeps:
+    """The seconds of calls under one condition, sweep by sweep. A call takes ``probe_s`` of each sweep."""
+
+    def __init__(self, probes: list[tuple[str, Probe]], probe_s: float) -> None:
+        self._probes, self._probe_s = probes, probe_s
+        self._medians: list[list[float]] = [[] for _ in probes]
+        self._taken_s = self._passed_s = 0.0
+
+    def add(self, *, meets: bool = False) -> None:
+        """Measure every call once more. ``meets``: all ranks begin each call at the same time."""
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        for (_, probe), medians in zip(self._probes, self._medians, strict=True):
             if meets:
                 meet()
-            median, taken, passed = repeated(probe.call, probe_s / SWEEPS, clock)
+            median, taken, passed = repeated(probe.call, self._probe_s, clock)
             medians.append(median)
-            found.taken_s += taken
-            found.passed_s += passed
-    for (dtype, probe), medians in zip(probes, sweeps, strict=True):
-        seconds = statistics.fmean(medians)
-        if probe.kind == "dispatch":
-            found.kernel_s = seconds
-        elif probe.kind == "matmul":
-            found.peaks[dtype] = max(found.peaks.get(dtype, 0.0), probe.size / seconds)
-        if probe.other:
-            found.others[probe.kind, probe.size] = probe.other
-        if probe.kind != "dispatch" and dtype == "float32":
-            found.seconds.setdefault(probe.kind, []).append((probe.size, seconds))
-    found.drift = statistics.median(statistics.stdev(medians) / statistics.fmean(medians) for medians in sweeps)
-    return found
+            self._taken_s += taken
+            self._passed_s += passed
+
+    def measured(self) -> Measured:
+        """The means of the sweeps' medians, and the drift."""
+        found = Measured(taken_s=self._taken_s, passed_s=self._passed_s)
+        for (dtype, probe), medians in zip(self._probes, self._medians, strict=True):
+            seconds = statistics.fmean(medians)
+            if probe.kind == "dispatch":
+                found.kernel_s = seconds
+            elif probe.kind == "matmul":
+                found.peaks[dtype] = max(found.peaks.get(dtype, 0.0), probe.size / seconds)
+            if probe.other:
+                found.others[probe.kind, probe.size] = probe.other
+            if probe.kind != "dispatch" and dtype == "float32":
+                found.seconds.setdefault(probe.kind, []).append((probe.size, seconds))
+        deviations = (statistics.stdev(medians) / statistics.fmean(medians) for medians in self._medians)
+        found.drift = statistics.median(deviations)
+        return found
 
 
 def repeated(call: Call, probe_s: float, clock: Callable[[], float]) -> tuple[float, float, float]:

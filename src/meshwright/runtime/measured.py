@@ -67,7 +67,7 @@ def made_cluster(
         shared.append((_without_operands(threaded), cores, 1))
     if together is not None:
         found = _without_operands(together)
-        shared.append((_seldom_in_step(alone, found) if ranks > 1 else found, 1, ranks))
+        shared.append((_while_others_train(alone, found) if ranks > 1 else found, 1, ranks))
     conditions = [
         Condition(
             threads=threads,
@@ -124,16 +124,17 @@ def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:
     )  # fmt: skip
 
 
-def _seldom_in_step(alone: Measured, together: Measured) -> Measured:
-    """What a kernel takes while other ranks train too: the mean of alone and together. ``together`` all ranks run the
-    same kernel at the same time, which hurts most; in a step their kernels differ, and only some want the memory."""
-    seconds = {
-        kind: [
-            (size, (taken + dict(alone.seconds[kind])[size]) / 2 if size in dict(alone.seconds[kind]) else taken)
-            for size, taken in points
-        ]
-        for kind, points in together.seconds.items()
-    }
+def _while_others_train(alone: Measured, together: Measured) -> Measured:
+    """The seconds of kernels while other ranks train too. ``together``, all ranks run the same kernel at the same time.
+
+    Ranks nearly always compute, so cores that share arithmetic (hyperthreads of a core) share it all the time: kinds
+    bound by arithmetic take what they take together. Memory is shared only while several ranks want it, and in a step
+    only some kernels do: kinds bound by memory take the mean of alone and together.
+    """
+    seconds = {}
+    for kind, points in together.seconds.items():
+        by_size = {} if kind in COMPUTE else dict(alone.seconds[kind])
+        seconds[kind] = [(size, (taken + by_size.get(size, taken)) / 2) for size, taken in points]
     return msgspec.structs.replace(together, seconds=seconds)
 
 
