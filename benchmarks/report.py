@@ -93,15 +93,17 @@ def write(
         timed: what lies between the start and the end of a measurement.
 
     Raises:
-        ValueError: ``meshwright bench lint`` would refuse the result.
+        ValueError: ``meshwright bench lint`` refuses the result, which is then kept as ``results/NAME.refused.json``.
     """
     found = Result(
         name=name, command=command, script=f"benchmarks/{name.partition('-')[0]}.py", commit=COMMIT, date=today(),
         machine=this_machine(), versions=versions(), timed=timed, settings=dict(settings), findings=tuple(findings),
     )  # fmt: skip
-    if refusals := lint(found):
-        raise ValueError("\n".join(map(str, refusals)))
     RESULTS.mkdir(exist_ok=True)
+    if refusals := lint(found):
+        kept = RESULTS / f"{name}.refused.json"
+        files.save(found, kept)
+        raise ValueError("\n".join([f"{kept} is refused:", *map(str, refusals)]))
     files.save(found, RESULTS / f"{name}.json")
     (RESULTS / f"{name}.md").write_text(page(found, title, text), encoding="utf-8")
 

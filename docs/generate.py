@@ -346,10 +346,10 @@ def measured_page() -> str:
         "",
         GENERATED.format(source="benchmarks/results"),
         "",
-        "Every comparison runs both sides by turns in the same processes and gives the ratio of their medians with the",
-        "interval that holds 95 % of resampled rounds. A target passes or fails only where the whole interval does;",
-        "else it is undecided. A row that is only reported has no target. `meshwright bench lint` refuses files that",
-        "mislead, and files whose code has changed since.",
+        "A timed comparison runs both sides by turns in the same processes, if it does not say otherwise. It gives the",
+        "ratio of their medians, with the interval that holds 95 % of resampled rounds. It passes or fails only where",
+        "the whole interval does; else it is undecided. A reported row is not judged. `meshwright bench lint` refuses",
+        "files that mislead, and files whose code has changed since.",
     ]
     for name, result in results().items():
         lines += [
@@ -391,7 +391,8 @@ def readme() -> str:
         figure = f"{one.ratio:.3f} ({low:.3f} to {high:.3f})"
         lines.append(f"| {words} | {one.baseline} | {figure} | {one.limit:g} | {one.verdict} |")
     verdicts = Counter(one.verdict for result in found.values() for one in result.findings)
-    told = f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['undecided']} are undecided"
+    told = f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['undecided']} are undecided, "
+    told += f"{verdicts['reported']} are only reported"
     lines += ["", f"Of all {verdicts.total()} rows {told}: [docs/measured.md](docs/measured.md)."]
     lines += ["", "## Where it loses", "", "| missed | measured |", "|---|---|"]
     lost = [one for result in found.values() for one in result.findings if one.verdict == "fail"]

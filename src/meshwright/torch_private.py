@@ -40,8 +40,7 @@ __all__ = [
 
 @functools.cache
 def inductor() -> SimpleNamespace:
-    """Of PyTorch's compiler: ``compile_fx``, ``compile_fx_inner``, ``get_cpp_compiler``, ``InvalidCxxCompiler`` and
-    ``patch``, which sets options for a while."""
+    """The functions of PyTorch's compiler that Meshwright uses; ``patch`` sets its options for a while."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, of parts of it that Inductor imports
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -142,6 +142,7 @@ def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for module in (report, pipelines):
         monkeypatch.setattr(module, "num_cores", lambda: 2)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "COMMIT", "0123456789ab")  # tests may run outside of a checkout
     found = [foundation.speed(one, 5, 1) for one in foundation.COMPARISONS]
     found += [foundation.duration(command, slow=False) for command in foundation.LIMITS_S]
     foundation.write(found, 5, 1)

@@ -1,6 +1,7 @@
 """Results that mislead are refused by rule, key and remedy; honest ones, and all of our own, are not."""
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.bench.lint import RULES, STALE, lint
-from meshwright.bench.provenance import commit_of
+from meshwright.bench.provenance import commit_of, imported
 from meshwright.cli import run as cli
 from meshwright.ir import files
 from meshwright.ir.result import Comparison, Machine, Point, Result, Scaling, Series, Settings
@@ -166,6 +167,13 @@ def test_the_interval_holds_the_median(seconds: list[float]) -> None:
 # --- code that has changed since -------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def no_other_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of git tells its programs which repository they are in."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+
+
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=any", "-c", "user.email=any@example.org", "-c", "commit.gpgsign=false")
     command = ["git", "-C", str(folder), *identity, *arguments]
@@ -222,15 +230,36 @@ def test_a_result_is_stale_once_its_program_has_changed(
     assert all(problem in one for one in found)
 
 
+def test_a_script_that_is_started_by_its_name_counts(checkout: Path) -> None:
+    (checkout / "src" / "unused.py").unlink()
+    (checkout / "src" / "package").mkdir()
+    for name in ("__init__", "started"):
+        (checkout / "src" / "package" / f"{name}.py").write_text("")
+    script = checkout / "benchmarks" / "example.py"
+    script.write_text('COMMAND = ["python", "-m", "package.started"]\n')
+    found = {path.relative_to(checkout).as_posix() for path in imported(checkout, script)}
+    assert found == {"benchmarks/example.py", "src/package/__init__.py", "src/package/started.py"}
+
+
+def test_where_there_is_no_checkout_nothing_is_known(tmp_path: Path) -> None:
+    measured = msgspec.structs.replace(planted("honest"), script="benchmarks/example.py", commit="0123abc")
+    assert lint(measured, tmp_path) == ()
+
+
 def test_a_result_of_no_commit_is_refused(checkout: Path) -> None:
     clean = commit_of(checkout / "benchmarks")
     assert clean == git(checkout, "rev-parse", "--short=12", "HEAD")
     (checkout / "src" / "used.py").write_text("SIZE = 6\n")
     assert commit_of(checkout / "benchmarks") == f"{clean}+"
     one = planted("honest")
-    for commit, problem in ((f"{clean}+", f"files differed from {clean}"), ("0123abc", "there is no commit '0123abc'")):
+    for commit, problem in (
+        (f"{clean}+", f"files differed from {clean}"),
+        ("0123abc", "this checkout has no commit '0123abc'"),
+    ):
         measured = msgspec.structs.replace(one, script="benchmarks/example.py", commit=commit)
         assert problem in next(iter(lint(measured, checkout))).problem
+    elsewhere = msgspec.structs.replace(one, script="benchmarks/other.py", commit=clean)
+    assert next(iter(lint(elsewhere, checkout))).problem == "there is no file 'benchmarks/other.py'"
     assert lint(one, checkout) == (), "what is no script's is as old as its versions say"
 
 

@@ -35,7 +35,8 @@ def calibrate(
     again: bool = True,
     measured_by: Callable[[], Cluster | None] | None = None,
 ) -> Cluster:
-    """Measure this machine's cores and the links between them, without running any model; takes some seconds.
+    """Measure this machine's cores and the links between them, without running any model; takes less than a
+    minute.
 
     Under a launcher (torchrun on one or several machines, mpirun) every rank must call it, and the links between these
     ranks are measured; under mpirun also MPI's own collectives. Rank 0 writes the file.

@@ -12,6 +12,7 @@ What a file does not say cannot be found: a lint keeps one from forgetting, not 
 
 import re
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -67,13 +68,15 @@ def _command(result: Result) -> Found:
 
 
 def _day(result: Result) -> Found:
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", result.date):
+    try:
+        date.fromisoformat(result.date)
+    except ValueError:
         yield "date", f"{result.date!r} is no day", "give the day on which it was measured, as 2026-01-31"
 
 
 def _commit(result: Result) -> Found:
-    if result.script and not result.commit:
-        yield "commit", f"nothing says which code of {result.script} was measured", "give the commit"
+    if result.script and not re.fullmatch(r"[0-9a-f]{7,40}\+?", result.commit):
+        yield "commit", f"{result.commit!r} does not say which code of {result.script} was measured", "give the commit"
 
 
 def _versions(result: Result) -> Found:

@@ -1,6 +1,7 @@
 """Where figures are from: the commit that was measured, and whether the code that it measured has changed since."""
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,13 @@ from meshwright.ir.result import Result
 CHANGED = "+"
 """After a commit: files of the checkout differed from it."""
 CODE = (":/src", ":/*.py")
-"""What decides figures, as git spells it: all below ``src``, and Python anywhere."""
-JUDGES = ("benchmarks/report.py", "src/meshwright/bench/", "src/meshwright/ir/result.py")
+"""Git pathspecs of the files that can change a measurement: all below ``src``, and Python anywhere."""
+JUDGES = (
+    "benchmarks/report.py", "src/meshwright/bench/claims.py", "src/meshwright/bench/lint.py",
+    "src/meshwright/bench/provenance.py", "src/meshwright/ir/result.py",
+)  # fmt: skip
 """Code that writes, draws and judges results. A change of it does not change what was measured."""
+_DOTTED = re.compile(r"\w+(\.\w+)+")
 REMEDY = "measure again from a clean checkout"
 
 
@@ -23,28 +28,36 @@ def commit_of(folder: Path) -> str:
 
 
 def stale(result: Result, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Why a result in ``folder`` is not of the code of the checkout around it, as (key, problem, remedy).
+    """Why a result in ``folder`` is not of the code of the checkout around it, as (key, problem, remedy). Nothing is
+    known, and nothing refused, where there is no checkout.
 
-    A file counts as changed where its program has: comments, docstrings and layout do not. Of Python files those count
-    that ``result.script`` imports, directly or through others; of other files (C++, TOML) all below ``src``.
+    A Python file counts as changed where its program has: comments, docstrings and layout do not. Those files count
+    that ``result.script`` imports, directly or through others. Other files (C++, TOML) count beside such a file.
     """
-    if not result.script:
+    top = _git(folder, "rev-parse", "--show-toplevel").strip()
+    if not result.script or not top:
         return
-    root = Path(_git(folder, "rev-parse", "--show-toplevel").strip() or folder)
-    commit = result.commit.removesuffix(CHANGED)
+    root, commit = Path(top), result.commit.removesuffix(CHANGED)
+    if not (root / result.script).is_file() or Path(result.script).is_absolute():
+        yield (
+            "script",
+            f"there is no file {result.script!r}",
+            "name the script that measures, from the repository's root",
+        )
+        return
     if commit != result.commit:
         yield "commit", f"files differed from {commit} when it was measured", REMEDY
-    if not commit or not _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
-        yield "commit", f"there is no commit {commit!r}", REMEDY
+    if not _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
+        yield "commit", f"this checkout has no commit {commit!r}", f"{REMEDY}, or fetch the whole history"
         return
-    read = {path.relative_to(root).as_posix() for path in imported(root, root / result.script)}
-    differing = _git(root, "diff", "--name-only", commit, "--", *CODE).split()
+    read = imported(root, root / result.script)
+    folders = {path.parent for path in read}
+    differing = _git(root, "diff", "--name-only", "-z", commit, "--", *CODE).split("\0")
     changed = [
         name
-        for name in differing
-        if not name.startswith(JUDGES)
-        and (name in read and _program(_git(root, "show", f"{commit}:{name}")) != _program(_text(root / name))
-             if name.endswith(".py") else name.startswith("src/"))
+        for name in filter(None, differing)
+        if name not in JUDGES and (root / name).parent in folders
+        and (not name.endswith(".py") or (root / name in read and _differs(root, commit, name)))
     ]  # fmt: skip
     if changed:
         others = f" and {len(changed) - 1} other files" if len(changed) > 1 else ""
@@ -52,7 +65,8 @@ def stale(result: Result, folder: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def imported(root: Path, script: Path) -> set[Path]:
-    """The Python files below ``root`` and ``root/src`` that a script imports, also within functions, and itself."""
+    """The Python files below ``root`` and ``root/src`` that a script imports, also within functions, and itself; also
+    modules that a string names, as those that it starts by ``python -m``."""
     found, pending = set[Path](), [script]
     while pending:
         path = pending.pop()
@@ -65,12 +79,19 @@ def imported(root: Path, script: Path) -> set[Path]:
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+                names = [node.value, f"{node.value}.__main__"]
             for name in names:
                 parts = name.split(".")
                 for top in (root, root / "src"):
                     pending += [top.joinpath(*parts).with_suffix(".py")]
                     pending += [top.joinpath(*parts[:count], "__init__.py") for count in range(1, len(parts) + 1)]
     return found
+
+
+def _differs(root: Path, commit: str, name: str) -> bool:
+    now = root / name
+    return not now.is_file() or _program(_git(root, "show", f"{commit}:{name}")) != _program(_text(now))
 
 
 def _program(text: str) -> str:
@@ -85,13 +106,15 @@ def _program(text: str) -> str:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return path.read_text(encoding="utf-8")
 
 
 def _git(folder: Path, *arguments: str) -> str:
     """What git prints, or nothing where it fails, or is not there."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, encoding="utf-8", check=False
+        )
     except OSError:
         return ""
     return done.stdout if done.returncode == 0 else ""

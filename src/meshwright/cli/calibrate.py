@@ -76,8 +76,8 @@ def _print(found: "Cluster") -> None:
         terminal.print(f"messages between {what}: {level.alpha_s * 1e6:.0f} us and {rate:.2f} GB/s")
     calibration = found.calibration
     if calibration is not None:
-        drift = f"{calibration.drift:.0%}"
-        terminal.print(f"the same call differed by {drift} from sweep to sweep: no prediction can be closer than that")
+        drift = f"{calibration.drift:.0%} (standard deviation)"
+        terminal.print(f"the same call differed by {drift} from sweep to sweep: predictions may be off by as much")
     if calibration is not None and api.is_busy(calibration):
         terminal.print(
             f"\nwarning: this machine is busy: calls took {calibration.spread:.0%} longer by the clock than they had "

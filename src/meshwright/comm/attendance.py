@@ -103,7 +103,7 @@ class Attendance:
         return process is not None and process.has_ended() and self._tell(rank)
 
     def _tell(self, rank: int) -> bool:
-        """Leave a note for a rank that could not leave its own; returns True."""
+        """Note that a rank whose process has ended is gone. Always True."""
         self._leave(rank, Trouble(f"rank {rank}", ENDED))
         return True
 

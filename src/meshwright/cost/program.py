@@ -75,7 +75,7 @@ def step_work(
 def stage_held(
     programs: Sequence[Program], plan: Plan, stage: int, cluster: Cluster, optimizer: OptimizerCost = SGD
 ) -> Held:
-    """The parts of ``held_bytes`` of a stage's work."""
+    """The bytes that a stage keeps during a step, by kind: parameters, gradients, optimizer state, ..."""
     return _Stage(programs, programs[stage], plan, cluster, optimizer, False, 1).held()
 
 

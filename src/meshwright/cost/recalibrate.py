@@ -24,7 +24,7 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def factors(ledger: Ledger) -> Factors:
-    """The two factors that explain a ledger best (``Ledger.compute_factor``, ``Ledger.communication_factor``).
+    """Measured over predicted time of a ledger, for computing and for communication.
 
     Raises:
         ClusterError: a factor is above ``MOST`` or below its inverse.

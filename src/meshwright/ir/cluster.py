@@ -79,7 +79,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """When and where a cluster file was measured. It is valid for this ``machine`` and version of ``torch``. ``time_s``
     is in seconds since 1970. ``spread`` is the fraction by which the elapsed time of calls exceeds their processor
     time: 0 on a machine without other load. ``drift`` is the standard deviation of the time of the same call during
-    the calibration, as a fraction of its mean. No prediction can be more accurate than this."""
+    the calibration, as a fraction of its mean: predictions may be off by as much."""
 
     machine: str
     torch: str

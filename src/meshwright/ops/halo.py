@@ -40,8 +40,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Side:
-    """One split dim of a call on a rank: its place among the ``space`` dims, its factor, and the edges of the parts of
-    the image and of the tensor ``made`` from it."""
+    """A split spatial dim of a call: its index among the ``space`` spatial dims, its factor, and where the ranks' parts
+    begin and end in the image and in the tensor ``made`` from it."""
 
     index: int
     space: int

@@ -106,7 +106,7 @@ def index_select_rule(call: Call) -> Rule:
 
 
 def index_add_rule(call: Call) -> Rule:
-    """``!x b, i, i b -> !x b``: over a split index, the results of the parts are summed."""
+    """``!x b, i, i b -> !x b``. If ``i`` is split, every rank adds its rows, and the results are summed."""
     source, taken = _one_index(call)
     return make_rule(call, f"^{source}, i, ^{taken} -> {source}")
 

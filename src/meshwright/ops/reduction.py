@@ -124,7 +124,7 @@ def var_correction(
 
 
 def std_correction(self: Tensor, dim: list[int] | None = None, **settings: Any) -> Tensor:
-    """Canonical standard deviation, with the settings of the variance."""
+    """The standard deviation, as the root of the canonical variance, whose settings it takes."""
     return var_correction(self.to(wide_dtype(self.dtype)), dim, **settings).sqrt().to(self.dtype.to_real())
 
 

@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def unusual(self) -> float:
-        """How far the sizes are from the usual size, in factors of two."""
+        """Distance from the default bucket size: the sum of ``|log2(size / BUCKET_BYTES)|``."""
         return sum(abs(log2(size / BUCKET_BYTES)) for size in (self.reduced_bytes, self.gathered_bytes))
 
 

@@ -16,8 +16,8 @@ MOST_CHUNKS = 3
 
 @dataclass(frozen=True)
 class Axes:
-    """What a layout can divide besides batch and features: sequences, attention over sequences, experts (their number;
-    for several mixtures, the greatest common divisor), and images that convolutions read."""
+    """What a layout can divide in a model besides batch and features. ``experts`` is the number of experts, or the
+    greatest common divisor of the numbers of several mixtures; ``images`` are those that convolutions read."""
 
     sequences: bool = False
     attention: bool = False

@@ -23,17 +23,21 @@ Seconds = dict[str, list[tuple[float, float]]]
 
 
 class Measured(msgspec.Struct):
-    """What one condition gave: by kind, the dispatch of a kernel, the best FLOP/s of products by dtype; the bytes of
-    square products and the FLOPs of flat ones; what all calls took of the processor, and by the clock; by what
-    fraction the same call differed from sweep to sweep (the median of the standard deviations)."""
+    """What was measured under one condition: on one core alone, with several threads, or on all cores at once."""
 
     seconds: Seconds = {}
     kernel_s: float = 0.0
+    """Of the dispatch of a kernel."""
     peaks: dict[str, float] = {}
+    """The best FLOP/s of products, by dtype."""
     others: dict[tuple[str, float], float] = {}
+    """By kind and size: the bytes of square products, the FLOPs of flat ones."""
     taken_s: float = 0.0
+    """Processor time of all calls."""
     passed_s: float = 0.0
+    """Time of all calls by the clock."""
     drift: float = 0.0
+    """The standard deviation of a call's time between sweeps, as a fraction: the median of all calls."""
 
     @property
     def spread(self) -> float:

@@ -142,8 +142,8 @@ class Links:
         self._now_s = time_s
 
     def _share(self) -> None:
-        """Raise all rates together (Bertsekas and Gallager 1992, section 6.5.2). A flow stops at its own limit, or when
-        a resource that it uses is full."""
+        """Max-min fair rates (Bertsekas and Gallager 1992, section 6.5.2): all rise together, and a flow stops at its
+        own limit, or when a link that it uses is full."""
         flows = {number: flows[0] for number, (_, flows) in self._active.items()}
         free = {resource: self._capacity[resource] for flow in flows.values() for resource in flow.uses}
         rising = dict(flows)
