@@ -11,6 +11,7 @@ import torch
 from meshwright.ir.rule import Rule
 from meshwright.ops import pointwise, random, table
 from meshwright.ops.base import Call, OperatorRule, Unsplit
+from meshwright.torch_private import pytree
 from tests.distributed.rule_cases import CASES, POINTWISE, Draw
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ def _example(target: Any, operator: OperatorRule) -> Rule | None:
         return None
     args, kwargs = build(_Example())
     result = target(*args, **kwargs)
-    outputs = tuple(one for one in torch.utils._pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
+    outputs = tuple(one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
     rule = operator.rule(Call(target, args, kwargs, outputs))
     assert not isinstance(rule, Unsplit), f"{target}: {rule}"
     return rule
