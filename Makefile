@@ -7,8 +7,12 @@ VENV   := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Tests of one step through every room: capture, rules, a plan, the program, two ranks, a checkpoint.
+QUICK := end_to_end/test_capture.py end_to_end/test_partition.py distributed/test_rules.py distributed/test_gradients.py \
+  distributed/test_labels.py distributed/test_plans.py end_to_end/test_checkpoint.py
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives bench-zero bench-large-batch bench-convolution matrix clean
+.PHONY: help demo check test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives bench-zero bench-large-batch bench-convolution matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +23,10 @@ demo: $(STAMP) ## train a small GPT on this machine's cores and let it write
 test: lint ## everything that CI checks: lint, then all tests
 	@echo "==> pytest"
 	@$(BIN)/pytest -n 2 --dist loadfile
+
+check: lint ## the loop of a developer: lint, the tests without ranks, and a few with two ranks
+	@echo "==> pytest, a part"
+	@$(BIN)/pytest -n 2 --dist loadfile -q tests/pure $(addprefix tests/,$(QUICK))
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	@echo "==> ruff check"

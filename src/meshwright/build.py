@@ -158,7 +158,7 @@ class Source:
     def held_out(self, shard: tuple[int, int] = (0, 1)) -> Loader | None:
         """The loader of held-out batches, one epoch per loop; None if nothing is held out.
 
-        Samples that the shards do not divide are left out; of text, also a last batch that is smaller.
+        Samples that the shards do not divide are left out. Text also leaves out a last batch that is smaller.
         """
         if not self.section.held_out:
             return None

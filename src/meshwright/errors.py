@@ -36,7 +36,7 @@ class MeshwrightError(Exception):
 
 
 def refuse(kind: type[MeshwrightError], problems: Iterable[Problem], within: str = "") -> None:
-    """Raise the first of the problems as an error of this kind, if there is any. Places are ``within`` another."""
+    """Raise the first of the problems, if any, as an error of this kind; ``within`` is put before its place."""
     for where, problem, remedy in problems:
         raise kind(problem, where=": ".join(filter(None, (within, where))), remedy=remedy)
 
@@ -78,7 +78,7 @@ class ScheduleError(MeshwrightError):
 
 
 class TraceError(MeshwrightError):
-    """A trace of another run, plan or number of ranks than the one it is laid beside."""
+    """A trace that is compared with a trace of another run, plan or number of ranks."""
 
 
 class DataError(MeshwrightError):
@@ -111,7 +111,7 @@ class RankError(MeshwrightError):
 
 
 class FailedRankError(RankError):
-    """A rank that was killed, or failed with what is no error of Meshwright's."""
+    """A rank that was killed, or failed with an error that is not one of Meshwright's."""
 
 
 class LostRankError(RankError):

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -249,13 +250,30 @@ def test_the_command_writes_page_and_trace(directory: Path, capsys: pytest.Captu
     assert f"meshwright report {directory}" in other.read_text()
 
 
+def test_the_timelines_are_a_picture_of_their_own(directory: Path) -> None:
+    picture = directory.parent / "run.svg"
+    assert cli(["report", str(directory), "--picture", str(picture)]) == 0
+    root = ElementTree.parse(picture).getroot()
+    name = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{name}svg"
+    assert [node.text for node in root.iter(f"{name}text") if node.get("class") == "strong"] == [
+        f"rank {rank}" for rank in range(4)
+    ]
+    (style,) = root.iter(f"{name}style")
+    assert ".comm" in (style.text or "")
+    assert len(list(root.iter(f"{name}rect"))) > 8
+
+
 def test_what_the_command_cannot_do_is_told_in_a_line(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["report", str(directory / "no")]) == 2
     assert "no: there is no such directory" in capsys.readouterr().err
     for name in ("trace.json", "predicted.json"):
         (directory / name).unlink()
-    assert cli(["report", str(directory), "--trace", str(directory / "t.json")]) == 2
-    assert "this run has no traces" in capsys.readouterr().err
+    for option in ("--trace", "--picture"):
+        assert cli(["report", str(directory), option, str(directory / "t.json")]) == 2
+        text = capsys.readouterr().err
+        assert "this run has no traces" in text
+        assert f"leave {option} out" in text
     assert cli(["report", str(directory), "-o", str(directory / "plan.json" / "page.html")]) == 2
     assert "cannot write the file" in capsys.readouterr().err
 

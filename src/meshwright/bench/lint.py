@@ -47,9 +47,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lint(result: Result, folder: Path | None = None) -> tuple[Refusal, ...]:
-    """Everything in the result that a rule of ``RULES`` refuses, rule by rule; nothing where it is honest.
+    """The refusals of a result by the rules of ``RULES``, rule by rule; empty if the result is honest.
 
-    Of a file in ``folder``, also that its code has changed since it was measured (``provenance.stale``).
+    For a result in ``folder``, code that has changed since the measurement is refused too (``provenance.stale``).
     """
     found = [
         Refusal(rule=rule.name, key=key, problem=problem, remedy=remedy)

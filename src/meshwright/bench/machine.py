@@ -18,7 +18,7 @@ from meshwright.runtime.machine import cpu_model
 SIZES = (256, 512, 1024, 2048)
 """Sizes of the square matrices whose products measure the peak: from fitting a core's cache to fitting no cache."""
 LEAST_S = 0.3
-"""The least seconds for which each size is repeated, and at least five times."""
+"""Minimum seconds for which each size is repeated; every size is repeated at least five times."""
 WIDTHS = {"avx512f": 64, "fma": 32, "asimd": 16}
 """Float32 operations per cycle and core, by the processor's flag: two fused multiply-adds of the vector's width."""
 

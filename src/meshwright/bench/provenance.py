@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.ir.result import Result
 
 CHANGED = "+"
-"""After a commit: files of the checkout differed from it."""
+"""Follows a commit if files of the checkout differed from it."""
 CODE = (":/src", ":/*.py")
 """Git pathspecs of the files that can change a measurement: all below ``src``, and Python anywhere."""
 JUDGES = (
@@ -22,17 +22,17 @@ REMEDY = "measure again from a clean checkout"
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the checkout around ``folder``, with ``CHANGED`` where files differ; empty where there is none."""
+    """The commit of the checkout around ``folder``, with ``CHANGED`` if files differ; empty if it is no checkout."""
     commit = _git(folder, "rev-parse", "--short=12", "HEAD").strip()
     return commit + CHANGED if commit and _git(folder, "status", "--porcelain", *CODE) else commit
 
 
 def stale(result: Result, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Why a result in ``folder`` is not of the code of the checkout around it, as (key, problem, remedy). Nothing is
-    known, and nothing refused, where there is no checkout.
+    """Why a result in ``folder`` was not measured with the code of the checkout around it, as (key, problem, remedy).
+    Outside of a checkout nothing is refused.
 
-    A Python file counts as changed where its program has: comments, docstrings and layout do not. Those files count
-    that ``result.script`` imports, directly or through others. Other files (C++, TOML) count beside such a file.
+    The files that ``result.script`` imports count, directly or through others; also other files (C++, TOML) in their
+    folders. A change of only comments, docstrings or layout of a Python file does not count.
     """
     top = _git(folder, "rev-parse", "--show-toplevel").strip()
     if not result.script or not top:
@@ -65,8 +65,8 @@ def stale(result: Result, folder: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def imported(root: Path, script: Path) -> set[Path]:
-    """The Python files below ``root`` and ``root/src`` that a script imports, also within functions, and itself; also
-    modules that a string names, as those that it starts by ``python -m``."""
+    """The script itself and the Python files below ``root`` and ``root/src`` that it imports, also within functions;
+    also modules that a string names, such as modules that the script starts by ``python -m``."""
     found, pending = set[Path](), [script]
     while pending:
         path = pending.pop()
@@ -95,7 +95,7 @@ def _differs(root: Path, commit: str, name: str) -> bool:
 
 
 def _program(text: str) -> str:
-    """A Python file without what does not run."""
+    """The program of a Python file as text, without comments, docstrings and layout."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -110,7 +110,7 @@ def _text(path: Path) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git prints, or nothing where it fails, or is not there."""
+    """The output of git; empty if git fails or is not installed."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, encoding="utf-8", check=False

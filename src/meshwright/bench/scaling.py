@@ -33,7 +33,7 @@ TIMED = (
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of one launch: by program, the seconds per step of each repetition, and the first losses."""
+    """The measurements of one launch: the seconds per step of each repetition, and the first losses, by program."""
 
     seconds: dict[str, list[float]]
     losses: dict[str, list[float]]

@@ -33,7 +33,7 @@ from meshwright.ops.view import VIEWS
 class Capture:
     """A captured graph and its traced step, which holds constants and the structure of the batch, but no data.
 
-    ``reads`` has the values that the step read from Python; ``moved``, by place, how the step changed some of them.
+    ``reads`` has the values that the step read from Python; ``moved`` says how it changed some of them, by place.
     """
 
     graph: ir.Graph
@@ -270,7 +270,7 @@ class _Builder:
 
     @staticmethod
     def _forward_lines(operations: list[_Operation]) -> dict[int, str]:
-        """By sequence number, the source line of the forward operator."""
+        """The source line of each forward operator, by its sequence number."""
         return {
             custom["sequence"]: custom["source"]
             for custom in (operation.custom for operation in operations)

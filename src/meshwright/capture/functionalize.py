@@ -62,7 +62,7 @@ class _Replay(fx.Interpreter):
 
 
 def _replayed(step: Traced) -> Traced:
-    """Run the nodes again, each with its origin, on tensors that turn changes in place into new tensors."""
+    """Run the nodes again, each with its origin; operators that work in place become ones that return new tensors."""
     replay, inputs = _Replay(step), [node.meta["val"] for node in step.placeholders]
     recorder = Recorder(inputs, lambda: replay.here, CANONICAL)
     with step.mode, recorder:

@@ -96,7 +96,7 @@ MOST_KNOWN = 20_000
 
 @dataclass(slots=True, unsafe_hash=True)
 class _Call:
-    """A call, equal to all calls with the same ``key``. The cache keeps it, but not its arguments and results:
+    """A call. Calls with the same ``key`` are equal. The cache keeps a call, but not its arguments and results:
     ``given`` and ``result`` are cleared when the call is done."""
 
     key: tuple[Any, ...]

@@ -44,7 +44,7 @@ def called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def lowered(values: Any) -> Any:
-    """Cast a tree of arguments of our own operators to the dtype of products: torch.autocast does not know them."""
+    """Cast the arguments of our own operators to the dtype of matrix products: torch.autocast does not know them."""
     if not torch.is_autocast_enabled("cpu"):
         return values
     dtype = torch.get_autocast_dtype("cpu")

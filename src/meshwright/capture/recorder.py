@@ -16,7 +16,7 @@ _DEVICE = torch.ops.prim.device.default
 Place = Callable[[], dict[str, Any]]
 """Returns the origin of the running code, which becomes ``meta["custom"]`` of each node."""
 Rewrites = Mapping[Any, Callable[..., Any]]
-"""By operator, the function to call instead; if it returns NotImplemented, the operator stays."""
+"""Maps an operator to the function to call instead; if it returns NotImplemented, the operator stays."""
 
 
 class Recorder(TorchDispatchMode):

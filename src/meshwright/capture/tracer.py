@@ -103,7 +103,7 @@ def trace(
     """Trace ``loss_fn(model, batch)`` and, when ``training``, the gradients of every parameter that needs one.
 
     Nothing is computed: all tensors are fake CPU tensors. ``batch_size`` replaces the size of dim 0. With a
-    ``precision``, products are traced in it; in float16, the scale of the loss is an additional last input.
+    ``precision``, matrix products run in it; in float16, the scale of the loss is an additional last input.
 
     Raises:
         CaptureError: the step cannot be traced; names the module and the source line.

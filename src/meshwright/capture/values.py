@@ -106,7 +106,7 @@ class Read:
         return value_at(self.owner, self.name)
 
     def has_changed(self) -> bool:
-        """Whether the current value or its contents differ from those that were read."""
+        """Whether the value or its contents have changed since they were read."""
         return bool(state_of(self.now(), self.own) != self.state)
 
     def change(self, value: Any, contents: Contents | None = None) -> str:

@@ -66,7 +66,7 @@ class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``parts.toml``: the boxes and fabrics of the grammar, their aliases, and the spelling of machines with a name."""
+    """``parts.toml``: the boxes and fabrics of the grammar, their aliases, and named machines (``dgx-1``) in it."""
 
     boxes: dict[str, Box]
     fabrics: dict[str, Fabric]

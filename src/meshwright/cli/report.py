@@ -10,6 +10,7 @@ from meshwright.errors import TraceError
 EPILOG = display.examples(
     "meshwright report runs/gpt",
     "meshwright report runs/gpt -o gpt.html --trace gpt.trace.json",
+    "meshwright report runs/gpt --picture gpt.svg",
     note="""\
 The page needs no network: loss, plan, predicted over measured timeline and memory of every rank, the ledger.
 The trace file opens at https://ui.perfetto.dev, predicted ranks above measured ones.""",
@@ -22,6 +23,7 @@ def report(
         None, "--output", "-o", metavar="FILE", help="The page; default: report.html in RUN_DIR."
     ),
     trace: Path | None = typer.Option(None, "--trace", metavar="FILE", help="Write the traces too, for Perfetto."),
+    picture: Path | None = typer.Option(None, "--picture", metavar="FILE", help="Write the timelines too, as SVG."),
 ) -> None:
     """Show a run: its loss, its plan, and what was predicted beside what was measured."""
     from meshwright import report as room
@@ -36,11 +38,14 @@ def report(
     if run.ledger is not None:
         terminal.print(f"pred/meas {run.ledger.step_ratio:.2f}, {run.ledger.worst}")
     terminal.print(f"-> {page}")
+    traces = room.named_traces(run)
+    for option, path in (("--trace", trace), ("--picture", picture)):
+        if path is not None and not traces:
+            remedy = f"leave {option} out, or run it again with traces"
+            raise TraceError("this run has no traces", where=str(directory), remedy=remedy)
     if trace is not None:
-        traces = room.named_traces(run).values()
-        if not traces:
-            raise TraceError(
-                "this run has no traces", where=str(directory), remedy="leave --trace out, or run it again with traces"
-            )
-        display.write(trace, room.trace_events(*traces))
+        display.write(trace, room.trace_events(*traces.values()))
         terminal.print(f"-> {trace}")
+    if picture is not None:
+        display.write(picture, room.timeline_picture(traces).encode())
+        terminal.print(f"-> {picture}")

@@ -166,8 +166,8 @@ def reduce_to_parts_start(
 
 
 def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[list[int], list[int]]:
-    """The indices of the parts that are copied into one message, and of those that are sent alone. torch.distributed
-    takes all in one message; for other algorithms, parts up to ``TOGETHER_BYTES`` are copied together."""
+    """The indices of parts that are copied into one message, and of parts that are sent alone. torch.distributed copies
+    all parts; other algorithms copy parts up to ``TOGETHER_BYTES``."""
     most = max(counts) if algorithm == NATIVE else TOGETHER_BYTES // itemsize
     together = [index for index, count in enumerate(counts) if count <= most]
     return together, [index for index, count in enumerate(counts) if count > most]

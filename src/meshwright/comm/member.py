@@ -59,7 +59,7 @@ class Member:
 
 
 _MEMBERS: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
-"""An entry ends with its group, or with the process if the entry refers to the group (wires, MPI, a watch)."""
+"""Each group's state. It ends with the group, or with the process if it refers to the group (wires, MPI, a watch)."""
 
 
 def member(group: dist.ProcessGroup) -> Member:

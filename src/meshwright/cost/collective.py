@@ -17,7 +17,7 @@ START_S = 28e-6
 """Seconds before a GPU collective moves its first byte: launch, rendezvous of the ranks, protocol (NCCL on A100)."""
 
 SHORT_RING = 0.72
-"""A ring of p ranks reaches 1 - SHORT_RING / p**2 of its links' rate: rings of two or three ranks use them less."""
+"""A ring of p ranks reaches the fraction 1 - SHORT_RING / p**2 of its links' rate: least for two or three ranks."""
 
 
 LARGE_BYTES = 16 * 2**20

@@ -47,7 +47,7 @@ class Transfer(NamedTuple):
 
 
 class Actions(NamedTuple):
-    """The moments of one kind of action of a stage, and how many ``times`` a step runs it."""
+    """The ``moments``, in order, that make up one kind of action of a stage; a step runs the action ``times`` times."""
 
     times: int
     moments: tuple[Moment, ...]

@@ -66,7 +66,7 @@ class _Tally:
             self.stream(self._cast * batch * (m * k + k * n), 4)
 
     def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> None:
-        """Both gradients of a product; the second is that of parameters (``weights``), or of another activation."""
+        """Add both gradients of a product; the second is that of parameters (``weights``) or another activation."""
         self.matmul(m, k, n, batch)
         before_s = self.device_s
         self.matmul(k, n, m, batch)

@@ -287,7 +287,7 @@ class _Stage:
         return saved, max(0, rising - saved, self._highest(backward, kept) - saved)
 
     def _highest(self, nodes: Iterable[Node], live: dict[str, int]) -> int:
-        """The peak of live bytes over the nodes. ``live`` are the live storages; it is updated to those at the end."""
+        """The peak of live bytes over the nodes. ``live`` has the live storages; the nodes' changes are made in it."""
         total = peak = sum(live.values())
         for node in nodes:
             for value in node.outputs:

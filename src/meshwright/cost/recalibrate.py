@@ -17,7 +17,7 @@ _SAYS = "; corrected by a run of "
 
 
 class Factors(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured time relative to the time by the cluster's constants, for computing and for communication."""
+    """Measured time divided by the time that the cluster's constants predict, for computing and for communication."""
 
     compute: float = 1.0
     communication: float = 1.0
@@ -71,8 +71,8 @@ def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
 
 
 def _corrected(value: Any, found: Factors, levels: tuple[str, ...], key: str = "") -> Any:
-    """The value with its constants corrected: those of every device in it (the cluster's, its members', under any
-    condition) by the factor of computing; alpha, beta and collectives of ``levels`` by that of communication."""
+    """The value with its constants corrected: every device's (the cluster's, its members', under any condition) by
+    ``found.compute``; alpha, beta and the collectives of ``levels`` by ``found.communication``."""
     replace = msgspec.structs.replace
     if key == "efficiency":
         return {

@@ -95,7 +95,7 @@ class Stage(Summed, frozen=True):
 
     @property
     def total_s(self) -> float:
-        """Both directions."""
+        """Seconds of forward and backward together."""
         return self.forward.total_s + self.backward.total_s
 
 

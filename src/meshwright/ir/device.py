@@ -54,7 +54,7 @@ class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One device, which holds one rank: a GPU, a chip, or a core of a CPU.
 
-    ``peak_flops_per_s`` is the dense peak by dtype name (``PEAK_DTYPES``). ``efficiency`` has, by kind of operator,
+    ``peak_flops_per_s`` is the dense peak by dtype name (``PEAK_DTYPES``). ``efficiency`` maps a kind of operator to
     ``[size, fraction of the peak]`` points with rising sizes: FLOPs if arithmetic bounds the kind, bytes if memory
     does (``ir/kind.py``). ``conditions`` are measurements with more threads, or with all devices of the box at
     work. ``kernels`` are further constants of the closed-form estimates. ``usd_per_hour`` is the rent of one device

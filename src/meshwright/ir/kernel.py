@@ -35,8 +35,8 @@ class Product(NamedTuple):
 
 class Attention(NamedTuple):
     """The sizes of attention on one rank. ``batch`` is samples times heads; ``queries`` and ``keys`` are numbers of
-    positions; ``width`` is the head size of queries and keys, ``values`` that of values. ``held`` is the number of keys
-    on the rank at a time: fewer than ``keys`` in a ring."""
+    positions; ``width`` is the head size of queries and keys, ``values`` the head size of values. ``held`` is the
+    number of keys on the rank at a time: fewer than ``keys`` in a ring."""
 
     batch: int
     queries: int

@@ -1,4 +1,4 @@
-"""Scale a learning rate to another batch size than the one that it was found for."""
+"""Scale a learning rate from the batch size that it was found for to another batch size."""
 
 import math
 from typing import Literal

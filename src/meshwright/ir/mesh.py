@@ -25,7 +25,7 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class AxisGroup(msgspec.Struct, frozen=True):
     """The ranks that differ from this rank only on one axis (or on joined axes). ``index`` is this rank's position in
-    the group, ``algorithm`` that of the group's collectives."""
+    the group, ``algorithm`` the algorithm of the group's collectives."""
 
     name: str
     size: int
@@ -122,7 +122,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return rank
 
     def ranks_at(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The ranks with these coordinates, and any on the other axes: ``ranks_at({"pp": 1})`` are those of stage 1."""
+        """The ranks with these coordinates and any others: ``ranks_at({"pp": 1})`` returns the ranks of stage 1."""
         ranks = [self.rank_of(dict.fromkeys(self.names, 0) | dict(coordinates))]
         for axis, stride in zip(self.axes, self._strides(), strict=True):
             if axis.name not in coordinates:

@@ -195,7 +195,7 @@ def bounds(units: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 
 class AxisCut(NamedTuple):
-    """How one axis cuts what other axes leave of a dim on a rank. It cuts each of ``blocks`` blocks into parts;
+    """How one axis cuts the part of a dim that other axes leave. It cuts each of ``blocks`` blocks into parts;
     ``units`` has the units of each part (by index on the axis), of ``unit`` indices each. Equal parts have one unit."""
 
     blocks: int

@@ -104,7 +104,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything that was decided about a training step. ``algorithms`` of collectives, and the ``links`` by which the
     cheapest resharding is found, are by axis, or by neighbouring axes that may communicate as one (``dp+tp``).
-    ``interiors`` are operators (by name, or by that of a repeated block) that compute their interior while the rows of
+    ``interiors`` are operators (names; in repeated blocks starred names) that compute their interior while the rows of
     neighbours travel, and then their borders. ``amendments`` are the changes during the run."""
 
     VERSION: ClassVar[int] = 1

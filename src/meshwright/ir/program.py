@@ -90,7 +90,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nodes in the order in which they run, the values that they take from outside, and those that are read later."""
+    """Nodes in running order, the values that they take from outside, and their results that are read later."""
 
     name: str
     inputs: tuple[Value, ...] = ()
@@ -218,4 +218,4 @@ class Lower(Protocol):
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
     ) -> OperatorProgram:
         """The program of an operator under a strategy over axes of these sizes, on the first rank of each axis. Equal
-        operators share one program, whose names are those of the first."""
+        operators share one program, with the names of the first operator."""

@@ -232,8 +232,8 @@ class _Tensor:
                     yield step
 
     def has_shortcut(self, start: _State, differ: int) -> bool:
-        """Whether one gather over joined axes may be faster than separate gathers over those of its axes that are in
-        the bit set ``differ``, although it gathers more."""
+        """Whether one gather over joined axes, although it gathers more, may be faster than separate gathers over the
+        joined axes that are in the bit set ``differ``."""
         for group in self.groups:
             mine = [axis for axis in group.axes if differ >> axis & 1]
             others = [axis for axis in group.axes if axis not in mine]
@@ -252,7 +252,7 @@ class _Tensor:
         return ceil(log2(parts)) * link.latency_s, (parts - 1) / parts * link.byte_s
 
     def _starts_of(self, state: _State) -> Iterator[_Start]:
-        """The ways to leave a state. Flat cuts what other axes leave: until it is gathered, these may only reduce."""
+        """The ways to leave a state. Flat cuts what other axes leave; until Flat is gathered, they may only reduce."""
         flat = state.index(Flat()) if Flat() in state else None
         if flat is not None:
             yield _Start(self.groups[flat], self._step("all_gather", self.groups[flat], state, None), False)

@@ -45,7 +45,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     ``stage_of`` is the stage of forward and backward operators. Prologue operators belong to every stage that reads
     them; additions that join gradients across stages belong to none. ``late`` are the operators of the backward pass.
     ``up[s]`` are the tensors that stage s sends to s + 1, in the order in which they are made; ``down[s]`` those that
-    stage s + 1 sends to s. ``terms`` are, by parameter and stage, the tensors whose sum is that stage's gradient.
+    stage s + 1 sends to s. ``terms`` are the tensors whose sum is a stage's gradient, by parameter and stage.
     ``owners`` are the stages that hold a parameter or buffer, ``casts`` the forward operators that cast a parameter.
     """
 
@@ -152,8 +152,8 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
 def border(
     graph: Graph, name: str, maker: Operator, strategy: dict[str, str], sizes: dict[str, int], *, uneven: bool
 ) -> Placements:
-    """The placements of a tensor that crosses to another stage: those that ``maker`` gives it under ``strategy``, but
-    reduced over the mesh. Between stages with different submeshes (``uneven``), only its batch is cut, over dp."""
+    """The placements of a tensor that crosses to another stage: as ``maker`` splits it under ``strategy``, with
+    Partials reduced. Between stages with different submeshes (``uneven``), only its batch is cut, over dp."""
     found = output_placements(maker.rule, strategy, maker.outputs.index(name), sizes) if maker.rule else {}
     over_time: Placements = {axis: one for axis, one in found.items() if axis == TIME}
     if uneven:

@@ -37,7 +37,7 @@ class _Version:
 
 
 class Emission:
-    """The graph of one rank. ``wants`` holds, by tensor, the phases and placements in which it will be read, so that
+    """The graph of one rank. ``wants`` maps a tensor to the phases and placements in which it will be read, so that
     resharding can start as soon as the tensor exists. ``groups`` are the axes with more than one rank, and time."""
 
     def __init__(self, graph: ir.Graph, plan: Plan, stage: int, groups: dict[str, AxisGroup]) -> None:
@@ -208,7 +208,7 @@ class Emission:
             version.node = stop.value
 
     def _share(self, name: str, value: Value) -> Value:
-        """A tensor that is equal in all micro-batches, divided by their number: a term of a sum over them."""
+        """Divide a tensor that is equal in all micro-batches by their number: the sum over them is the tensor."""
         if name not in self._shared:
             node = self.emit(aten.div.Tensor, value.node, self.plan.microbatches)
             node.meta.update({key: value.node.meta[key] for key in ("local_shape", "dtype") if key in value.node.meta})

@@ -154,7 +154,7 @@ class HaloEmitter:
         return tuple(ranges[part * self._places + self._place] for part in range(self._group.size))
 
     def _meets(self, mine: tuple[Rows, ...]) -> bool:
-        """Whether any rank of the group needs a row of another, or none of its own. Then all ranks take part."""
+        """Whether any rank needs rows of another rank, or none of its own rows. Then all ranks take part."""
         for part in range(self._group.size):
             low, high = overlap(mine[part], owned(self._edges, part))
             if low >= high or fetched(mine, self._edges, part):

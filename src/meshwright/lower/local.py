@@ -26,7 +26,7 @@ from meshwright.ops.library import mix
 @dataclass
 class Emitter:
     """State that the operators of one rank's graph share. ``emit`` adds a call; ``random_key`` is the micro-batch's.
-    ``drawn`` is, by name of a random draw, how its operators are split; ``exchanged`` holds the halos so far."""
+    ``drawn`` says how the operators of each named random draw are split; ``exchanged`` holds the halos so far."""
 
     graph: Graph
     groups: dict[str, AxisGroup]

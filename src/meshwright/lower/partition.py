@@ -80,7 +80,7 @@ def partition(
     """The function of every phase. Needs ``meta["phase"]`` of every node, and :func:`propagate`.
 
     ``backward`` also comes in two parts: ``input`` computes the gradients that are sent to the previous stage,
-    ``weight`` the rest. If the phases run ``together``, all are one function, that of the prologue; it calls ``note``
+    ``weight`` the rest. If the phases run ``together``, the prologue's function runs all of them, and calls ``note``
     where forward and backward begin. ``compiler`` joins operators; ``kernels`` replace some.
     """
     split = _Partition(graph, again, compiler, note)

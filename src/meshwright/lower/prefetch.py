@@ -113,7 +113,7 @@ def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], device: torch.d
 
 
 def _own(start: fx.Node) -> fx.Node:
-    """The term of an all-reduce; if it is a copy made only to be reduced in place, the original."""
+    """The input of an all-reduce; if the input is a copy made only to be reduced in place, the original."""
     value = start.args[0]
     assert isinstance(value, fx.Node)
     copied = value.args[0] if value.target is aten.clone.default and len(value.users) == 1 else value

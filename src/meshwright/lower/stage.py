@@ -325,13 +325,13 @@ class _StageLowering:
         return {buffer for buffer, name in makers if isinstance(self._placed(name).get(TIME), Partial)}
 
     def _scalars(self) -> None:
-        """Loss and metrics, reduced over the mesh."""
+        """Emit the loss and metrics, reduced over the mesh."""
         self.emission.meta = {"operator": "outputs", "backward": True}
         for label, name in (("loss", self.ir.loss), *self.ir.metrics.items()):
             self.scalars[label] = self._at_the_end(name, label)
 
     def _at_the_end(self, name: str, label: str) -> fx.Node:
-        """A whole tensor at the end of the step; values of micro-batches are joined by sum, max or min, or the last."""
+        """A whole tensor at the end of the step; joins micro-batches by sum, max or min, or takes the last."""
         emission, value = self.emission, self.emission.values[name]
         if not emission.microbatched or value.phase in (STEP, PROLOGUE):
             with emission.during(FINISH):

@@ -142,12 +142,12 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(local: Local, value: Value) -> Value:
-    """``value`` in float32 if the operator works in half precision: statistics and sums need it."""
+    """Cast ``value`` to float32 if the operator works in half precision: statistics and sums need it."""
     return local.call(aten._to_copy.default, value, dtype=torch.float32) if local.dtype() in HALVES else value
 
 
 def narrowed(local: Local, value: Value, output: int = 0) -> Value:
-    """A value that was computed from widened values, in the dtype of the output."""
+    """Cast a value that was computed from ``widened`` values to the dtype of the output."""
     return local.call(aten._to_copy.default, value, dtype=local.dtype(output)) if local.dtype() in HALVES else value
 
 
@@ -166,8 +166,8 @@ class Unsplit:
 @dataclass(frozen=True)
 class OperatorRule:
     """The rule of an operator. ``rule`` returns one call's rule; ``local`` emits the call on one rank's part;
-    ``flops`` counts the whole call; ``contiguous`` names letters whose parts must be one run of indices (a
-    vocabulary). ``random``: ``local`` draws random numbers (with ``local.key``); operators that PyTorch tags as
+    ``flops`` counts the whole call; ``contiguous`` names letters whose parts must each be one range of indices
+    (a vocabulary). ``random``: ``local`` draws random numbers (with ``local.key``); operators that PyTorch tags as
     random need no mark."""
 
     rule: Callable[[Call], Rule | Unsplit]

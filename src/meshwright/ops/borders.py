@@ -137,7 +137,7 @@ class Borders:
         return self.local.call(aten.slice.Tensor, value, self.side.dim, start, start + count)
 
     def _padded(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The settings for own rows, with zero padding around them in this dim too."""
+        """The operator's settings for this rank's own rows: zero padding in the split dim too."""
         padding = list(rest[1])
         padding[self.side.index] = self.before
         return (rest[0], padding, *rest[2:])

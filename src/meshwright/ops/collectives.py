@@ -96,7 +96,7 @@ _SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
     "add_rows(Tensor(a!) value, Tensor rows, int dim, int start) -> Tensor(a!)": lambda value, *_: value,
     "wait(Tensor(a!) value) -> Tensor(a!)": lambda value: value,
 }
-"""By schema, the function that makes the operator's result on fake tensors; None if graphs never call it directly."""
+"""Maps a schema to the function that makes results on fake tensors; None if graphs never call the operator directly."""
 for _schema, _fake in _SCHEMAS.items():
     LIBRARY.define(_schema)
     if _fake is not None:

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def shifted_indices(local: Local, indices: Value, factor: str, elsewhere: int) -> tuple[Value, Value]:
-    """(indices into this rank's part of ``factor``, whether each is outside); outside ones become ``elsewhere``."""
+    """Indices into this rank's part of ``factor``, and whether each is outside; those outside become ``elsewhere``."""
     first, part = local.bounds(factor)[local.coordinate(factor)[0]], local.length(factor)
     shifted = local.call(aten.sub.Tensor, indices, first)
     inside = local.call(

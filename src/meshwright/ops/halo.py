@@ -55,7 +55,7 @@ class Side:
         return self.index - self.space
 
     def turned(self) -> "Side":
-        """The same dim for an operator that makes the image from the other tensor: edges are exchanged."""
+        """The same dim with edges exchanged, for an operator that makes the image from the other tensor."""
         return replace(self, image=self.made, made=self.image)
 
 

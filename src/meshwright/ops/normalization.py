@@ -239,7 +239,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, lengths: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Canonical gradients of weight norm, linear in ``grad``: terms of ``grad`` give terms of the gradients."""
+    """Canonical gradients of weight norm, linear in ``grad``: a partial sum of ``grad`` gives partial sums of them."""
     dims, wide = [other for other in range(v.dim()) if other != dim % v.dim()], wide_dtype(v.dtype)
     scaled, along = grad.to(wide), v.to(wide) / lengths
     grad_g = (scaled * along).sum(dims, keepdim=True)

@@ -17,8 +17,8 @@ _GROUPS: dict[Target, dict[int, list[int]]] = {
     aten.add.Tensor: {2: [1, 1]}, aten.sub.Tensor: {2: [1, 1]}, aten.mul.Tensor: {1: [1], 2: [1, 2]},
     aten.where.self: {3: [0, 1, 1]},
 }  # fmt: skip
-"""By operator and number of tensor arguments, the linear group of each tensor. With other numbers of tensors the
-operator is not linear."""
+"""Maps an operator and a number of tensor arguments to the linear group of each tensor. With other numbers of tensors
+the operator is not linear."""
 _FIRST_WHERE: dict[Target, Callable[[Call], bool]] = {
     aten.div.Tensor: lambda call: isinstance(call.args[0], torch.Tensor),
     aten.masked_fill.Scalar: lambda call: call.args[2] in (0, math.inf, -math.inf),  # infinities add up to infinity

@@ -113,8 +113,8 @@ def _max_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
 
 @dataclass
 class _Place:
-    """The place in the image of the rows that a rank pools: by spatial dim the first row, the number of rows, and the
-    number of rows of the whole image."""
+    """The place in the image of the rows that a rank pools: for each spatial dim, the first row, the number of rows,
+    and the number of rows of the whole image."""
 
     lows: list[int]
     rows: list[int]

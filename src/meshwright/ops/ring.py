@@ -94,7 +94,7 @@ class Ring:
         return rank, 2 * self.size - 1 - rank
 
     def swapped(self, exchange: Exchange, values: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
-        """Exchange the halves that this rank has for those that it takes, or back: [b, h, s, d], of one dtype."""
+        """Exchange the halves that this rank owns for those that it takes, or ``back``: [b, h, s, d], of one dtype."""
 
         def holder(half: int, mirrored: bool) -> int:
             return min(half, 2 * self.size - 1 - half) if mirrored else half // 2

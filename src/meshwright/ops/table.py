@@ -44,7 +44,7 @@ CANONICAL: Mapping[Target, Callable[..., Any]] = {
     for file in (*FILES, pointwise, strided)
     for target, function in getattr(file, "CANONICAL", {}).items()
 }
-"""Rewrites at capture: by operator, the function to call instead. It returns NotImplemented to keep the operator."""
+"""Rewrites at capture: the function to call in place of an operator; it returns NotImplemented to keep the operator."""
 VISIBLE = {aten.native_batch_norm.default: batch_norm.native_batch_norm}
 """The rewrites that show a change in place which the operator itself hides."""
 

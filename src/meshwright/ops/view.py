@@ -46,7 +46,7 @@ _EMPTY = 2**61 - 1
 
 
 def _spans(left: list[int], right: list[int]) -> Iterator[tuple[range, range]]:
-    """The shortest runs of dims with equal numbers of elements on both sides, without surrounding dims of size 1."""
+    """The shortest runs of dims, left and right, with equal numbers of elements; outer dims of size 1 are left out."""
     one, two = (list(accumulate((size or _EMPTY for size in shape), mul)) for shape in (left, right))
     for before, reached in pairwise(sorted({1, *one} & {1, *two})):
         yield (
@@ -192,8 +192,8 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def view(self: Tensor, size: list[int]) -> Tensor:
-    """Canonical view: of a contiguous copy where the strides do not allow a view. Strides can differ from those in the
-    user's step where an in-place operator was replaced by one that is not in place."""
+    """Canonical view: of a contiguous copy where the strides do not allow a view. Strides can differ from the user's
+    step where an in-place operator was replaced by one that is not in place."""
     if self.is_contiguous():
         return NotImplemented
     with disable_current_modes():

@@ -25,14 +25,14 @@ from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 from meshwright.schedules.pipeline import schedule_of
 
 PLAYED = 6
-"""How many layouts are simulated: those that the closed form finds fastest."""
+"""Number of layouts that are simulated: the fastest by the closed form."""
 ALIKE = 0.02
-"""Relative accuracy of predictions: of the layouts within this of the fastest, the simplest is taken."""
+"""Relative accuracy of predictions: among layouts within this of the fastest, the simplest is taken."""
 SHOWN = 8
-"""How many alternatives a plan lists."""
+"""Number of alternatives that a plan lists."""
 
 RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-"""From most to least memory. Recomputation only costs time, so the first that fits is taken."""
+"""Ordered from most to least memory. Recomputation only costs time, so the first that fits is taken."""
 
 
 class _Option(msgspec.Struct, frozen=True):

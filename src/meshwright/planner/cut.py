@@ -136,7 +136,7 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
 
 
 def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
-    """By position, the bytes of tensors that are made before it and read at or after it (infinite: no cut there)."""
+    """The bytes of tensors made before a position and read at or after it (infinite: no cut there), by position."""
     place = {operator.name: index for index, operator in enumerate(forward)}
     made = {output: index for index, operator in enumerate(forward) for output in operator.outputs}
     last: dict[str, int] = {}

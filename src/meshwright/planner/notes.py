@@ -11,7 +11,7 @@ from meshwright.ir.plan import Note, starred
 from meshwright.ir.program import Lower
 
 ModuleNotes = dict[str, dict[str, tuple[str, str]]]
-"""By module and axis: the split, and its reason."""
+"""The split and its reason, by module and axis."""
 
 
 def module_notes(graph: Graph, notes: ModuleNotes, missed: Set[str], data_parallel: bool) -> tuple[Note, ...]:

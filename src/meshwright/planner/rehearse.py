@@ -78,7 +78,7 @@ def _schedule(setup: Setup) -> Schedule | None:
 
 
 def _costs(stages: tuple[Stage, ...], send_s: float) -> list[timing.Costs]:
-    """By stage, the seconds of each kind of action. A rank waits for its send; one direction is half of ``send_s``."""
+    """The seconds of each kind of action, by stage. A rank waits for its send; one direction is half of ``send_s``."""
     found = []
     for index, stage in enumerate(stages):
         back_s = send_s / 2 if index else 0.0

@@ -1,4 +1,4 @@
-"""Compare predictions with measurements: the errors over a table of cases, and those of one constant efficiency."""
+"""Compare predictions with measurements: the errors over a table of cases, next to those of one constant efficiency."""
 
 import os
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ IMAGES = ("aten.convolution", "aten.max_pool", "aten.avg_pool", "aten.adaptive_"
 SPACE = {"width": 1, "height": 2, "depth": 3}
 """The spatial dim that each word means, counted from the last dim (1)."""
 STATIONARY = {"stationary-x": ("channel",), "stationary-y": ("filter",), "stationary-w": ("channel", "filter")}
-"""The words that each name splits, each over its own axis."""
+"""The words of the factors that each of these names splits, each word over its own mesh axis."""
 WORDS = ("channel", "filter", *SPACE)
 
 

@@ -34,7 +34,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The fastest ``algorithm`` from ``from_bytes`` up to the next entry, of those that end with the same bits."""
+    """The fastest ``algorithm`` with equal bits on all ranks, from ``from_bytes`` up to the next entry."""
 
     from_bytes: int
     algorithm: str

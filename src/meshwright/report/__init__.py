@@ -2,10 +2,10 @@
 
 from meshwright.report.page import Alternative, Part, Point, Report, render
 from meshwright.report.run_files import RunFiles, read_run
-from meshwright.report.run_page import named_traces, render_run
+from meshwright.report.run_page import named_traces, render_run, timeline_picture
 from meshwright.report.trace_event import trace_events
 
 __all__ = [
     "Alternative", "Part", "Point", "Report", "RunFiles", "named_traces", "read_run", "render", "render_run",
-    "trace_events",
+    "timeline_picture", "trace_events",
 ]  # fmt: skip

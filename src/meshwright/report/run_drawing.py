@@ -74,7 +74,7 @@ def timelines(traces: Mapping[str, Trace]) -> str:
 
 
 def memory_lines(traces: Mapping[str, Trace]) -> str:
-    """The memory of every rank (of many ranks, of some) over a step, one line per trace; the last trace's lines are
+    """The memory of every rank (of some, if there are many) over a step, one line per trace; the last trace's lines are
     solid. Empty if no trace has samples."""
     drawn = {name: begun_at_zero(trace) for name, trace in traces.items() if trace.memory}
     if not drawn:

@@ -9,7 +9,7 @@ from meshwright.ir.trace import Trace
 from meshwright.ir.units import seconds, size
 from meshwright.report import run_drawing, svg
 from meshwright.report.run_files import RunFiles
-from meshwright.report.template import rendered
+from meshwright.report.template import packaged, rendered
 
 GOOD, CLOSE = 0.10, 0.25
 """Largest errors, relative to the measured value, of predictions that are shown as good and as close."""
@@ -54,6 +54,11 @@ def named_traces(run: RunFiles) -> dict[str, Trace]:
     """The run's traces by name (``predicted``, ``measured``), in this order."""
     found = {"predicted": run.predicted, "measured": run.measured}
     return {name: trace for name, trace in found.items() if trace is not None}
+
+
+def timeline_picture(traces: dict[str, Trace]) -> str:
+    """The timelines of the page as an SVG file of its own, with the page's colours."""
+    return svg.file(run_drawing.timelines(traces), packaged("style.css"))
 
 
 def verdict(ratio: float) -> Verdict:

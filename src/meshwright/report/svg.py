@@ -17,6 +17,14 @@ def picture(height: float, label: str, parts: Iterable[str]) -> str:
     return "".join([opened, *parts, "</svg>"])
 
 
+def file(drawn: str, style: str) -> str:
+    """A ``picture`` as a file that stands alone: with ``style`` inside, on a background."""
+    opened = drawn.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" ', 1)
+    start = opened.index(">") + 1
+    ground = '<rect width="100%" height="100%" style="fill: var(--card)"/>'
+    return f"{opened[:start]}<style>{style}</style>{ground}{opened[start:]}\n"
+
+
 def text(x: float, y: float, words: str, anchor: str, style: str = "") -> str:
     """Words at a place; ``anchor`` is start, middle or end."""
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

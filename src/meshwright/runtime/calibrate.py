@@ -6,10 +6,10 @@ Every rank runs ``measure``, on one core each:
     together  all ranks measure the same kernels at the same time: cores share caches, memory and power
     between   messages and collectives, by size (``runtime/between.py``)
 
-Each call is repeated for some milliseconds in each of several sweeps, in which conditions take turns. What counts is
-the mean of the sweeps' medians, since a step meets the machine at all its speeds. How much sweeps differ is the drift.
-With one thread the processor time is taken, which does not run while another process has the core; how much longer the
-calls took by the clock is the spread, which tells of a busy machine.
+Each call is repeated for some milliseconds in each of several sweeps, in which conditions take turns. The
+result is the mean of the sweeps' medians, since a step meets the machine at all its speeds. The drift says how much
+sweeps differ. Calls on one thread are timed in processor time, which stops while another process has the core. The
+spread says how much longer they took on the wall clock: it is large on a busy machine.
 """
 
 import statistics
@@ -57,7 +57,7 @@ Call = Callable[[], object]
 
 
 def num_ranks() -> int:
-    """How many ranks ``measure`` wants."""
+    """The number of ranks that should run ``measure``."""
     return min(launch.num_cores(), MAX_RANKS)
 
 
@@ -98,7 +98,8 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
 
 
 def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
-    """With the dtype of each; the largest product of every dtype but float32 is left out."""
+    """The probes to measure, each with its dtype. Products in other dtypes than float32 use only
+    ``effort.sides[1]``."""
     yield "", kernel_probe()
     for dtype in DTYPES:
         for side in effort.sides if dtype == "float32" else effort.sides[1:2]:
@@ -146,8 +147,8 @@ class Sweeps:
 
 
 def repeated(call: Call, probe_s: float, clock: Callable[[], float]) -> tuple[float, float, float]:
-    """The seconds of a call on ``clock``, the median of what ``probe_s`` hold; what they all took on it, and
-    what they took by the wall's clock."""
+    """Call for about ``probe_s``. Return the median seconds of a call on ``clock``, the seconds of all calls on
+    ``clock``, and the seconds of all calls on the wall clock."""
     begin = time.perf_counter()
     call()
     several = 1 if time.perf_counter() - begin > TINY_S else TINY_CALLS
@@ -163,7 +164,7 @@ def repeated(call: Call, probe_s: float, clock: Callable[[], float]) -> tuple[fl
 
 
 def _of_all(ranks: list[Measured]) -> Measured:
-    """The mean of what ranks measured at the same time."""
+    """The mean over ranks that measured at the same time."""
     first = ranks[0]
     seconds = {
         kind: [

@@ -95,7 +95,7 @@ class _Device:
             sum_over(torch.zeros(()), self._group)
 
     def do(self, doings: Iterable[Doing], stage: int, *, named: bool = False) -> None:
-        """Wait for a stage's ``doings`` in order; ``named``: computing gets spans of its own, not those of actions."""
+        """Wait for a stage's ``doings`` in order; ``named``: record a span for each piece of compute."""
         note = current()
         for one in doings:
             begun = time.perf_counter()
@@ -125,7 +125,7 @@ class _Link:
         self._channel = channel
 
     def send(self, tensor: Tensor) -> Work:
-        """Send the time at which the message arrives."""
+        """Send the time at which the emulated message arrives."""
         return self._channel.send(tensor + time.perf_counter())
 
     def receive(self, into: Tensor, label: str = "") -> Work:

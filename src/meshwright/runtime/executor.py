@@ -116,7 +116,7 @@ class Clock:
 
 
 class Executor:
-    """Runs one schedule again and again. ``routes`` has, by stage and kind of action, one route per transfer. Messages
+    """Runs one schedule again and again. ``routes`` has one route per transfer, by stage and kind of action. Messages
     travel over ``channels``, by rank. Functions of ``stages`` that the schedule does not run are freed. Functions of
     several phases report the start of each phase to ``clock``.
 

@@ -1,4 +1,4 @@
-"""What a calibration measured, and the cluster file that comes of it."""
+"""The measurements of a calibration, and the cluster file that is made from them."""
 
 import math
 import time
@@ -13,13 +13,13 @@ from meshwright.runtime import launch
 from meshwright.runtime.machine import machine_name
 
 BUSY_SPREAD = 0.15
-"""More than this, and somebody else is using the machine."""
+"""A ``spread`` above this means that other programs use the machine."""
 BOX = "box"
 DEFAULT_LINE = (30e-6, 3.65e-10)
-"""α and β of a level over which no message was sent: gloo (torch 2.13) on another machine."""
+"""α and β of a level over which no message was sent, as measured with gloo (torch 2.13) on another machine."""
 
 Seconds = dict[str, list[tuple[float, float]]]
-"""By kind, (size, seconds of a call)."""
+"""Maps a kind of call to (size, seconds of a call)."""
 
 
 class Measured(msgspec.Struct):
@@ -27,21 +27,21 @@ class Measured(msgspec.Struct):
 
     seconds: Seconds = {}
     kernel_s: float = 0.0
-    """Of the dispatch of a kernel."""
+    """Seconds to dispatch a kernel."""
     peaks: dict[str, float] = {}
     """The best FLOP/s of products, by dtype."""
     others: dict[tuple[str, float], float] = {}
-    """By kind and size: the bytes of square products, the FLOPs of flat ones."""
+    """Maps kind and size to the product's other size: bytes of operands if square, FLOPs if flat."""
     taken_s: float = 0.0
-    """Processor time of all calls."""
+    """Seconds of processor time of all calls."""
     passed_s: float = 0.0
-    """Time of all calls by the clock."""
+    """Seconds of all calls on the wall clock."""
     drift: float = 0.0
     """The standard deviation of a call's time between sweeps, as a fraction: the median of all calls."""
 
     @property
     def spread(self) -> float:
-        """How much longer calls took by the clock than they had the processor."""
+        """Wall-clock time of the calls over their processor time, minus 1: how long they waited for a processor."""
         return max(0.0, self.passed_s / max(self.taken_s, 1e-9) - 1)
 
 
@@ -56,9 +56,9 @@ def made_cluster(
     boxes: int = 1,
 ) -> Cluster:
     """The cluster file's contents: peaks are the best of anything that was measured, curves are fractions of them.
-    ``ranks`` measured in each of the boxes, which have ``cores``.
+    Each of the ``boxes`` has ``cores`` cores; ``ranks`` ranks measured in each.
 
-    What several threads do can only be told by the clock: on a busy machine it is left out.
+    Calls with several threads are timed by the wall clock, so on a busy machine their times are left out.
     """
     alone = _without_operands(alone)
     peaks = dict(alone.peaks)
@@ -114,7 +114,7 @@ def made_cluster(
 
 
 def levels_of(timings: list[CollectiveTiming], cores: int, boxes: int) -> tuple[Level, ...]:
-    """The levels of so many boxes of so many cores, by the messages that were measured at each."""
+    """The levels of ``boxes`` boxes of ``cores`` cores each, from the messages that were measured at each level."""
     return tuple(_level(name, fan_out, timings) for name, fan_out in ((BOX, cores), (NETWORK, boxes)) if fan_out > 1)
 
 
@@ -129,11 +129,11 @@ def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:
 
 
 def _while_others_train(alone: Measured, together: Measured) -> Measured:
-    """The seconds of kernels while other ranks train too. ``together``, all ranks run the same kernel at the same time.
+    """The seconds of kernels while other ranks train. In ``together``, all ranks run one kernel at the same time.
 
     Ranks nearly always compute, so cores that share arithmetic (hyperthreads of a core) share it all the time: kinds
-    bound by arithmetic take what they take together. Memory is shared only while several ranks want it, and in a step
-    only some kernels do: kinds bound by memory take the mean of alone and together.
+    bound by arithmetic take their time from ``together``. Memory is shared only while several ranks want it, and in a
+    step only some kernels do: kinds bound by memory take the mean of alone and together.
     """
     seconds = {}
     for kind, points in together.seconds.items():
@@ -143,7 +143,7 @@ def _while_others_train(alone: Measured, together: Measured) -> Measured:
 
 
 def _without_operands(found: Measured) -> Measured:
-    """Products as multiplying and, besides, what their operands cost: flat ones tell the one, square ones the other."""
+    """Split products into multiplying and operand work: flat ones show the operands' time, square ones the rest."""
     if "operands" not in found.seconds:
         return found
     best = max(_rate(size, seconds, found.kernel_s) for size, seconds in found.seconds["matmul"])
@@ -170,7 +170,7 @@ def _flat(seconds: Seconds) -> list[tuple[str, float, float]]:
 
 
 def _rate(size: float, seconds: float, kernel_s: float) -> float:
-    """What a kernel does in a second, without its dispatch."""
+    """The FLOPs or bytes per second of a kernel, without the time of its dispatch."""
     return size / max(seconds - kernel_s, 0.1 * seconds)
 
 
@@ -186,13 +186,13 @@ def _curves(found: Measured, peak: float, bandwidth: float) -> dict[str, Curve]:
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """α and β of messages: what the smallest takes, and the largest a byte beyond that."""
+    """α and β of messages: the time of the smallest message, and the time of each byte beyond it."""
     (least, first), (most, last) = min(points), max(points)
     return first, max(1e-13, (last - first) / max(1.0, most - least))
 
 
 def stale(cluster: Cluster, now_s: float, days: float = 30.0) -> str:
-    """Why a calibration must be made again, or nothing."""
+    """Why a calibration must be made again; empty if it still holds."""
     found = cluster.calibration
     if found is None:
         return "it was not measured"

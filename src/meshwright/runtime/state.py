@@ -99,8 +99,8 @@ class LocalParameters:
         return self.own[name] if name in self.own else self.named_buffers[name]
 
     def follow(self) -> tuple[str, ...]:
-        """Freeze and unfreeze split parameters as the caller's module does (whole ones are the caller's own). Return
-        the names of the parameters that are trained now, on any rank."""
+        """Freeze and unfreeze split parameters as the caller's module does (whole parameters are the caller's own).
+        Return the names of the parameters that are trained now, on any rank."""
         for name, given in self.given.items():
             if name in self.own and self.own[name].requires_grad != given.requires_grad:
                 self.own[name].requires_grad_(given.requires_grad)

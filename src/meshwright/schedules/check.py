@@ -261,4 +261,4 @@ class _Validator:
 
 
 _AFTER = {B: (F,), I: (F,), W: (I,), ActionKind.SEND_F: (F,), ActionKind.SEND_B: (B, I)}
-"""By kind of action: the kinds of which one must precede it, for the same stage and micro-batch."""
+"""Maps a kind of action to kinds of which one must precede it, for the same stage and micro-batch."""

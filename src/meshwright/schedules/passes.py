@@ -11,7 +11,7 @@ from meshwright.schedules.check import check
 from meshwright.schedules.timing import PARTNER
 
 _SENDS = {ActionKind.F: ActionKind.SEND_F, ActionKind.B: ActionKind.SEND_B, ActionKind.I: ActionKind.SEND_B}
-"""By kind of action: the kind that sends its value to another stage."""
+"""Maps a kind of action to the kind that sends its value to another stage."""
 
 
 def add_communication(schedule: Schedule) -> Schedule:

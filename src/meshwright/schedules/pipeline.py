@@ -160,7 +160,7 @@ _BUILDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "interleaved": _interleaved,
     "zb-h1": _zero_bubble_h1,
 }
-"""By name of a schedule: the function (rank, p, m, v) that returns the rank's actions."""
+"""Maps a schedule's name to the function (rank, p, m, v) that returns the rank's actions."""
 _FITS = {"interleaved": _fills_rounds, "zb-h1": _fills_pipeline}
 """Whether a schedule is defined for (p, m, v); schedules without an entry are defined for all."""
 NAMES = tuple(_BUILDERS)

@@ -18,7 +18,7 @@ PARTNER = {
     ActionKind.SEND_B: (-1, ActionKind.RECV_B),
     ActionKind.RECV_B: (1, ActionKind.SEND_B),
 }
-"""By kind of transfer: the distance to its partner's stage, in stages, and the partner's kind."""
+"""Maps a kind of transfer to the distance to its partner's stage, in stages, and the partner's kind."""
 _COSTS = {
     ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "backward_input", ActionKind.W: "backward_weight",
 }  # fmt: skip

@@ -82,7 +82,7 @@ class Timeline:
 
 
 class Played:
-    """A step that was played. ``classes.of`` holds, by rank, the index of its timeline."""
+    """A step that was played. ``classes.of`` maps a rank to the index of its timeline."""
 
     def __init__(self, mesh: Mesh, folded: Classes, timelines: tuple[Timeline, ...]) -> None:
         self.mesh, self.classes, self.timelines = mesh, folded, timelines

@@ -13,7 +13,7 @@ MOST_S, MOST_JITTER = 1e9, 100.0
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The faults of one step. ``slow``: by rank, the factor on its computing time. ``deaths_s``: by rank, when it dies.
+    """The faults of one step. ``slow``: each rank's factor on computing time. ``deaths_s``: when a rank dies.
     ``jitter``: the relative standard deviation of every piece of computing (log-normal, mean 1, drawn from ``seed``).
 
     Raises:
@@ -45,7 +45,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 )
 
     def colors(self, world_size: int) -> list[tuple[float, ...]]:
-        """By rank, the properties that tell ranks apart; equal for most ranks."""
+        """The faults of each rank as a tuple: ranks with equal tuples behave alike. Most tuples are equal."""
         return [
             (self.slow.get(rank, 1.0), self.deaths_s.get(rank, math.inf), rank if self.jitter else -1)
             for rank in range(world_size)

@@ -39,7 +39,7 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
 
 
 def _around(axis: str, groups: Sequence[tuple[int, ...]], of: list[int]) -> dict[int, tuple[int, ...]]:
-    """By rank, the classes of the ranks in its group on an axis."""
+    """Maps a rank to the classes of the ranks in its group on an axis."""
     found = dict[int, tuple[int, ...]]()
     for group in groups:
         members = [of[rank] for rank in group]

@@ -61,8 +61,8 @@ class Fabric:
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """``bytes`` that move, after ``latency_s``, at one rate through all resources in ``uses``. ``uses``: by resource,
-    links taken per byte/s. The rate is at most ``limit_bytes_per_s``; flows share a resource by ``weight``."""
+    """``bytes`` that move, after ``latency_s``, at one rate through all resources in ``uses`` (links that a rate of
+    1 byte/s takes of each). The rate is at most ``limit_bytes_per_s``; flows share a resource by ``weight``."""
 
     latency_s: float
     bytes: float
@@ -102,7 +102,7 @@ class Links:
         self._now_s = 0.0
 
     def start(self, finish: Finish, time_s: float, flows: tuple[Flow, ...]) -> None:
-        """Begin a transfer, whose flows run one after the other, at a time not before the last reported end."""
+        """Begin a transfer, whose flows run in turn. ``time_s`` must not be before the last reported end."""
         heapq.heappush(self._pending, (time_s + flows[0].latency_s, next(self._numbers), finish, flows))
 
     def advance(self) -> bool:

@@ -76,7 +76,7 @@ class Lane(ABC):
     """
 
     expects = False
-    """Whether messages must be expected before they are taken."""
+    """Whether the receiver must call ``expect`` before ``take``."""
 
     @abstractmethod
     def put(self, part: Tensor, tag: int) -> None:

@@ -250,7 +250,7 @@ class SharedMemory(Lane):
         self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAKE, 1)
 
     def _await(self, word: ctypes.c_uint32, number: int, what: str) -> None:
-        """Wait until the peer's word has reached ``number``. Errors say that ``what``, or that message, is due."""
+        """Wait until the peer's word has reached ``number``. Errors name ``what``, or that message, as due."""
         for _ in range(SPINS):
             if not (word.value - number) & _BEHIND:
                 return
@@ -292,7 +292,7 @@ def _answer(
     check: Callable[[int], None],
     process: Process | None = None,
 ) -> str:
-    """The peer's value of ``key`` in the store, once it is there. ``process``: the peer's, to see whether it ends."""
+    """Wait for the peer's value of ``key`` in the store. ``process``: the peer's process, to notice if it ends."""
     deadline, look = time.monotonic() + timeout_s, time.monotonic() + SLEEP_S
     while not store.check([key]):
         if time.monotonic() > look:

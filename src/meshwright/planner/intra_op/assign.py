@@ -20,7 +20,7 @@ from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.solve import Solution, solve
 
 Pins = Mapping[str, Strategy]
-"""By operator and axis, the factor that the operator must split; empty: none."""
+"""Maps an operator and an axis to the factor that the operator must split; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def sequence_classes(graph: Graph) -> set[str]:
 
 
 def _weight_letters(graph: Graph) -> dict[str, set[str]]:
-    """By forward product, the letters (except the batch) of the factors that its weights have."""
+    """For each forward product, the letters of its weights' factors, except the batch."""
     behind = set(graph.parameters)
     found: dict[str, set[str]] = {}
     for one in graph.operators:

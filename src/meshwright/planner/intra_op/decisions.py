@@ -30,8 +30,8 @@ class Decision:
 
 @dataclass
 class Decisions:
-    """All decisions of a graph. ``place`` has, by operator, the decision and the member that decide for it. A follower
-    is a view with one reader; it is split as this reader wants."""
+    """All decisions of a graph. ``place`` maps an operator to the indices of its decision and of its member there. A
+    follower is a view with one reader; it is split as this reader wants."""
 
     found: list[Decision] = field(default_factory=list)
     place: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -56,8 +56,8 @@ def decisions_of(graph: Graph, marks: Mapping[str, object]) -> Decisions:
 
 
 def _followers(graph: Graph, marks: Mapping[str, object]) -> set[str]:
-    """The views that one operator reads, and nothing else. It costs the same to change placements before such a view or
-    after it."""
+    """The views whose result has exactly one reader and stays inside the graph. Changing placements costs the same
+    before such a view as after it."""
     outside = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
     reads = Counter(name for operator in graph.operators for name in operator.inputs)
     reads.update(entry.gradient for entry in graph.gradients if entry.gradient is not None)
@@ -70,7 +70,7 @@ def _followers(graph: Graph, marks: Mapping[str, object]) -> set[str]:
 
 
 def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
-    """Groups: forward operators of one sequence number that feed the last of them, with their backward operators."""
+    """Groups: the forward operators of a sequence number that feed the last of them, and their backward operators."""
     by_sequence: dict[tuple[str, int], list[Operator]] = defaultdict(list)
     for one in graph.operators:
         if one.name not in followers and one.sequence >= 0 and not one.prologue:

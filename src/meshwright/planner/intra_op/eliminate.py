@@ -21,7 +21,7 @@ AT_ONCE = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Seconds by the choices of the nodes in ``scope`` (in rising order)."""
+    """Costs in seconds for every combination of choices of the nodes in ``scope`` (ascending)."""
 
     scope: tuple[int, ...]
     costs: Costs
@@ -29,7 +29,7 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The best choice of an eliminated node by the choices of the nodes in ``scope``."""
+    """The best choice of an eliminated node for every combination of choices of the nodes in ``scope``."""
 
     node: int
     scope: tuple[int, ...]

@@ -71,9 +71,9 @@ class Formulation:
                 self.gradient_of[entry.gradient].append(entry.parameter)
         self.whole = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
         self.reads: dict[str, list[tuple[Operator, int, Path]]] = defaultdict(list)
-        """By tensor that no follower makes: its readers, directly or through followers, and the views on the way."""
+        """Maps a tensor that no follower makes to its readers, also through followers, and the views on the way."""
         self.ends: dict[str, list[tuple[str, Path]]] = defaultdict(list)
-        """By tensor that no follower makes: the tensor and its views by followers; any of them may leave the graph."""
+        """Maps a tensor that no follower makes to itself and its follower views; any may leave the graph."""
         for name in graph.tensors:
             maker = self.producers.get(name)
             if maker is None or maker.name not in self.decisions.followers:

@@ -131,7 +131,7 @@ class Options:
     def _passed(
         self, operator: Operator, axis: str, inside: set[str], made: Mapping[str, Placements], passes: bool
     ) -> int:
-        """The group of operands that are Partial and stay so; operands from outside count only if ``passes``."""
+        """The linear group of operands that are Partial and stay so; operands from outside count only if ``passes``."""
         wanted = self._arriving(operator, axis, inside) if passes else 0
         for group, names in self._linear[operator.name].items():
             if all(
@@ -158,7 +158,7 @@ class Options:
 
 
 def _linear_inputs(operator: Operator) -> dict[int, list[str]]:
-    """By group, the inputs in which an operator is jointly linear."""
+    """The inputs in which an operator is jointly linear, by linear group."""
     groups: dict[int, list[str]] = {}
     operands = operator.rule.parsed.inputs if operator.rule is not None else ()
     for operand, name in zip(operands, operator.inputs, strict=False):

@@ -68,7 +68,7 @@ class Prices:
         return self.lower.operator(operator, strategy, sizes, interior_first)
 
     def node_exchanges_s(self, node: Node) -> float:
-        """The seconds of the collectives that a node starts, and of those inside its kernel."""
+        """The seconds of the collectives that a node starts, plus the seconds of the collectives inside its kernel."""
         every = (*([node.starts] if node.starts is not None else ()), *node.inside)
         return sum(self.network.collective_s(one.kind, one.bytes, self.groups[one.axis]) for one in every)
 

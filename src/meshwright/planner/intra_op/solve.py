@@ -1,4 +1,4 @@
-"""Solve a problem: simplify it exactly, then give what is left to the integer program."""
+"""Solve a problem: simplify it exactly, then give the rest to the integer program."""
 
 import itertools
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ def alexnet() -> Iterator[Line]:
 
 
 MEGATRON = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 3072, 32)}
-"""By tensor-parallel size: layers, hidden and heads of the models of Shoeybi et al. 2019, table 1."""
+"""Layers, hidden size and heads of the models of Shoeybi et al. 2019, table 1, by tensor-parallel size."""
 
 
 def megatron_scaling() -> Iterator[Line]:

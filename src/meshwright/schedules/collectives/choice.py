@@ -20,7 +20,7 @@ NATIVE, MPI = "native", "mpi"
 CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 """Operations with several algorithms, MPI's among them: a plan chooses one, a calibration measures all."""
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star", "all_to_all": "partitioned"}
-"""By operation: the algorithm that takes one round in a group of two ranks."""
+"""Maps an operation to the algorithm that takes one round in a group of two ranks."""
 
 PIECES = 8
 """Pieces of a long vector in algorithms along levels that work in pieces."""
@@ -56,8 +56,8 @@ def runs(operation: str, name: str) -> bool:
 def candidates(operation: str, num_ranks: int, boxes: str = "") -> tuple[str, ...]:
     """The algorithms to measure: torch.distributed's own, and ours except those that cannot be the fastest.
 
-    ``boxes``: the ranks by box, as in names of algorithms along levels; empty if all ranks are in one box, or each is
-    in its own.
+    ``boxes``: the ranks of each box, in the text form of ``schedules/collectives/hierarchy.py``; empty if all ranks are
+    in one box, or each rank is in its own.
     """
     whole = operation == "all_reduce"
     if num_ranks == 2:  # with two ranks, the other algorithms equal one of these

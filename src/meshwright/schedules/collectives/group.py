@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from meshwright.schedules.collectives.steps import Move, Rounds, Span, cut, message
 
 Owned = Sequence[Sequence[Span]]
-"""By rank of the group, the spans that it owns."""
+"""The spans that each rank of a group owns, in the order of the ranks."""
 Half = Callable[[Sequence[int], Owned], Rounds]
 """A reduce-scatter or an all-gather: half of an all-reduce."""
 Whole = Callable[[Sequence[int], Span], Rounds]
@@ -195,7 +195,7 @@ def all_reduce_rabenseifner(ranks: Sequence[int], span: Span) -> Rounds:
 
 
 def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) -> Rounds:
-    """Half of the elements go up and down one binary tree, half another, whose inner ranks are leaves of the first.
+    """Half of the elements use one binary tree, up and down; half another, whose inner ranks are leaves of the first.
 
     Each half is cut in ``pieces``, so that a rank passes one piece on while it receives the next (Sanders, Speck,
     Träff 2009). With an odd number of ranks the second tree is the first tree shifted by one.

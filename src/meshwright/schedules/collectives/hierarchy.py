@@ -43,7 +43,7 @@ ACROSS_BY_OPERATION = {
     "reduce_scatter": tuple(HALVES_ACROSS),
     "all_gather": tuple(HALVES_ACROSS),
 }
-"""By operation: the names that may follow the +. Other operations have no algorithms along levels."""
+"""Maps an operation to the names that may follow the +. Other operations have no algorithms along levels."""
 
 _NAME = re.compile(r"(?P<inside>[a-z-]+)\+(?P<across>[a-z-]+)@(?P<boxes>[0-9x.|]+)(?:/(?P<pieces>[1-9][0-9]*))?")
 _EQUAL, _NAMED = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)+"), re.compile(r"[0-9]+((\.|\|+)[0-9]+)*")
@@ -95,7 +95,7 @@ def equal_boxes(fan_outs: Sequence[int]) -> str:
 
 
 def named_boxes(boxes: Boxes) -> str:
-    """The text of any boxes, such as ``0.2|1.3``; that of ``equal_boxes`` if it means the same boxes."""
+    """The text of any boxes, such as ``0.2|1.3``, or the shorter text of ``equal_boxes`` if it means the same boxes."""
     sizes: list[int] = []
     unit: Boxes | int = boxes
     while not isinstance(unit, int):
@@ -193,7 +193,7 @@ def _reduced(box: Boxes | int, whole: Span, inside: str) -> tuple[Rounds, _Owner
 
 
 def _shared(units: Sequence[_Owners]) -> list[tuple[Span, list[int]]]:
-    """The pieces that have one owner in each unit, each with these owners."""
+    """The pieces into which the units' spans divide the vector, each with the rank that owns it in each unit."""
     borders = sorted({border for owners in units for span, _ in owners for border in span})
     found = []
     for begin, end in pairwise(borders):

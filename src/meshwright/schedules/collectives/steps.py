@@ -58,9 +58,9 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """The cost of steps. In elements: ``moved``, in all messages; ``peak``, the most into, or out of, one rank in one
-    round; ``busiest``, these maxima of every round, added up; ``added``, the most additions that one rank makes.
-    ``fan_in``: the most messages that one rank takes in one round."""
+    """The cost of steps. Counted in elements: ``moved``, in all messages; ``peak``, the most into, or out of, one rank
+    in one round; ``busiest``, the sum over rounds of each round's peak; ``added``, the most additions that one rank
+    makes. ``fan_in``: the most messages that one rank takes in one round."""
 
     rounds: int
     messages: int
@@ -72,7 +72,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 def count(steps: Steps) -> Count:
-    """The cost of the steps, by counting."""
+    """Count the rounds, messages, elements and additions of the steps."""
     rounds = [sent for moves in steps.rounds if (sent := [one for one in moves if one.source != one.target])]
     peaks, fans, added = [0], [0], Counter[int]()
     for sent in rounds:
