@@ -82,7 +82,7 @@ def _given(table: Any) -> Any:
 
 
 def completed(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the tables with default names filled in: of the optimizer, and of a model with a factory."""
+    """A copy of the tables with the default names of the optimizer, and of a model with a factory, filled in."""
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     model, optimizer = raw.get("model"), raw.setdefault("optimizer", {})
     if isinstance(model, dict) and "factory" in model:

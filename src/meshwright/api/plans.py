@@ -225,8 +225,8 @@ def loaded(plan: Any) -> tuple[Plan, str]:
 
 
 def precision_of(plan: Any, precision: Precision | None) -> Precision | None:
-    """The precision of a plan, as ``choose`` takes it: that of the plan or the layout, else the given one. Raise a
-    LayoutError if both are given and differ."""
+    """The precision of a plan, as ``choose`` takes it: the plan's or the layout's precision, else the given one. Raise
+    a LayoutError if both are given and differ."""
     if plan == "auto":
         return precision
     said = plan.precision if isinstance(plan, Layout) else loaded(plan)[0].precision

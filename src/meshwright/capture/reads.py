@@ -316,8 +316,8 @@ def _space(owner: Any) -> dict[str, Any]:
 
 
 def _is_settable(kind: type) -> bool:
-    """Whether our ``__setattr__`` can be removed again. A C extension's class may have one that no attribute shows, and
-    it would lose that."""
+    """Whether our ``__setattr__`` can be removed again: not from a C extension's class, which may have a hidden one of
+    its own and would lose it."""
     setter: Any = kind.__setattr__
     made = (meta is type or _is_open(meta) for meta in inspect.getmro(type(kind))[:-1])
     return isinstance(setter, types.FunctionType) or (setter is object.__setattr__ and all(made))

@@ -73,7 +73,7 @@ class Draws:
         self._before = _words()
 
     def counted(self) -> dict[str, int]:
-        """For each generator that has moved, how far (its place in a table of 624 numbers)."""
+        """How far each generator has moved in its table of 624 numbers; without generators that have not moved."""
         after = _words()
         moved = {name: (after[name][1] - place) % 624 for name, (words, place) in self._before.items()}
         return {name: count for name, count in moved.items() if after[name] != self._before[name]}

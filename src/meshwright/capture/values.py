@@ -91,7 +91,7 @@ def put_contents(contents: Contents) -> bool:
 @dataclass
 class Read:
     """A value that a trace read: ``owner[name]`` if the owner is a dict (the ``__dict__`` of a module, the globals of a
-    function), else an attribute. ``state`` and ``contents`` are those at that time, ``own`` as for ``state_of``."""
+    function), else an attribute. ``state`` and ``contents`` are as it was read; ``own`` is as for ``state_of``."""
 
     owner: Any = field(repr=False)
     name: str

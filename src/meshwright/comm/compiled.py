@@ -91,7 +91,7 @@ def _in_turn(puts: list[list[Step]], takes: list[list[Step]], expects: bool) -> 
 
 
 def _first_of_each(steps: list[Step], most: int) -> list[int]:
-    """The indices of PUT and EXPECT steps, up to the first step that has ``most`` like it (kind and peer) before it."""
+    """The indices of the first PUT and EXPECT steps, before any peer has more than ``most`` of one of the two kinds."""
     counts: dict[tuple[int, int], int] = {}
     found = []
     for number, one in enumerate(steps):

@@ -135,7 +135,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def local_tokens(self) -> float:
-        """Tokens of a rank between the tensor-parallel parts."""
+        """Tokens of a rank between the tensor-parallel parts of a layer, where tp may cut the sequence."""
         return self.tokens / self.sequence_parts
 
     @property

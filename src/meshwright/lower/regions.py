@@ -236,7 +236,7 @@ def _size(node: fx.Node) -> int:
 
 
 class _Extraction:
-    """Extracts a region's operators into a graph of their own, with views of their results and views only they read."""
+    """Extracts a region's operators into their own graph, with views of their results and views that only they read."""
 
     def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         self.graph, self.members, self.inside = graph, members, set(members)

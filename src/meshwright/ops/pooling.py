@@ -122,7 +122,7 @@ class _Place:
 
     @classmethod
     def of(cls, local: Local, shape: Sequence[int], sides: Sequence[Side], every: Sequence[Window] | None) -> "_Place":
-        """``shape`` is the shape of the rank's part of the image; without windows, the rank reads only this part."""
+        """The place for a part of this ``shape``; without windows (``every``), a rank reads only its part."""
         rank = sides[0].space
         rows = list(shape[-rank:])
         found = cls([0] * rank, rows, list(rows))

@@ -77,8 +77,7 @@ def fit_buckets(
 
 
 def ranked(choices: Sequence[Choice], computed_s: float) -> list[Choice]:
-    """Sort choices, best first: choices that cost about as little as the best, most usual first; then others by
-    cost."""
+    """Sort choices: first those that cost about as little as the best, most usual first; then the others by cost."""
     most = min(one.exposed_s for one in choices) + ALIKE * computed_s
     return sorted(choices, key=lambda one: (max(one.exposed_s, most), one.unusual, one.exposed_s))
 

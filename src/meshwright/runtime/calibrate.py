@@ -98,8 +98,7 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
 
 
 def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
-    """The probes to measure, each with its dtype. Products in other dtypes than float32 use only
-    ``effort.sides[1]``."""
+    """The probes to measure, each with its dtype. Only float32 products have all sizes; others have ``sides[1]``."""
     yield "", kernel_probe()
     for dtype in DTYPES:
         for side in effort.sides if dtype == "float32" else effort.sides[1:2]:

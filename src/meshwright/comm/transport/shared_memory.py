@@ -250,7 +250,7 @@ class SharedMemory(Lane):
         self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAKE, 1)
 
     def _await(self, word: ctypes.c_uint32, number: int, what: str) -> None:
-        """Wait until the peer's word has reached ``number``. Errors name ``what``, or that message, as due."""
+        """Wait until the peer's word has reached ``number``. Errors say that ``what`` (empty: that message) is due."""
         for _ in range(SPINS):
             if not (word.value - number) & _BEHIND:
                 return
