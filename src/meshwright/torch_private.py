@@ -24,6 +24,7 @@ try:
     from torch.autograd import _get_sequence_nr as sequence_number
     from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
     from torch.utils import _pytree as pytree
+    from torch.utils import checkpoint as _checkpoint
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 except ImportError as error:
@@ -31,7 +32,15 @@ except ImportError as error:
         f"Meshwright works with PyTorch 2.13 to 2.15; this is {torch.__version__}, which lacks an internal: {error}"
     ) from error
 
+CHECKPOINT_GENERATORS = tuple(
+    name
+    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+    if hasattr(_checkpoint, name)
+)
+"""The generators that a non-reentrant ``torch.utils.checkpoint.checkpoint`` may call: the first in 2.13, the second in
+2.15."""
 __all__ = [
+    "CHECKPOINT_GENERATORS",
     "DisableTorchDispatch", "DisableTorchFunction", "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode",
     "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "pytree", "resolve_process_group",
     "sequence_number", "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",

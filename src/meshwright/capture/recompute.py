@@ -2,10 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch.utils import checkpoint as torch_checkpoint
+
+from meshwright.torch_private import CHECKPOINT_GENERATORS
 
 log = logging.getLogger("meshwright")
 
@@ -18,7 +21,6 @@ def nothing_recomputed() -> Iterator[None]:
     and draw its own random numbers. Both kinds of checkpoint (reentrant or not) look up the replaced names at every
     call, so that references to ``checkpoint`` that a model took earlier are covered too.
     """
-    kept = torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator
     seen: list[bool] = []
 
     class Plain:
@@ -31,11 +33,10 @@ def nothing_recomputed() -> Iterator[None]:
         seen.append(True)
         yield
 
-    module: Any = torch_checkpoint
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Plain, plain
-    try:
+    with ExitStack() as replaced:
+        replaced.enter_context(patch.object(torch_checkpoint, "CheckpointFunction", Plain))
+        for name in CHECKPOINT_GENERATORS:
+            replaced.enter_context(patch.object(torch_checkpoint, name, plain))
         yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = kept
     if seen:
         log.info("the model recomputes activations itself (torch.utils.checkpoint); here the plan decides that")
