@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.collective import Group, Network
@@ -245,6 +245,7 @@ def test_at_the_end_only_what_is_held_is_left(pipeline: tuple[str, int, int, int
     st.sampled_from([0.0, 0.1]),
     st.booleans(),
 )
+@example(("interleaved", 2, 4, 2), ["dp", "tp", "pp"], {0: 0.5}, {0: 12.75}, 0.1, False)  # it dies while it sends
 def test_playing_one_of_alike_ranks_is_exact(
     pipeline: tuple[str, int, int, int],
     order: list[str],

@@ -257,7 +257,7 @@ class _Engine:
             return
         if awaited is not None:
             label = self._label(rank.program.entries[place], awaited, one)
-            rank.timeline.spans.append((WAIT, label, now, rank.death_s, 0, 0.0))
+            rank.timeline.spans.append((WAIT, label, now, max(now, rank.death_s), 0, 0.0))  # a send may end later
         rank.timeline.end_s = rank.death_s
 
     # --- messages and collectives ------------------------------------------------------------------------------------
