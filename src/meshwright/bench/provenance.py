@@ -39,11 +39,8 @@ def stale(result: Result, folder: Path) -> Iterator[tuple[str, str, str]]:
         return
     root, commit = Path(top), result.commit.removesuffix(CHANGED)
     if not (root / result.script).is_file() or Path(result.script).is_absolute():
-        yield (
-            "script",
-            f"there is no file {result.script!r}",
-            "name the script that measures, from the repository's root",
-        )
+        remedy = "name the script that measures, from the root of the repository"
+        yield "script", f"there is no file {result.script!r}", remedy
         return
     if commit != result.commit:
         yield "commit", f"files differed from {commit} when it was measured", REMEDY
@@ -90,8 +87,8 @@ def imported(root: Path, script: Path) -> set[Path]:
 
 
 def _differs(root: Path, commit: str, name: str) -> bool:
-    now = root / name
-    return not now.is_file() or _program(_git(root, "show", f"{commit}:{name}")) != _program(_text(now))
+    """Whether the program of a file is another than at the commit, or is new."""
+    return _program(_git(root, "show", f"{commit}:{name}")) != _program(_text(root / name))
 
 
 def _program(text: str) -> str:
@@ -112,9 +109,8 @@ def _text(path: Path) -> str:
 def _git(folder: Path, *arguments: str) -> str:
     """The output of git; empty if git fails or is not installed."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, encoding="utf-8", check=False
-        )
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     except OSError:
         return ""
     return done.stdout if done.returncode == 0 else ""
